@@ -1,10 +1,13 @@
 """Memory, bandwidth and peak rate of accelerators, and what they say when memory runs out."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 
 from dms_jax.checks import Options, Positive
+from dms_jax.errors import OutOfMemoryError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,3 +66,14 @@ def data_sheet(kind: str) -> Device | None:
 def out_of_memory(error: BaseException) -> bool:
     """Returns whether an error means that the device could not allocate memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+@contextlib.contextmanager
+def fits_device(otherwise: str) -> Iterator[None]:
+    """A context whose errors of allocation on the device become OutOfMemoryError("otherwise")."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemoryError(otherwise) from error

@@ -35,14 +35,15 @@ def memory_trace(
     runner.set_max_lengths(dict(enumerate([tokens.shape[1]] * len(tokens))))
     steps = (tokens.shape[1] - 1) // chunk
     seen, held, live = [0], [0], [0]
-    for index in range(steps):
-        counts = np.full(len(tokens), chunk)
-        runner.reserve(counts)
-        runner.teacher_forced_decode(
-            np.ascontiguousarray(tokens[:, index * chunk : (index + 1) * chunk + 1].T), counts
-        )
-        runner.trim()
-        seen.append((index + 1) * chunk)
-        held.append(runner.allocator.pages_in_use * page_size * slot_bytes)
-        live.append(int(runner.lengths.sum()) * slot_bytes)
+    with runner.working():
+        for index in range(steps):
+            counts = np.full(len(tokens), chunk)
+            runner.reserve(counts)
+            runner.teacher_forced_decode(
+                np.ascontiguousarray(tokens[:, index * chunk : (index + 1) * chunk + 1].T), counts
+            )
+            runner.trim()
+            seen.append((index + 1) * chunk)
+            held.append(runner.allocator.pages_in_use * page_size * slot_bytes)
+            live.append(int(runner.lengths.sum()) * slot_bytes)
     return seen, held, live

@@ -163,7 +163,8 @@ def retention(
         page_size=page_size,
         table_width=-(-length // page_size),
     )
-    gone, reads = _run(engine.runner, tokens, prompts)
+    with engine.runner.working():
+        gone, reads = _run(engine.runner, tokens, prompts)
     return Retention(
         policy=policy,
         tokens=tokens,

@@ -136,7 +136,11 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         raise CheckpointError(f"there is no directory {directory} of an adapter")
     fields = _read_config(directory)
     if fields is None:
-        hint = "; it holds a whole model: load that" if find(directory, "config.json") else ""
+        hint = ""
+        if find(directory, "config.json"):
+            hint = "; it holds a whole model: load that"
+        elif find(directory, "adapter_config.json"):
+            hint = "; it holds an adapter of PEFT: merge it into its model there, and load that"
         raise CheckpointError(f"{directory / ADAPTER_CONFIG} does not exist{hint}")
     try:
         base = dict(fields["base"])

@@ -124,7 +124,13 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             f"there is no directory {path!r} here, and it could not be fetched from the hub: "
             f"{plain(error, 300)}"
         ) from error
-    return pathlib.Path(found)
+    found = pathlib.Path(found)
+    if not any((found / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
+        raise CheckpointError(
+            f"{plain(name)} holds no config.json on the hub. If its models are GGUF files, fetch "
+            f"one (hf download {plain(name)} FILE.gguf --local-dir .) and give its path"
+        )
+    return found
 
 
 def _generation_defaults(

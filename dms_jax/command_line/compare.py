@@ -46,6 +46,7 @@ from dms_jax.command_line.comparison.systems import (
     training_free,
 )
 from dms_jax.command_line.comparison.texts import OCCASIONS, occasions, packed, solved
+from dms_jax.command_line.options import find_adapter
 from dms_jax.command_line.reports import can_draw, make_folder, provenance
 from dms_jax.data import Documents
 from dms_jax.data.mixture import Mixture, standard_parts
@@ -80,7 +81,8 @@ class Config:
     """Hugging Face directory, GGUF file or hub id, or a model that ships: stories260k,
     reasoner-11m."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model."""
+    """Directory of an adapter that was trained on the model, or one that ships:
+    smollm2-135m-instruct-dms."""
     text: pathlib.Path | None = None
     """Text to decode, of which the learned systems see nothing. Unless given: stories, or for
     reasoner-11m problems of the validation split with their solutions."""
@@ -142,8 +144,8 @@ class Config:
     """Folder for what has learned, each a checkpoint called label@ratio."""
     checkpoints: tuple[str, ...] = ()
     """More learned systems, as label=directory or label@ratio=directory, of a checkpoint or of an
-    adapter that was trained on the model. What --only names of label + Quest, label + KCache,
-    label + float8 and label + int4 runs on them as well."""
+    adapter that was trained on the model, or ships. What --only names of label + Quest, label +
+    KCache, label + float8 and label + int4 runs on them as well."""
 
     tasks: tuple[str, ...] = ()
     """Problems to answer besides: reasoning, retrieval."""
@@ -207,7 +209,7 @@ def option(name: str) -> str:
 def load(config: Config, adapter: str | None) -> dms_jax.LanguageModel:
     """The base model, with an adapter if one is given."""
     path = assets.path(config.model) if config.model in SHIPPED else config.model
-    return dms_jax.load(str(path), adapter=adapter)
+    return dms_jax.load(str(path), adapter=find_adapter(adapter))
 
 
 def read_text(config: Config, model: dms_jax.LanguageModel) -> Text:

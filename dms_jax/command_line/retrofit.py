@@ -24,10 +24,10 @@ import pathlib
 
 import dms_jax
 from dms_jax import assets, processes
-from dms_jax.command_line.options import find_model, read_options
+from dms_jax.command_line.options import find_adapter, find_model, read_options
 from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import reserve_folder
-from dms_jax.command_line.retrofitting import Config
+from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.self_taught.stages import self_taught
@@ -112,7 +112,10 @@ def main(config: Config | SelfTaught) -> None:
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
         data = config.make_data()
         base = dms_jax.load(
-            find_model(config.model), mesh=mesh, adapter=config.adapter, for_training=True
+            find_model(config.model),
+            mesh=mesh,
+            adapter=find_adapter(config.adapter),
+            for_training=True,
         )
         recipe = config.make_recipe(base.config.max_position_embeddings)
         if recipe.sequence_length < asked.sequence_length:
@@ -121,12 +124,7 @@ def main(config: Config | SelfTaught) -> None:
                 f"model's {recipe.sequence_length} positions (--sequence-length), in as many steps "
                 "unless --steps or --tokens say otherwise."
             )
-            if isinstance(policy, dms_jax.DMS) and policy.window + 1 >= recipe.sequence_length:
-                raise dms_jax.ConfigError(
-                    f"No token leaves a window of {policy.window} in sequences of "
-                    f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
-                    "shorter --window, or a longer --sequence-length."
-                )
+        check_window(policy, recipe)
         if config.template:
             base = base.with_template(**read_options(config.template, "--template"))
         board = None

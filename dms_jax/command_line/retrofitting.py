@@ -41,7 +41,8 @@ class Config:
     out: pathlib.Path
     """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model, to be trained further."""
+    """Directory of an adapter that was trained on the model, or one that ships, to be trained
+    further."""
 
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
     """What to learn: to evict, to merge, or to live with the averages of a fixed number. The
@@ -246,3 +247,17 @@ class Config:
         if self.steps is None and self.tokens is None:
             return recipe
         return recipe.scaled(self.make_policy(), steps=self.steps, tokens=self.tokens)
+
+
+def check_window(policy: Policy, recipe: Recipe) -> None:
+    """Looks whether tokens leave the window while the model is trained.
+
+    Raises:
+      ConfigError: none does.
+    """
+    if isinstance(policy, DMS) and policy.window + 1 >= recipe.sequence_length:
+        raise dms_jax.ConfigError(
+            f"No token leaves a window of {policy.window} in sequences of "
+            f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
+            "shorter --window, or a longer --sequence-length."
+        )

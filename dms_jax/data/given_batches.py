@@ -3,12 +3,12 @@
 {"tokens": [B, T]}, and optionally "loss_mask" and "segment_ids" of the same shape
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from dms_jax.checks import show
+from dms_jax.checks import require, show
 from dms_jax.data.batches import Batch
 from dms_jax.data.encodable import check_vocabulary
 from dms_jax.errors import DataError
@@ -61,3 +61,16 @@ def given_batch(batch: Any, *, vocab_size: int, shape: tuple[int, int] | None = 
             raise DataError("The segment_ids of a batch are 1, 2, ..., and 0 for padding.")
         result["segment_ids"] = ids.astype(np.int32)
     return result
+
+
+def check_batches(what: str, batches: Any) -> None:
+    """Refuses what is no list of batches: the iterators that are trained on have no end.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    require(
+        isinstance(batches, Collection) and not isinstance(batches, Mapping),
+        f"{what} must be a list of batches, got {show(batches)}. Of an iterator, which may have no "
+        "end, give list(itertools.islice(iterator, 16)).",
+    )

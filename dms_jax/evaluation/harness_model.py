@@ -34,6 +34,7 @@ class HarnessModel(LM):
     Args:
       path: a Hugging Face directory, or a hub id; from Python also a loaded model.
       policy: the policy's name; what the checkpoint declares if None.
+      adapter: directory of an adapter that was trained on the checkpoint.
       dtype: type of the weights and the cache; the type in the files if None.
       enable_thinking: variable of the chat template, for templates that have it.
       chat_variables: further variables of the chat template; from Python only.
@@ -52,6 +53,7 @@ class HarnessModel(LM):
         path: str | LanguageModel,
         *,
         policy: str | None = None,
+        adapter: str | None = None,
         dtype: str | None = None,
         enable_thinking: bool | None = None,
         chat_variables: Mapping[str, Any] | None = None,
@@ -73,7 +75,7 @@ class HarnessModel(LM):
                 "policy's, name it with policy=."
             )
         loaded = isinstance(path, LanguageModel)
-        self.model = path if loaded else load(str(path), dtype=dtype)
+        self.model = path if loaded else load(str(path), dtype=dtype, adapter=adapter)
         self._path = "model" if loaded else str(path)
         if self.model.tokenizer is None:
             raise DataError(f"{self._path} has no tokenizer, and the harness asks in text.")

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache.accounting import Meter
 from dms_jax.errors import CapacityError, CheckpointError, DataError
-from dms_jax.evaluation.serving import Serving, prefill_tokens
+from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import sharing
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
@@ -178,7 +178,7 @@ def likelihoods(
         while waiting:
             batch = _batch(engine, waiting)
             del waiting[: len(batch)]
-            peaks = _run(engine, batch, prefill_tokens(model, policy))
+            peaks = _run(engine, batch)
             for each, peak in zip(batch, peaks, strict=True):
                 total = float(np.sum(each.logprobs, dtype=np.float64))
                 for index, (logprob, greedy) in each.last.items():
@@ -198,7 +198,7 @@ def _batch(engine: Engine, waiting: Sequence[_Sequence]) -> list[_Sequence]:
     return list(waiting[: len(extra)])
 
 
-def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
+def _run(engine: Engine, batch: Sequence[_Sequence]) -> list[float]:
     """Runs sequences through the cache, one per lane; returns the peak of each."""
     runner, config = engine.runner, engine.model.config
     rows = config.num_layers * config.num_kv_heads
@@ -207,7 +207,7 @@ def _run(engine: Engine, batch: Sequence[_Sequence], most: int) -> list[float]:
     width = min(
         engine.options.prefill_chunk, max(8, bucket(max(len(each.context) for each in batch)))
     )
-    together = max(1, most // width)
+    together = max(1, engine.options.prefill_tokens // width)
     sharers = _sharers(engine, batch)
     readers = list(sharers)
     for first in range(0, len(readers), together):

@@ -1,16 +1,18 @@
 """Options of the cache and the engine during an evaluation."""
 
 import dataclasses
+import math
 from typing import Annotated, Any
 
 from dms_jax.checks import CountOnDevice, Options, Positive, check
 from dms_jax.generation import Engine
+from dms_jax.generation.memory import spare_bytes
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
 # A policy that runs prompts token by token takes as long for many sequences as for one: as many run
-# together as fit this many bytes of activations. For other policies this many tokens saturate a
-# device.
+# together as fit this many bytes of activations, or what the pool leaves free of a small device.
+# For other policies this many tokens saturate a device.
 _ACTIVATION_BYTES = 8e9
 _PREFILL_TOKENS = 1 << 16
 
@@ -58,7 +60,7 @@ class Serving(Options):
             page_size=self.page_size,
             chunk=self.chunk,
             prefill_chunk=self.prefill_chunk,
-            prefill_tokens=prefill_tokens(model, policy),
+            prefill_tokens=_prefill_tokens(model, policy),
             table_width=-(-(max_tokens + self.chunk) // self.page_size),
             kv_dtype=self.kv_dtype,
         )
@@ -68,8 +70,9 @@ class Serving(Options):
         return dataclasses.asdict(self)
 
 
-def prefill_tokens(model: LanguageModel, policy: Policy) -> int:
-    """The most prompt tokens of all sequences together in one compiled program."""
+def _prefill_tokens(model: LanguageModel, policy: Policy) -> int:
+    """The most prompt tokens of all sequences together in one compiled program, a power of two."""
     bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
-    most = max(1, int(_ACTIVATION_BYTES / bytes_a_token))
-    return min(most, _PREFILL_TOKENS) if policy.parallel != "never" else most
+    most = min(_ACTIVATION_BYTES, spare_bytes(model)) / bytes_a_token
+    tokens = 1 << max(0, int(math.log2(max(most, 1))))
+    return min(tokens, _PREFILL_TOKENS) if policy.parallel != "never" else tokens

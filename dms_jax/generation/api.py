@@ -223,7 +223,7 @@ def score(
         chunk=chunk,
         **options,
     )
-    with keep_finished(lambda: dict(enumerate(scores))):
+    with keep_finished(lambda: dict(enumerate(scores))), engine.runner.working():
         for start in range(0, len(tokens), num_lanes):
             some = slice(start, start + num_lanes)
             scores.extend(_score_batch(engine, tokens[some], max_lengths[some]))

@@ -31,7 +31,7 @@ from dms_jax.generation import sharing
 from dms_jax.generation.arrivals import Arrivals, Incoming
 from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.launched import Launched
-from dms_jax.generation.memory import fits_device, pool_pages
+from dms_jax.generation.memory import pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import bucket, request_keys
 from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompts
@@ -232,13 +232,9 @@ class Engine:
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
         self._bases = {request.base for request in requests if request.base is not None}
-        room = fits_device(
-            "The device ran out of memory while generating. Give the cache less (memory=), or use "
-            "fewer lanes or a smaller prefill_chunk."
-        )
         compiled = (sampling.filter, num_steps, end_tokens, self._compiled)
         try:
-            with room, self.runner.working():
+            with self.runner.working():
                 if requests and not any(request.seen or request.before for request in requests):
                     compile_first(self.runner, self._shapes, requests, *compiled)
                 while self._arrivals.receive(self.runner, waiting, self._running):

@@ -5,12 +5,11 @@ live slots of T tokens = (w + 1) + (1 - f)(T - w - 1)     with a fraction f evic
 time of a step >= max(bytes read / bandwidth, operations / peak)        (DMS paper, eq. 6)
 """
 
-import contextlib
 import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -21,8 +20,8 @@ from dms_jax import sharding
 from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, show
 from dms_jax.config import ModelConfig
-from dms_jax.devices import DEVICES, Device, out_of_memory
-from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
+from dms_jax.devices import DEVICES, Device
+from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
@@ -240,19 +239,16 @@ def lane_bytes(config: ModelConfig, max_tokens: int, page_size: int) -> int:
     return 3 * 4 * config.vocab_size + rows * (8 + 4 + 4 * math.ceil(max_tokens / page_size))
 
 
-@contextlib.contextmanager
-def fits_device(otherwise: str) -> Iterator[None]:
-    """A context whose errors of allocation on the device become OutOfMemoryError("otherwise")."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise OutOfMemoryError(otherwise) from error
-
-
 def _gigabytes(size: float | int) -> str:
     return f"{size / 1e9:.4g} GB"
+
+
+def spare_bytes(model: LanguageModel) -> float:
+    """Returns the bytes for activations beside the largest pool: what `pool_pages` leaves free.
+
+    That is by default a tenth of an accelerator's free memory, before the pool is there.
+    """
+    return 0.1 * _device_memory(model)[1]
 
 
 def _device_memory(model: LanguageModel) -> tuple[float, float]:

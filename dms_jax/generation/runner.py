@@ -18,10 +18,10 @@ from dms_jax import sharding
 from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostRows, HostValues
 from dms_jax.cache.pages import few_sizes, few_widths
+from dms_jax.devices import fits_device
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.batches import Extended, LaunchedSteps, Shapes, build_batch
-from dms_jax.generation.memory import fits_device
 from dms_jax.generation.programs import Steps, bucket
 from dms_jax.generation.rows import Rows, UnreadPrompts
 from dms_jax.generation.sampling import Filter
@@ -95,12 +95,17 @@ class Runner(Rows):
         """A context in which programs run. If one fails, the cache is reset to empty.
 
         `dirty` is set from before the first program until after the last, and during a reset. If
-        either is interrupted, the next call therefore resets the cache first.
+        either is interrupted, the next call therefore resets the cache first. What fails because
+        the device has too little memory raises OutOfMemoryError.
         """
         self.recover()
         self.dirty = True
         try:
-            yield
+            with fits_device(
+                "The device ran out of memory while generating or scoring. Give the cache less "
+                "(memory=), or use fewer lanes or a smaller prefill_chunk."
+            ):
+                yield
         except BaseException:
             # If a new cache cannot be allocated, the original error is raised; the next call tries.
             with contextlib.suppress(CapacityError):

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from dms_jax import sharding
 from dms_jax.checks import show
 from dms_jax.config import ModelConfig
+from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.caching import init_cache
 from dms_jax.model.template_variables import check_template_variables
@@ -171,6 +172,7 @@ class LanguageModel:
           ConfigError: if the policy does not fit the model or the packing.
           DataError: if a token is not in the vocabulary, or a sequence exceeds the model's
             positions.
+          OutOfMemoryError: if the device says at once that its memory does not suffice.
         """
         policy = self.resolve_policy(policy)
         tokens = whole_numbers("token ids", tokens)
@@ -204,7 +206,11 @@ class LanguageModel:
                 f"{policy.name} learns from attention as it goes and cannot run on packed "
                 "documents; pass them as separate sequences."
             )
-        with use_mesh(self.mesh):
+        room = fits_device(
+            f"The device ran out of memory for the logits of {batch} sequences of {num_tokens} "
+            "tokens. Give fewer at a time, or score them token by token (dms_jax.score)."
+        )
+        with use_mesh(self.mesh), room:
             if alone:
                 return _logits(self.transformer, tokens, segment_ids, policy)
             return _logits_through_cache(self.transformer, tokens, prompts, policy)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dms_jax.checks import Ratio, check
-from dms_jax.data.batches import Batch
-from dms_jax.data.given_batches import given_batch
+from dms_jax.data.given_batches import check_batches, given_batch
+from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
@@ -21,7 +20,7 @@ from dms_jax.policies import DMS, KVzap, Policy
 
 def calibrate(
     model: LanguageModel,
-    batches: Iterable[Batch],
+    batches: Any,
     *,
     compression_ratio: float | int,
     policy: Policy | None = None,
@@ -37,13 +36,16 @@ def calibrate(
 
     Args:
       model: a model with a scorer that was trained.
-      batches: held-out batches, as for `train`; a hundred thousand tokens are plenty.
+      batches: a list of held-out batches, in the form that `train` takes; a hundred thousand tokens
+        are plenty.
       compression_ratio: tokens for each one that is kept beyond the window.
       policy: the policy to calibrate; the model's own if None.
 
     Raises:
-      ConfigError: the policy is neither KVzap nor DMS with an adapter, or the model cannot run it.
+      ConfigError: the policy is neither KVzap nor DMS with an adapter, or the model cannot run it;
+        or an iterator is given, which may have no end.
       DataError: no document of the batches is longer than the window, or a batch is malformed.
+      OutOfMemoryError: a device's memory does not suffice for a batch.
     """
     check_model(model)
     ratio = check("calibrate: compression_ratio", compression_ratio, Ratio)
@@ -53,8 +55,12 @@ def calibrate(
             f"calibrate sets the threshold of KVzap() or of DMS(source='adapter'), and {found} has "
             "none that it could set."
         )
+    check_batches("calibrate: batches", batches)
     scores = []
-    with use_mesh(model.mesh):
+    room = fits_device(
+        "The device ran out of memory while calibrating. Give batches of fewer or shorter ones."
+    )
+    with use_mesh(model.mesh), room:
         for batch in batches:
             given = given_batch(batch, vocab_size=model.config.vocab_size)
             ids = given.get("segment_ids")

@@ -1,7 +1,7 @@
 """The losses of a model on held-out batches: language modelling, and distance from a teacher."""
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dms_jax.checks import require, show
-from dms_jax.data.given_batches import given_batch
+from dms_jax.data.given_batches import check_batches, given_batch
+from dms_jax.devices import fits_device
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
@@ -43,6 +43,7 @@ def held_out_loss(
     Raises:
       ConfigError: the model cannot run the policy, or a part is not a list of batches.
       DataError: the loss mask of a part leaves no token, or a batch is malformed.
+      OutOfMemoryError: a device's memory does not suffice for a batch.
     """
     return _means(model, None, batches, policy, compute_dtype)
 
@@ -67,7 +68,7 @@ def held_out_distillation(
       The divergence of each part, in nats per token.
 
     Raises:
-      ConfigError, DataError: see `held_out_loss`.
+      ConfigError, DataError, OutOfMemoryError: see `held_out_loss`.
     """
     return _means(model, teacher.transformer, batches, policy, compute_dtype)
 
@@ -81,13 +82,13 @@ def _means(
 ) -> dict[str, float]:
     policy = model.resolve_policy(policy)
     for name, part in batches.items():
-        require(
-            isinstance(part, Collection) and not isinstance(part, Mapping),
-            f"Part {name!r} of the held-out data must be a list of batches, got {show(part)}. Of "
-            "an iterator, which may have no end, give list(itertools.islice(iterator, 16)).",
-        )
+        check_batches(f"Part {name!r} of the held-out data", part)
     result = {}
-    with use_mesh(model.mesh):
+    room = fits_device(
+        "The device ran out of memory while measuring held-out batches. Give them fewer or shorter "
+        "sequences each."
+    )
+    with use_mesh(model.mesh), room:
         for name, part in batches.items():
             sums = []
             for batch in part:

@@ -228,7 +228,15 @@ def dms_warm_up(compression_ratio: Number = 3.5, *, share: float = 0.2, **option
     Raises:
       ConfigError: a number is out of range, or there is only one step.
     """
-    recipe = dms_self_taught(compression_ratio, **options)
+    return attention_first(dms_self_taught(compression_ratio, **options), share)
+
+
+def attention_first(recipe: Recipe, share: float) -> Recipe:
+    """Returns `dms_warm_up` made from a recipe of `dms_self_taught` that was changed.
+
+    Raises:
+      ConfigError: the share is none, or the recipe's ramp has one step.
+    """
     share = check("dms_warm_up: share", share, Annotated[float, Range(0, 1, above=True)])
     ramp, *rest = recipe.stages
     total = sum(stage.steps for stage in recipe.stages)

@@ -153,6 +153,10 @@ def test_an_adapter_alone_says_what_is_missing(base, adapter):
         load(base, adapter=base)
     with pytest.raises(CheckpointError, match="no directory"):
         load(base, adapter=base / "absent")
+    (base.parent / "peft").mkdir()
+    (base.parent / "peft" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="it holds an adapter of PEFT: merge it"):
+        load(base, adapter=base.parent / "peft")
 
 
 @pytest.mark.parametrize("part", ["qkv_proj.kernel", "embedding", "final_norm.scale", "mlp_norm"])

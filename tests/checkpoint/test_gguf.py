@@ -250,6 +250,14 @@ def test_a_model_that_is_split(given, tmp_path):
     assert model.tokenizer is not None
 
 
+def test_a_split_model_that_was_merged(tmp_path):
+    """llama-gguf-split keeps what the first part said, and makes split.count 0."""
+    folder = GOLDEN / "families" / "llama2"
+    extra = {"split.no": 0, "split.count": 0, "split.tensors.count": len(tensors(folder))}
+    convert(folder, tmp_path / "model.gguf", extra=extra)
+    assert_same(load(tmp_path / "model.gguf"), load(folder))
+
+
 def test_links_of_a_split_model_are_followed_within_a_hub_cache(tmp_path):
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshots" / "0123").mkdir(parents=True)

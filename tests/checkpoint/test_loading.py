@@ -223,6 +223,13 @@ def test_from_the_hub(llama, monkeypatch):
         load("owner/name")
 
 
+def test_a_repository_of_gguf_files(tmp_path, monkeypatch):
+    """They are not among what is fetched: one repository has a model many times."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"owner/name holds no config\.json.* FILE\.gguf"):
+        load("owner/name@main")
+
+
 def test_dtype_is_that_of_the_files_unless_asked(llama):
     content = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors(llama).items()}
     rewrite(llama, content)

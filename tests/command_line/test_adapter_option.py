@@ -39,7 +39,7 @@ def test_the_adapter_is_loaded_with_the_model(script, tmp_path):
     assert loaded.value.args == ("m.gguf", "a")
 
 
-@pytest.mark.parametrize("script", [chat, generate, evaluate])
+@pytest.mark.parametrize("script", [chat, generate, evaluate, compare, retrofit])
 def test_an_adapter_that_ships_is_called_by_its_name(script, tmp_path):
     name = "smollm2-135m-instruct-dms"
     with pytest.raises(Loaded) as loaded:

@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.command_line import compare, main
 from dms_jax.command_line.comparison import runs, show, systems, texts
-from dms_jax.command_line.comparison.labels import LEARNED
+from dms_jax.command_line.comparison.labels import LEARNED, brought
 from dms_jax.command_line.comparison.measure import Measured
 from tests.test_architecture import ROOT
 
@@ -126,6 +126,8 @@ def test_an_adapter_is_brought_with_its_base(stories, tmp_path, monkeypatch):
     assert [row.label for row in compare.learned_systems(config, dense, print)] == ["mine"]
     base = str(dms_jax.assets.path("stories260k"))
     assert loaded == [(base, {"adapter": str(tmp_path)})]
+    ships = "smollm2-135m-instruct-dms"
+    assert brought((f"mine@4={ships}",)) == [("mine", 4.0, str(dms_jax.assets.path(ships)))]
 
 
 def test_without_matplotlib_the_page_is_written_all_the_same(tmp_path, monkeypatch, capsys):

@@ -35,6 +35,7 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
         compression_ratio=1.1,
         sequence_length=32,
         batch_size=2,
+        window=8,
         trainable="low_rank",
         rank=2,
         alpha=4.0,
@@ -123,6 +124,9 @@ def test_a_window_that_no_token_leaves_is_refused(tmp_path):
     told = dataclasses.replace(config, model=own.model, data=own.data, out=tmp_path / "run")
     with pytest.raises(dms_jax.ConfigError, match=r"window of 512 .* 512 tokens.* --window"):
         retrofit.main(told)
+    short = dataclasses.replace(own, window=255, sequence_length=256, out=tmp_path / "run")
+    with pytest.raises(dms_jax.ConfigError, match=r"window of 255 .* 256 tokens"):
+        retrofit.main(short)
     few = dataclasses.replace(told, tokens=2**17)  # of which the recipe's own length makes no step
     with pytest.raises(dms_jax.ConfigError, match="window of 512"):
         retrofit.main(few)
@@ -165,7 +169,7 @@ def test_what_is_missing_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(sequence_shards=2, sequence_length=30), "30 tokens cannot be split over 2 devices"),
+        (dict(sequence_shards=2, sequence_length=30, window=8), "30 tokens cannot be split over 2"),
         (dict(data_shards=4, batch_size=6), "a batch of 6 does not divide into passes"),
         (dict(sequence_length=100_000), "do not fit the model's 512 positions"),
     ],

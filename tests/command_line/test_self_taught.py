@@ -305,6 +305,13 @@ def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
     config = dataclasses.replace(TINY, keep="correct", judge="none", out=tmp_path)
     with pytest.raises(dms_jax.ConfigError, match="--keep correct needs a judge"):
         reading.read_questions(config, stories)
+    for changes, told in (
+        (dict(style="boxed"), "--style boxed is of problems that a judge knows"),
+        (dict(system="Be brief."), "--system is for a chat"),
+        (dict(template=("a=1",), chat="no"), "--template is for a chat"),
+    ):
+        with pytest.raises(dms_jax.ConfigError, match=told):
+            reading.read_questions(dataclasses.replace(TINY, **changes), stories)
     for option, value in (
         ("ratios", (1.0,)),
         ("temperatures", (0.7, -1.0)),
@@ -319,6 +326,22 @@ def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
         told = re.escape(f"--{option.replace('_', '-')} cannot be {value}")
         with pytest.raises(dms_jax.ConfigError, match=told):
             dataclasses.replace(TINY, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (dict(sequence_length=2048), "--sequence-length 2048 is beyond the 512 positions"),
+        (dict(window=31), "No token leaves a window of 31 in sequences of 32 tokens"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_it_is_sampled(
+    tmp_path, monkeypatch, changes, told
+):
+    monkeypatch.setattr(stages, "sample", lambda *_: pytest.fail("it sampled"))
+    with pytest.raises(dms_jax.ConfigError, match=told):
+        retrofit.main(dataclasses.replace(TINY, out=tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -374,6 +397,8 @@ def test_the_defaults_are_the_recipe():
     assert dataclasses.replace(custom, answers_only=True).make_recipe().answers_only
     other = dataclasses.replace(custom, settle=0.0, warmup=0.2).make_recipe()
     assert [(stage.kind, stage.warmup_steps) for stage in other.stages] == [("ramp", 122)]
+    first = dataclasses.replace(dms_jax.recipes.dms_warm_up(), snapshots=(2.0, 3.5))
+    assert dataclasses.replace(custom, from_attention=0.2).make_recipe() == first
     low = dataclasses.replace(custom, rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
 

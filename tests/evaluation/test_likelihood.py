@@ -16,9 +16,11 @@ from dms_jax.evaluation import (
     evaluate_choices,
     likelihoods,
     perplexity,
+    serving,
 )
 from dms_jax.evaluation.perplexity import cut_into_windows
 from dms_jax.evaluation.tasks import ARC, PIQA, WinoGrande
+from dms_jax.generation import memory
 from dms_jax.generation.runner import Runner
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
@@ -50,6 +52,20 @@ def by_plain_passes(name: str) -> list[tuple[float, bool]]:
             (own[places, continuation].sum(), bool((own.argmax(-1) == continuation).all()))
         )
     return found
+
+
+@pytest.mark.parametrize(("name", "large"), [("vanilla", 1 << 16), ("tova", 1 << 21)])
+def test_prompts_of_a_chunk_fit_what_the_pool_leaves(name, large, monkeypatch):
+    """8e9 bytes are enough, however much is free; of a small device the pool leaves a tenth."""
+    model = model_for(name)
+    token = 3 * model.config.intermediate_size * model.dtype.itemsize
+    for free, tokens in ((1e14, large), (10 * 1000 * token, 512), (10, 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "_device_memory", lambda model, free=free: (0.9 * free, free))
+            spare = memory.spare_bytes(model)
+        monkeypatch.setattr(serving, "spare_bytes", lambda model, spare=spare: spare)
+        engine = SERVING.engine(model, model.policy, sequences=1, max_tokens=64)
+        assert engine.options.prefill_tokens == tokens
 
 
 @pytest.mark.slow

@@ -10,11 +10,14 @@ import pytest
 from flax import nnx
 
 import dms_jax
+from dms_jax import analysis
 from dms_jax.config import ModelConfig, Rope
 from dms_jax.devices import out_of_memory
 from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
-from dms_jax.generation import Device, Engine, memory
+from dms_jax.evaluation.likelihood import likelihoods
+from dms_jax.generation import Device, Engine, memory, programs, warming
 from dms_jax.generation.memory import pool_pages
+from dms_jax.model import language_model
 from tests.generation.support import POLICIES, model_for, prompts
 from tests.support.instances import slow_but
 
@@ -210,17 +213,34 @@ def test_only_the_devices_refusal_is_out_of_memory():
     assert not out_of_memory(MemoryError())
 
 
-@pytest.mark.slow
-def test_running_out_of_memory_while_it_runs(monkeypatch):
-    engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64)
+GIVEN = np.asarray(prompts([8, 8]))
+RUNNING = {  # everything that runs sequences through the cache
+    "generate": lambda model: dms_jax.generate(model, prompts([5])),
+    "conversation": lambda model: dms_jax.Conversation(model).say(prompts([5])[0]),
+    "warm": lambda model: Engine(model, num_lanes=1, max_tokens=64).warm(),
+    "score": lambda model: dms_jax.score(model, prompts([5])),
+    "logits": lambda model: model.logits(GIVEN),
+    "likelihoods": lambda model: likelihoods(model, [([1, 2], [3, 4])]),
+    "retention": lambda model: analysis.retention(model, GIVEN),
+    "memory_trace": lambda model: analysis.memory_trace(model, GIVEN, chunk=4),
+}
+
+
+@pytest.mark.parametrize("call", RUNNING)
+def test_running_out_of_memory_while_it_runs(call, monkeypatch):
+    """Whatever program the device refuses to run or to compile."""
+    model = model_for("vanilla")
 
     def refuse(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "extend", refuse)
-        with pytest.raises(OutOfMemoryError, match="ran out of memory while generating"):
-            engine.generate(prompts([5]))
+    monkeypatch.setattr(warming, "_compile", refuse if call == "warm" else lambda *_: 0)
+    monkeypatch.setattr(language_model, "_logits", refuse)
+    for program in ("extend", "decode", "teacher_forced_decode"):
+        monkeypatch.setattr(programs, program, refuse)
+    with pytest.raises(OutOfMemoryError, match=r"out of memory .*(memory=|fewer at a)") as caught:
+        RUNNING[call](model)
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
 def test_lanes_are_counted_beside_their_pages(monkeypatch):

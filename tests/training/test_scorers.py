@@ -1,6 +1,7 @@
 """Training the scorers of KVzap and KVpop, and DMS after a warm-up, from attention."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import chex
@@ -226,6 +227,12 @@ def test_calibration_keeps_the_share_that_it_is_asked_for(trained):
         calibrate(model, held_out, compression_ratio=2, policy=TOVA())
     with pytest.raises(DataError, match="leaves the window of 99"):
         calibrate(model, held_out, compression_ratio=2, policy=dataclasses.replace(ZAP, window=99))
+
+
+def test_calibration_refuses_batches_without_an_end():
+    model = language_model(adapter=True)
+    with pytest.raises(ConfigError, match=r"calibrate: batches must be a list of .*islice"):
+        calibrate(model, map(batch, itertools.count()), compression_ratio=4, policy=WARM)
 
 
 @pytest.mark.slow

@@ -10,9 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.errors import DataError
+from dms_jax.errors import DataError, OutOfMemoryError
 from dms_jax.policies import DMS, Vanilla
-from dms_jax.training import held_out_distillation, held_out_loss, retrofit, train
+from dms_jax.training import (
+    calibrate,
+    calibration,
+    held_out,
+    held_out_distillation,
+    held_out_loss,
+    retrofit,
+    train,
+)
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.step import Passes
@@ -111,6 +119,22 @@ def test_the_held_out_loss_is_a_mean_over_tokens(model):
     assert abs(want - (all_targets.mean() + some.mean()) / 2) > 1e-3
     found = held_out_loss(model, {"both": batches}, compute_dtype=None)["both"]
     assert found == pytest.approx(want, rel=1e-5)
+
+
+def test_running_out_of_memory_while_held_out_batches_are_measured(model, monkeypatch):
+    def refuse(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    batches = [{"tokens": random_tokens(1, 4, LENGTH)}]
+    monkeypatch.setattr(held_out, "_sums", refuse)
+    with pytest.raises(OutOfMemoryError, match="measuring held-out batches"):
+        held_out_loss(model, {"a": batches})
+    with pytest.raises(OutOfMemoryError, match="measuring held-out batches"):
+        held_out_distillation(model, model, {"a": batches})
+    monkeypatch.setattr(calibration, "_predictions", refuse)
+    learned = language_model(adapter=True)
+    with pytest.raises(OutOfMemoryError, match="calibrating"):
+        calibrate(learned, batches, compression_ratio=2, policy=PLAIN)
 
 
 @pytest.mark.slow

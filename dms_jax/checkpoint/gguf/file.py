@@ -93,7 +93,7 @@ class GgufFiles:
         first = GgufFile(path)
         count = first.metadata.get("split.count", 1)
         files = [first]
-        if count != 1:
+        if count not in (0, 1):  # 0 in a file that llama-gguf-split merged
             files = [first if p.name == path.name else GgufFile(p) for p in _parts(path, count)]
             _check_parts(files)
         self.name = files[0].path.name

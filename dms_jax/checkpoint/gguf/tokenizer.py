@@ -176,6 +176,8 @@ class _Vocabulary:
             raise CheckpointError(f"{self.name}: {_KEY}tokens is not a list of texts")
         self.tokens: list[str] = tokens
         types = self.get("token_type", list, [int(PieceType.NORMAL)] * len(tokens))
+        if types is None:
+            raise CheckpointError(f"{self.name}: {_KEY}token_type is not a list of types of tokens")
         try:
             self.types = [PieceType(kind) for kind in types]
         except ValueError as error:

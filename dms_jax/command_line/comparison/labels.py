@@ -6,6 +6,7 @@ from typing import Any
 
 import dms_jax
 from dms_jax.command_line.comparison.systems import FEW_BITS, training_free
+from dms_jax.command_line.options import find_adapter
 
 # The rows that each thing to learn brings.
 LEARNED = {
@@ -25,6 +26,7 @@ def brought(checkpoints: tuple[str, ...]) -> list[tuple[str, float, str]]:
     parts = []
     for entry in checkpoints:
         name, _, path = entry.partition("=")
+        path = str(find_adapter(path))
         label, _, ratio = name.partition("@")
         try:
             parts.append((label, float(ratio or 1), path))

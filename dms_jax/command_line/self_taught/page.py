@@ -32,15 +32,23 @@ def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str
     of_model = ["--model", config.model, "--adapter", result]
     if not config.adapter_only:
         of_model = ["--model", result]
-    chat = [] if results["judge"] is None or config.chat == "no" else ["--chat"]
-    try_it = ["dms-jax", "generate", "Once upon a time", *of_model]
+    if config.dtype is not None:
+        of_model += ["--dtype", config.dtype]
+    chat, system = [], []
+    if results["chat"]:
+        chat = ["--chat", *(["--template", *config.template] if config.template else [])]
+        system = [] if config.system is None else ["--system", config.system]
+    start = "Why is the sky blue?" if chat else "Once upon a time"
+    try_it = ["dms-jax", "generate", start, *of_model, *chat]
     found = [
         ("The same run, or the rest of it", results["provenance"]["command"]),
         ("An answer from the small cache", shlex.join(try_it)),
     ]
     if results["judge"] is not None:
-        given = ["--task", results["judge"], "--task-options", "path=test.jsonl", *chat]
-        measured = ["dms-jax", "evaluate", *of_model, *given]
+        options = ["path=test.jsonl", f"style={results['style']}"]
+        asked = ["--task", results["judge"], "--task-options", *options, *chat, *system]
+        answered = ["--temperature", "0", "--max-new-tokens", str(config.max_new_tokens)]
+        measured = ["dms-jax", "evaluate", *of_model, *asked, *answered]
         found.append(("Accuracy on a file of problems of its own", shlex.join(measured)))
     elif config.adapter_only:
         base = f"dms_jax.assets.path({config.model!r})" if config.model in SHIPPED else None
@@ -82,7 +90,7 @@ def _table(results: dict[str, Any]) -> str:
     for name, row in results["systems"].items():
         cells = [
             "the original" if name == "vanilla" else f"DMS, ratio {name}",
-            f"{row['distillation']:.4f}",
+            f"{round(row['distillation'], 4) + 0:.4f}",  # no -0.0000
             f"{row['decoded_loss']:.4f}",
             f"{row['peak']:.1f}",
             f"÷ {base['peak'] / row['peak']:.2f}",
@@ -127,8 +135,10 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
         f"{config.alpha:g}) beside frozen weights",
         "all": "all weights and an adapter",
     }[config.trainable]
-    stage = config.make_recipe().stages[0]
-    settled = ""
+    stages = {stage.kind: stage for stage in config.make_recipe().stages}
+    stage, first, settled = stages["ramp"], "", ""
+    if "supervise" in stages:
+        first = f", the first {stages['supervise'].steps} of the adapter alone from attention"
     if config.settle:
         settled = f", which the last {config.settle:.0%} of the steps keep while the rates fall"
     if config.warmup:
@@ -142,8 +152,8 @@ def _account(config: SelfTaught, results: dict[str, Any]) -> str:
             f"- Kept {lessons['kept']:,} (`--keep {config.keep}`): {lessons['tokens']:,} tokens "
             f"with their prompts, packed into {config.sequence_length} ({config.packing}).",
             f"- Trained {trained} for {results['steps']} steps of "
-            f"{config.batch_size * config.sequence_length:,} tokens, by distillation from the "
-            f"original; rates {stage.adapter_learning_rate:g} for the adapter and "
+            f"{config.batch_size * config.sequence_length:,} tokens{first}, by distillation from "
+            f"the original; rates {stage.adapter_learning_rate:g} for the adapter and "
             f"{stage.learning_rate:g} for the rest; window {config.window}, shift "
             f"{config.shift}, to ratio {max(config.ratios):g}{settled}.",
             f"- Seconds: {seconds}. {source['device']}, jax {source['versions']['jax']}, "

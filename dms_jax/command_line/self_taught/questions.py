@@ -22,7 +22,7 @@ from dms_jax.data.sources import TextFiles
 from dms_jax.evaluation import Chat
 from dms_jax.evaluation.prompting import encode_problem
 from dms_jax.evaluation.records import Record, read_records
-from dms_jax.evaluation.tasks import GSM8K, MATH500, FileTask, Mathematics
+from dms_jax.evaluation.tasks import GSM8K, MATH500, Mathematics
 from dms_jax.generation.prompts import encode_prompt
 from dms_jax.model.language_model import LanguageModel
 
@@ -46,7 +46,7 @@ class Questions:
     training: tuple[int, ...]
     held_out: range
     tokens: dict[int, list[int]]
-    task: FileTask | None
+    task: Mathematics | None
     chat: Chat | None
     fingerprint: str
 
@@ -107,7 +107,7 @@ def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
 def _asked(
     number: int,
     records: list[Record],
-    task: FileTask | None,
+    task: Mathematics | None,
     model: LanguageModel,
     chat: Chat | None,
     config: SelfTaught,
@@ -128,7 +128,7 @@ def _records(path: pathlib.Path) -> list[Record]:
     ]
 
 
-def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> FileTask | None:
+def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathematics | None:
     name = config.judge
     if name == "auto":
         answer = records[0].fields.get("answer")
@@ -139,6 +139,11 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> FileT
             raise dms_jax.ConfigError(
                 "--keep correct needs a judge, and these prompts have none: give --judge, or "
                 "prompts with answers."
+            )
+        if config.style != "auto":
+            raise dms_jax.ConfigError(
+                f"--style {config.style} is of problems that a judge knows, and these prompts are "
+                "asked as they are: give --judge, or leave it out."
             )
         return None
     assert config.prompts is not None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.command_line.options import find_model, read_options
+from dms_jax.command_line.options import find_model, read_chat
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import DMS
@@ -83,6 +83,9 @@ class SelfTaught:
     """Share of the steps, at the end, that keep the last ratio while the rates fall to zero."""
     warmup: float = 0.1
     """Share of the steps before them in which the rates rise from zero."""
+    from_attention: float = 0.0
+    """Share of the steps, the first ones, in which the adapter alone learns from attention which
+    tokens later queries need: 0.2 in recipes.dms_warm_up."""
     answers_only: bool = False
     """Leave the prompts out of the loss."""
     packing: Literal["first_fit", "concatenate", "concatenate_whole"] = "first_fit"
@@ -151,6 +154,8 @@ class SelfTaught:
             batch_size=self.batch_size,
             settle=self.settle,
         ).warmed(self.warmup)
+        if self.from_attention:
+            recipe = recipes.attention_first(recipe, self.from_attention)
         changes: dict[str, Any] = dict(
             snapshots=tuple(sorted(self.ratios)),
             low_rank=LowRank(self.rank, self.alpha),
@@ -163,11 +168,14 @@ class SelfTaught:
         return dataclasses.replace(recipe, **changes)
 
     def make_chat(self, model: dms_jax.LanguageModel) -> Chat | None:
-        """Returns the chat template's form of a question; None to ask in plain text."""
+        """Returns the chat template's form of a question; None to ask in plain text.
+
+        Raises:
+          ConfigError: something of a chat is given, and there is none.
+        """
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
-        if self.chat == "no" or (self.chat == "auto" and not has_template):
-            return None
-        return Chat(system=self.system, variables=read_options(self.template, "--template"))
+        asked = self.chat == "yes" or (self.chat == "auto" and has_template)
+        return read_chat(asked=asked, system=self.system, template=self.template)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that a directory is for, as JSON data.

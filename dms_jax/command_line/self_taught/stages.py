@@ -17,6 +17,7 @@ from typing import Any
 
 import dms_jax
 from dms_jax.command_line.reports import make_folder, provenance, reserve_folder, write_json
+from dms_jax.command_line.retrofitting import check_window
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
 from dms_jax.command_line.self_taught.measuring import HeldOut, measure
 from dms_jax.command_line.self_taught.page import write_page
@@ -41,9 +42,16 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
             "dms-jax retrofit self-taught-stories260k."
         )
     recipe, policy = config.make_recipe(), config.make_policy()
+    check_window(policy, recipe)
     with reserve_folder("--out", config.out):
         _check_settings(config)
         base = config.load()
+        positions = base.config.max_position_embeddings
+        if recipe.sequence_length > positions:  # known before hours of sampling
+            raise dms_jax.ConfigError(
+                f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
+                f"of --model {config.model}: give at most so many."
+            )
         questions = read_questions(config, base)
     _keep_settings(config)
     with Clock(config.out) as clock:
@@ -74,6 +82,8 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         "provenance": provenance(config),
         "prompts": questions.fingerprint,
         "judge": None if questions.task is None else questions.task.name,
+        "style": None if questions.task is None else questions.task.style,
+        "chat": questions.chat is not None,
         "lessons": lessons.figures,
         "steps": recipe.total_steps(policy),
         "trained_bytes": sum(file.stat().st_size for file in files),

@@ -16,6 +16,7 @@ from dms_jax import assets
 from dms_jax.command_line.options import SHIPPED
 from dms_jax.command_line.self_taught.measuring import HeldOut
 from dms_jax.data import Documents
+from dms_jax.errors import OutOfMemoryError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import KVzap, Policy
 from dms_jax.training import train
@@ -156,8 +157,8 @@ class Worker(Queue[Paths]):
         except KeyboardInterrupt:
             self.check_time()  # it has stopped at a checkpoint, and goes on from there
             raise
-        except jax.errors.JaxRuntimeError as error:
-            if remat or "RESOURCE_EXHAUSTED" not in str(error):
+        except OutOfMemoryError:
+            if remat:
                 raise
             return False
         finally:

@@ -64,6 +64,17 @@ def test_it_is_registered_beside_the_models_of_the_harness(lm_eval):
     assert get_model("dummy").__name__ == "DummyLM"
 
 
+def test_an_adapter_is_loaded_with_its_checkpoint(lm_eval, monkeypatch):
+    from dms_jax.evaluation import harness_model
+
+    loaded = []
+    monkeypatch.setattr(
+        harness_model, "load", lambda *path, **options: loaded.append((path, options)) or stories()
+    )
+    harness_model.HarnessModel("m.gguf", adapter="a", dtype="bfloat16")
+    assert loaded == [(("m.gguf",), {"adapter": "a", "dtype": "bfloat16"})]
+
+
 @functools.cache
 def tiny():
     """A random model in float32 that reads the tokens of the shipped one."""

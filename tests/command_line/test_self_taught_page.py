@@ -1,0 +1,76 @@
+"""The page of a self-taught retrofit: its commands ask as the run did, and can be called."""
+
+import dataclasses
+import pathlib
+import shlex
+from typing import Any
+
+import pytest
+
+from dms_jax.command_line import evaluate, generate
+from dms_jax.command_line.running import run
+from dms_jax.command_line.self_taught.page import _account, commands
+from dms_jax.command_line.self_taught.settings import PRESETS
+
+_, CUSTOM = PRESETS["self-taught"]
+ASKED = dataclasses.replace(CUSTOM, model="m.gguf", out=pathlib.Path("runs/x"), max_new_tokens=300)
+PROGRAMS = {"generate": generate.Config, "evaluate": evaluate.Config}
+
+
+def results(**changes: Any) -> dict[str, Any]:
+    """As much of a run's figures as the commands are made from."""
+    ran = {"provenance": {"command": "dms-jax retrofit self-taught"}}
+    return ran | {"judge": "gsm8k", "style": "boxed", "chat": True} | changes
+
+
+def called(config, figures: dict[str, Any]) -> dict[str, Any]:
+    """The settings that each command of the page stands for."""
+    seen: dict[str, Any] = {}
+    for _, command in commands(config, figures):
+        words = shlex.split(command)
+        if words[0] == "dms-jax" and (settings := PROGRAMS.get(words[1])):
+            given: list[Any] = []
+            assert run(given.append, settings, description="", arguments=words[2:]) == 0
+            (seen[words[1]],) = given
+    return seen
+
+
+def test_problems_are_asked_as_they_were_for_training():
+    config = dataclasses.replace(
+        ASKED, system="Be brief.", template=("enable_thinking=false", "a=1"), dtype="bfloat16"
+    )
+    found = called(config, results())
+    measured, tried = found["evaluate"], found["generate"]
+    assert (measured.task, measured.temperature, measured.max_new_tokens) == ("gsm8k", 0, 300)
+    assert measured.task_options == ("path=test.jsonl", "style=boxed")
+    assert (measured.chat, measured.system) == (True, "Be brief.")
+    assert (tried.chat, tried.prompts) == (True, ("Why is the sky blue?",))
+    for each in (measured, tried):
+        assert (each.model, each.adapter) == ("m.gguf", "runs/x/training/model")
+        assert (each.dtype, each.template) == ("bfloat16", ("enable_thinking=false", "a=1"))
+
+
+def test_a_model_without_a_chat_is_asked_without_one():
+    """A model without a template cannot be asked through it."""
+    found = called(ASKED, results(chat=False, style="plain"))
+    assert found["evaluate"].task_options == ("path=test.jsonl", "style=plain")
+    assert not found["evaluate"].chat
+    assert not found["generate"].chat
+    assert found["generate"].prompts == ("Once upon a time",)
+
+
+def test_all_weights_are_a_model_of_their_own():
+    config = dataclasses.replace(ASKED, trainable="all")
+    found = called(config, results(judge=None, style=None))
+    assert list(found) == ["generate"]
+    assert (found["generate"].model, found["generate"].adapter) == ("runs/x/training/model", None)
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.0, False), (0.2, True)])
+def test_steps_from_attention_are_told(share, said):
+    lessons = dict(sampled=9, ended=9, kept=9, correct=None, tokens=99)
+    source = {"device": "cpu", "versions": {"jax": "0"}, "date": "today", "command": ""}
+    figures = dict(lessons=lessons, provenance=source, steps=610, seconds={}, prompts="")
+    text = _account(dataclasses.replace(ASKED, from_attention=share), figures)
+    assert ("32,768 tokens, the first 122 of the adapter alone from attention, by" in text) == said
+    assert "rates 0.0003 for the adapter and 0.0002 for the rest" in text
