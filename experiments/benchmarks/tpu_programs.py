@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.command_line.running import run
-from pallas_kernels import decode_attention, fetch_rows, select_largest
+from pallas_kernels import decode_attention, fetch_rows, prefill_attention, select_largest
 
 # Llama-3.1-8B: 8 KV heads, each with 4 query heads, of 128 numbers.
 GROUP, DIM = 4, 128
@@ -30,13 +30,13 @@ class Config:
     topology: str = "v5e:2x2"
     """TPU to compile for, as libtpu names it."""
     operation: str = "decode"
-    """Operation to compile: decode, select or fetch."""
+    """Operation to compile: decode, prefill, select or fetch."""
     implementation: str = "mosaic_tpu"
     """Implementation of it: mosaic_tpu, or xla."""
     rows: int = 256
-    """Rows of scores, of the page table, or fetched rows."""
+    """Rows of scores, of the page table, or fetched rows; of a prompt query heads a KV head."""
     width: int = 4096
-    """Slots or scores of a row, or rows of the store."""
+    """Slots or scores of a row, or rows of the store; of a prompt the slots of its past."""
     part: int = 64
     """Page size, or number of scores to select."""
 
@@ -51,10 +51,35 @@ def shapes_of(config: Config):
     if name == "fetch":
         fetch = functools.partial(fetch_rows, implementation=choice)
         return fetch, [((width, DIM), jnp.bfloat16), ((rows,), jnp.int32)]
+    if name == "prefill":
+        return prompt_of(rows, width, part, choice)
     pool = ((rows * width // part, part, DIM), jnp.bfloat16)
     attend = functools.partial(decode_attention, scale=DIM**-0.5, implementation=choice)
     table = ((rows, width // part), jnp.int32)
     return attend, [((rows, GROUP, DIM), jnp.bfloat16), pool, pool, table, ((rows,), jnp.int32)]
+
+
+def prompt_of(group: int, past: int, page_size: int, choice: str):
+    """Returns the same of a chunk of 4 prompts: 512 tokens behind a past of whole pages."""
+    batch, length, heads = 4, 512, 8
+    attend = functools.partial(
+        prefill_attention, window=256, scale=DIM**-0.5, implementation=choice
+    )
+    new = ((batch, length, heads, DIM), jnp.bfloat16)
+    columns = past // page_size
+    pool = ((batch * heads * columns, page_size, DIM), jnp.bfloat16)
+    return attend, [
+        ((batch, length, heads * group, DIM), jnp.bfloat16),
+        new,
+        new,
+        ((batch, heads, length), jnp.bool_),
+        ((batch,), jnp.int32),
+        pool,
+        pool,
+        ((batch, heads, columns), jnp.int32),
+        ((batch, heads), jnp.int32),
+        ((batch, heads, past), jnp.int32),
+    ]
 
 
 def main(config: Config) -> None:

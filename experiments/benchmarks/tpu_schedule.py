@@ -9,7 +9,8 @@ block of the decode kernel, of which n are in buffers, takes
 where D is the time of its bytes at the bandwidth of the data sheet and C that of its bundles: the
 copy of a block starts when the one n - 1 before it is about to be computed. The latency of a copy
 is not in any data sheet: the model is shown for several. Bundles count every branch as executed, so
-C is an upper bound; stalls of the pipeline are not in it.
+C is an upper bound; stalls of the pipeline are not in it. A tile of keys in the kernel of prompts
+takes as long by the same rule.
 
     python -m experiments.benchmarks.tpu_schedule --out experiments/results/tpu_schedule
 """
@@ -28,8 +29,10 @@ from dms_jax.command_line.reports import make_folder, provenance
 from dms_jax.command_line.running import run
 from dms_jax.devices import DEVICES
 from dms_jax.json_text import json_text
-from experiments.benchmarks import tpu_bundles
+from experiments.benchmarks import tpu_bundles, tpu_programs
 from experiments.benchmarks.tpu_bundles import Loop
+from pallas_kernels.prefill.tiles import TILE
+from pallas_kernels.prefill.tpu import BUFFERS
 
 LATENCIES = (0.0, 0.5e-6, 1e-6)
 
@@ -59,6 +62,8 @@ CHIPS = {
 
 # (rows, slots of a row, page size): 32 sequences of 8 KV heads.
 DECODE = ((256, 4096, 64), (256, 4096, 16), (256, 32768, 64), (256, 512, 64))
+# (query heads a KV head, tokens of the past, page size): a chunk of 512 tokens of 4 prompts.
+PREFILL = ((1, 4096, 64), (4, 4096, 64))
 # (rows, scores of a row, how many): pages for Quest and slots for KCache, 8 sequences of 32 heads.
 SELECT = ((256, 1024, 64), (256, 32768, 128))
 # (fetched rows, rows of the store, unused): 128 values of 32 heads of one sequence.
@@ -165,6 +170,29 @@ def decode_records(name: str, chip: Chip) -> list[dict[str, Any]]:
     return records
 
 
+def prefill_records(name: str, chip: Chip) -> list[dict[str, Any]]:
+    """Models the kernel of prompts on a chip: a tile of keys that no query masks."""
+    records = []
+    for shape in PREFILL:
+        group, past, page_size = shape
+        found = compiled(chip, "prefill", "mosaic_tpu", shape)
+        kernel = next(loop for key, loop in found.items() if key.startswith("prefill"))
+        # The loops that wait are over tiles that all queries see whole, and over the others.
+        whole, masked = (loop for loop in kernel.loops[0].loops if loop.waits)
+        moved = 2 * TILE * tpu_programs.DIM * 2  # keys and values of 16 bits
+        copying = moved * chip.cores / DEVICES[name].bandwidth * chip.clock
+        record = {"chip": name, "operation": "prefill", "group": group, "past": past}
+        record |= {"page_size": page_size, "buffers": BUFFERS, "bytes_a_tile": moved}
+        record |= {"copy_cycles": round(copying), "cycles": whole.bundles}
+        record["masked_cycles"] = masked.bundles
+        for buffers, latency in [(BUFFERS, each) for each in LATENCIES] + [(2, LATENCIES[-1])]:
+            waiting = (copying + whole.bundles + latency * chip.clock) / buffers
+            key = f"cycles_in_{buffers}_at_{latency * 1e6:g}_us"
+            record[key] = round(max(copying, whole.bundles, waiting))
+        records.append(record)
+    return records
+
+
 def selection_cycles(kernel: Loop) -> int:
     """Returns the bundles of the selection kernel where every bisection takes its 32 rounds."""
     (block,) = kernel.loops
@@ -234,6 +262,24 @@ def page(records: list[dict[str, Any]]) -> str:
             lines.append(f"| {' | '.join(map(str, [*cells, *shares]))} |")
     lines += [
         "",
+        "## Prompts",
+        "",
+        "Cycles of a tile of 128 keys that all 128 queries of a program see: of its bytes, of its",
+        "bundles (behind them those of a tile that is masked), and what it takes for a latency of",
+        "a copy; at last for 1 us with two buffers, as it was.",
+        "",
+        "| chip | query heads | buffers | cycles: bytes | cycles: bundles | at 0 | 0.5 | 1 us "
+        "| in 2 buffers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in records:
+        if one["operation"] == "prefill":
+            cells = [one[key] for key in ("chip", "group", "buffers", "copy_cycles")]
+            cells.append(f"{one['cycles']} ({one['masked_cycles']})")
+            cells += [one[key] for key in one if key.startswith("cycles_in_")]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
         "## Selecting and fetching",
         "",
         "Cycles are bundles, and us those at the clock of one core (v5p has two). Selection by the",
@@ -247,7 +293,7 @@ def page(records: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in records:
-        if one["operation"] != "decode":
+        if one["operation"] in ("select", "fetch"):
             cells = [one[key] for key in ("chip", "operation", "implementation", "rows", "width")]
             cells += [one.get("count", ""), one["cycles"], one["us"], one["bandwidth_us"]]
             lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -266,7 +312,7 @@ def main(config: Config) -> None:
         "records": [],
     }
     for name in config.chips:
-        for kind in (decode_records, other_records):
+        for kind in (decode_records, prefill_records, other_records):
             for record in kind(name, CHIPS[name]):
                 print(json.dumps(record), flush=True)
                 report["records"].append(record)

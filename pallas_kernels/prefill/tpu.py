@@ -19,7 +19,7 @@ from pallas_kernels.prefill.tiles import TILE, make_plan, order_by_count
 from pallas_kernels.training.tpu_blocks import HIDDEN, LOG2E, LOWEST
 
 # Tiles in VMEM, a power of two: 8 of 64 KB with 128 dims of 16 bits.
-_BUFFERS = 8
+BUFFERS = 8
 
 
 def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | None:
@@ -74,7 +74,7 @@ def prefill(
         memory_space=pltpu.SMEM,
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = pltpu.VMEM((_BUFFERS, TILE, dim), q.dtype)
+    buffer = pltpu.VMEM((BUFFERS, TILE, dim), q.dtype)
     output = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -85,8 +85,8 @@ def prefill(
             scratch_shapes=[
                 buffer,
                 buffer,
-                pltpu.VMEM((_BUFFERS, 2, 1, TILE), jnp.int32),
-                pltpu.SemaphoreType.DMA((3, _BUFFERS)),
+                pltpu.VMEM((BUFFERS, 2, 1, TILE), jnp.int32),
+                pltpu.SemaphoreType.DMA((3, BUFFERS)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
@@ -108,7 +108,7 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
     targets = (k_tiles, v_tiles)
 
     def start(step):
-        tile, slot = scalar_ref[0, 2 + step], step & (_BUFFERS - 1)
+        tile, slot = scalar_ref[0, 2 + step], step & (BUFFERS - 1)
         for index, source in enumerate((since_ref.at[tile], until_ref.at[batch, kv_head, tile])):
             target, semaphore = interval_tiles.at[slot, index], semaphores.at[2, slot]
             pltpu.make_async_copy(source, target, semaphore).start()
@@ -156,7 +156,7 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
 
     def body(step, carry, masked):
         accumulator, maximum, total = carry
-        slot, later = step & (_BUFFERS - 1), step + (_BUFFERS - 1)
+        slot, later = step & (BUFFERS - 1), step + (BUFFERS - 1)
 
         @pl.when(later < end)
         def _():
@@ -180,7 +180,7 @@ def _program(refs, counts_ref, scalar_ref, q_ref, tile_count, past_tiles, page, 
         start(step)
         return nothing
 
-    lax.fori_loop(0, jnp.minimum(end, _BUFFERS - 1), start_first, None)
+    lax.fori_loop(0, jnp.minimum(end, BUFFERS - 1), start_first, None)
     carry = (
         jnp.zeros((rows, dim), jnp.float32),
         jnp.full((rows, 1), LOWEST, jnp.float32),

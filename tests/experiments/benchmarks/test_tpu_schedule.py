@@ -76,6 +76,11 @@ KERNEL = loop(
     ),
     rounds=1,
 )
+# A program of a prompt: the first copies, tiles that are seen whole, tiles that are masked.
+TILE = loop(7)
+PROMPT = loop(
+    5, loop(200, loop(100, TILE), loop(300, TILE, waits=3), loop(320, TILE, waits=3), rounds=130)
+)
 
 
 def test_loops_of_bundles_are_read():
@@ -132,12 +137,22 @@ def test_a_report_and_its_page_are_written(monkeypatch, tmp_path):
     def compiled(chip, operation, implementation, shape):
         if operation == "decode":
             return {"decode_attention.1": KERNEL}
+        if operation == "prefill":
+            return {"prefill.1": PROMPT}
         return {"select_largest.1": selection} if implementation != "xla" else {"fusion": gather}
 
     monkeypatch.setattr(tpu_schedule, "compiled", compiled)
     tpu_schedule.main(tpu_schedule.Config(out=tmp_path, chips=("v6e",)))
     report = json.loads((tmp_path / "schedule.json").read_text())
-    cycles = [one["cycles"] for one in report["records"] if one["operation"] != "decode"]
+    prompts = [one for one in report["records"] if one["operation"] == "prefill"]
+    assert [one["group"] for one in prompts] == [1, 4]
+    for one in prompts:
+        # 64 KB at 1.64 TB/s, and 1.75 GHz; with two buffers a copy is waited for.
+        assert (one["copy_cycles"], one["cycles"], one["masked_cycles"]) == (70, 300, 320)
+        assert one["cycles_in_8_at_1_us"] == 300
+        assert one["cycles_in_2_at_1_us"] == round((70 + 300 + 1750) / 2)
+    others = [one for one in report["records"] if one["operation"] in ("select", "fetch")]
+    cycles = [one["cycles"] for one in others]
     selected = 2 * (50 + 32 * 10 + 8 * 60)
     assert cycles == [selected, 4 + 32 * 90] * 2 + [4 + 32 * 90]
     assert report["records"][-1]["bytes_a_copy"] == 512

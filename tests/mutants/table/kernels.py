@@ -220,8 +220,8 @@ MUTANTS = [
     Mutant(
         "kernels: buffers of prompts on TPU are no power of two, and two tiles have one",
         "pallas_kernels/prefill/tpu.py",
-        "_BUFFERS = 8",
-        "_BUFFERS = 6",
+        "BUFFERS = 8",
+        "BUFFERS = 6",
         (f"{PREFILL}::test_tpu_kernel_in_the_interpreter[long_past]",),
     ),
     Mutant(
