@@ -9,6 +9,7 @@ compiles into one folder.
 import dataclasses
 import functools
 import sys
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,10 @@ class Config:
 
     topology: str = "v5e:2x2"
     """TPU to compile for, as libtpu names it."""
-    operation: str = "decode"
-    """Operation to compile: decode, prefill, select or fetch."""
-    implementation: str = "mosaic_tpu"
-    """Implementation of it: mosaic_tpu, or xla."""
+    operation: Literal["decode", "prefill", "select", "fetch"] = "decode"
+    """Operation to compile."""
+    implementation: Literal["mosaic_tpu", "xla"] = "mosaic_tpu"
+    """Implementation of it."""
     rows: int = 256
     """Rows of scores, of the page table, or fetched rows; of a prompt query heads a KV head."""
     width: int = 4096

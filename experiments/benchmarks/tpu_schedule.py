@@ -111,6 +111,16 @@ def compiled(chip: Chip, operation: str, implementation: str, shape) -> dict[str
         return tpu_bundles.read(pathlib.Path(folder))
 
 
+def kernel_of(found: dict[str, Loop], name: str) -> Loop:
+    """Returns the loops of the kernel of this name."""
+    return next(loop for key, loop in found.items() if key.startswith(name))
+
+
+def taken(copying: float, computing: float, latency: float, buffers: int) -> float:
+    """Returns what a block or a tile takes in a ring of buffers, in the unit of the arguments."""
+    return max(copying, computing, (copying + computing + latency) / buffers)
+
+
 def decode_parts(kernel: Loop, slots: int, page_size: int) -> dict[str, int]:
     """Finds the loops of the decode kernel: bundles of a row and of a block, and its copies."""
     row = kernel.loops[0]
@@ -148,8 +158,7 @@ def decode_share(parts: dict[str, int], slots: int, chip: Chip, bandwidth: float
     copying, computing = live / own, bundles / chip.clock
     share = {
         f"share_at_{latency * 1e6:g}_us": round(
-            copying / max(copying, computing, (copying + computing + latency) / parts["buffers"]),
-            3,
+            copying / taken(copying, computing, latency, parts["buffers"]), 3
         )
         for latency in LATENCIES
     }
@@ -162,8 +171,7 @@ def decode_records(name: str, chip: Chip) -> list[dict[str, Any]]:
     for shape in DECODE:
         rows, slots, page_size = shape
         found = compiled(chip, "decode", "mosaic_tpu", shape)
-        kernel = next(loop for key, loop in found.items() if key.startswith("decode_attention"))
-        parts = decode_parts(kernel, slots, page_size)
+        parts = decode_parts(kernel_of(found, "decode_attention"), slots, page_size)
         share = decode_share(parts, slots, chip, DEVICES[name].bandwidth)
         sizes = {"rows": rows, "slots": slots, "page_size": page_size}
         records.append({"chip": name, "operation": "decode", **sizes, **parts, **share})
@@ -175,8 +183,7 @@ def prefill_records(name: str, chip: Chip) -> list[dict[str, Any]]:
     records = []
     for shape in PREFILL:
         group, past, page_size = shape
-        found = compiled(chip, "prefill", "mosaic_tpu", shape)
-        kernel = next(loop for key, loop in found.items() if key.startswith("prefill"))
+        kernel = kernel_of(compiled(chip, "prefill", "mosaic_tpu", shape), "prefill")
         # The loops that wait are over tiles that all queries see whole, and over the others.
         whole, masked = (loop for loop in kernel.loops[0].loops if loop.waits)
         moved = 2 * TILE * tpu_programs.DIM * 2  # keys and values of 16 bits
@@ -186,9 +193,8 @@ def prefill_records(name: str, chip: Chip) -> list[dict[str, Any]]:
         record |= {"copy_cycles": round(copying), "cycles": whole.bundles}
         record["masked_cycles"] = masked.bundles
         for buffers, latency in [(BUFFERS, each) for each in LATENCIES] + [(2, LATENCIES[-1])]:
-            waiting = (copying + whole.bundles + latency * chip.clock) / buffers
             key = f"cycles_in_{buffers}_at_{latency * 1e6:g}_us"
-            record[key] = round(max(copying, whole.bundles, waiting))
+            record[key] = round(taken(copying, whole.bundles, latency * chip.clock, buffers))
         records.append(record)
     return records
 
@@ -211,8 +217,7 @@ def other_records(name: str, chip: Chip) -> list[dict[str, Any]]:
         rows, width, _ = shape
         found = compiled(chip, operation, which, shape)
         if which == "mosaic_tpu":
-            key = next(key for key in found if key.startswith("select_largest"))
-            cycles = selection_cycles(found[key])
+            cycles = selection_cycles(kernel_of(found, "select_largest"))
         else:
             cycles = sum(loop.total() for loop in found.values())
         started = [copy for loop in found.values() for one in loop.nested for copy in one.copies]

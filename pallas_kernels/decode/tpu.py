@@ -88,6 +88,9 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
     def after(buffer):
         return jnp.where(buffer + 1 == sizes.buffers, 0, buffer + 1)
 
+    def before(buffer):
+        return jnp.where(buffer == 0, sizes.buffers - 1, buffer - 1)
+
     def table_copy(of_step, act):
         """Calls `act` on the copies of a row of the page table, one for each plane of lanes."""
         place = of_step & (sizes.tables - 1)
@@ -134,9 +137,9 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
             lax.fori_loop(0, live, page_step, 0)
 
-    def copy_next():
+    def copy_next(buffer):
         """Starts the copies of the next block of all that this core reads, if any is left."""
-        of_step, block, buffer = state[0], state[1], state[2]
+        of_step, block = state[0], state[1]
 
         @pl.when(of_step < sizes.rows_a_core)
         def _():
@@ -145,9 +148,8 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
             @pl.when(block == 0)
             def _change_row():
                 table_copy(of_step, lambda copy: copy.wait())
-                later = (
-                    of_step + sizes.tables - 1
-                )  # in the place of the row before, which is all copied
+                # Its place is that of the row before, which is all copied.
+                later = of_step + sizes.tables - 1
 
                 @pl.when(later < sizes.rows_a_core)
                 def _():
@@ -157,7 +159,6 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
             last = block + 1 >= blocks_of(of_length)
             state[0] = of_step + last.astype(jnp.int32)
             state[1] = jnp.where(last, 0, block + 1)
-            state[2] = after(buffer)
 
     def wait(block, buffer):
         """Waits for the copies of the live pages of a block."""
@@ -183,17 +184,17 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
     @pl.when(step == 0)
     def _begin():
-        # Row, block and buffer of the next copies, and the buffer that is computed next.
-        for place in range(4):
+        # Row and block of the next copies, and the buffer that is computed next.
+        for place in range(3):
             state[place] = 0
 
         def start_table(of_step, _):
             table_copy(of_step, lambda copy: copy.start())
             return _
 
-        def start_block(_, carry):
-            copy_next()
-            return carry
+        def start_block(buffer, _):
+            copy_next(buffer)
+            return _
 
         lax.fori_loop(0, min(sizes.tables - 1, sizes.rows_a_core), start_table, 0)
         lax.fori_loop(0, sizes.buffers - 1, start_block, 0)
@@ -206,7 +207,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
     def block_step(block, carry):
         buffer, peak, total, out = carry
-        copy_next()
+        copy_next(before(buffer))  # the one that was computed last
         wait(block, buffer)
         k = k_buffer[buffer].reshape(sizes.block, head_dim)
         live = length - block * sizes.block
@@ -243,14 +244,14 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         blocks_of(length),
         block_step,
         (
-            state[3],
+            state[2],
             jnp.full((heads, 1), LOWEST, jnp.float32),
             jnp.zeros((heads, 1), jnp.float32),
             jnp.zeros((heads, head_dim), jnp.float32),
         ),
     )
 
-    state[3] = buffer
+    state[2] = buffer
     some = total > 0
     out_ref[...] = (out * jnp.where(some, 1 / total, 0)).astype(out_ref.dtype)
     if sizes.return_lse:
@@ -340,7 +341,7 @@ def decode_attention_tpu(
         pltpu.SMEM((sizes.tables * sizes.columns,), jnp.int32),
         page_buffer,
         page_buffer,
-        pltpu.SMEM((4,), jnp.int32),
+        pltpu.SMEM((3,), jnp.int32),
         pltpu.SemaphoreType.DMA((sizes.tables,)),
         pltpu.SemaphoreType.DMA((sizes.buffers,)),
     ]
