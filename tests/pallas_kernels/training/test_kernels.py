@@ -1,5 +1,6 @@
 """The Pallas kernels of training attention: interpreted, lowered and compiled with no device."""
 
+import functools
 from pathlib import Path
 
 import chex
@@ -8,13 +9,17 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import GPU
 from pallas_kernels.training import cases, gpu, mma, mma_forward, mma_key_gradient, tpu
 from pallas_kernels.training.inputs import Inputs
-from tests.pallas_kernels.support import interpret, lower_for_cuda, poison_free_memory
+from tests.pallas_kernels.support import (
+    interpret,
+    lower_for_cuda,
+    poison_free_memory,
+    tpu_interpreters,
+)
 from tests.pallas_kernels.training.support import (
     both,
     check,
@@ -66,18 +71,19 @@ def test_tpu_kernels_in_the_interpreter(name):
     case = BY_NAME[name]
     inputs, segments = draw(case)
     arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
-    parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    options = {"window": case.window, "scale": case.D**-0.5, "interpret": parameters}
+    options = {"window": case.window, "scale": case.D**-0.5}
 
-    def run(arrays, do):
-        output, lse2 = tpu.forward(arrays, **options)
+    def run(arrays, do, parameters):
+        output, lse2 = tpu.forward(arrays, **options, interpret=parameters)
         assert not interpret_pallas_call.races.races_found
-        gradients = tpu.backward(arrays, output, lse2, do, **options)
+        gradients = tpu.backward(arrays, output, lse2, do, **options, interpret=parameters)
         assert not interpret_pallas_call.races.races_found
         return output, *gradients
 
-    results = in_pieces(arrays, do, run, (75, 205)) if in_parts else run(arrays, do)
-    check(case, results, inputs, segments)
+    for parameters in tpu_interpreters():
+        one = functools.partial(run, parameters=parameters)
+        results = in_pieces(arrays, do, one, (75, 205)) if in_parts else one(arrays, do)
+        check(case, results, inputs, segments)
 
 
 @pytest.mark.parametrize(
