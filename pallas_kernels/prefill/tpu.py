@@ -2,9 +2,9 @@
 
 The grid is (B, K, query tiles). A program takes the rows of a KV head's whole query group and walks
 the key tiles that `tiles.make_plan` lists: while one is multiplied the next ones are copied from
-their pages, or from the dense keys, into a ring of buffers. A tile is multiplied in at most 320 to
-960 bundles of instructions (1 to 4 query heads a KV head, v5e and v6e): about the time that device
-memory takes to answer, or less, so several copies are under way.
+their pages, or from the dense keys, into a ring of buffers. A tile is multiplied in 300 to 1,100
+bundles of instructions, counting every branch (1 to 4 query heads a KV head): about the time that
+device memory takes to answer, or less, so several copies are under way.
 """
 
 import jax
