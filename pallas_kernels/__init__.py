@@ -6,7 +6,7 @@ from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.select import select_largest
 from pallas_kernels.serving import Served, serving
 from pallas_kernels.training import retrofit_attention
-from pallas_kernels.update import write_pages
+from pallas_kernels.update import rotate_and_write, write_pages
 
 __all__ = [
     "DecodePlan",
@@ -16,6 +16,7 @@ __all__ = [
     "fetch_rows",
     "prefill_attention",
     "retrofit_attention",
+    "rotate_and_write",
     "select_largest",
     "serving",
     "write_pages",

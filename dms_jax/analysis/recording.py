@@ -123,9 +123,9 @@ class Recording(Policy):
         """See `Policy.decide`."""
         return self.policy.decide(tokens)
 
-    def clear_borrowed(self, q, k, scale: Any = 0.0):
-        """See `Policy.clear_borrowed`."""
-        return self.policy.clear_borrowed(q, k, scale)
+    def borrowed(self, group: int, head_dim: int):
+        """See `Policy.borrowed`."""
+        return self.policy.borrowed(group, head_dim)
 
     def evicted(self, chunk: Chunk):
         """See `Policy.evicted`."""

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from dms_jax.cache.format import Format
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.sharding import axes
-from pallas_kernels import write_pages
+from pallas_kernels import rotate_and_write, write_pages
 
 
 @no_type_check  # jax also builds it from shapes and partitions
@@ -113,8 +113,7 @@ class Pool:
             self.v_pages,
             new["k_pages"],
             new["v_pages"],
-            _page_of(page_table, slots, *self.k_pages.shape[:2]).reshape(rows),
-            jnp.where(slots < 0, -1, slots % self.page_size).reshape(rows),
+            *self._places(page_table, slots),
             k_scales=self.k_scales,
             v_scales=self.v_scales,
             k_new_scales=new.get("k_scales"),
@@ -122,6 +121,54 @@ class Pool:
         )
         fields = ("k_pages", "v_pages", "k_scales", "v_scales")
         return dataclasses.replace(self, **dict(zip(fields, written, strict=False)))
+
+    def rotate_and_store(
+        self,
+        page_table: Int[Array, "B K M"],
+        slots: Int[Array, "B K 1"],
+        q: Float[Array, "B 1 H D"],
+        k: Float[Array, "B 1 K D"],
+        v: Float[Array, "B 1 K D"],
+        rotation: tuple[Float[Array, "B 1 half"], Float[Array, "B 1 half"]],
+        *,
+        zeroed: tuple[tuple[int, int], ...] = (),
+    ) -> tuple["Pool", Float[Array, "B 1 H D"]]:
+        """Rotates queries and keys of one token of each row, and writes keys and values.
+
+        One kernel does both, in a pool that stores numbers as they are, in device memory.
+
+        Args:
+          page_table: the pages of the rows.
+          slots: slot of the token in its row; negative slots are not written.
+          q, k, v: queries, keys and values before rotation.
+          rotation: cos and sin of the tokens' positions.
+          zeroed: neurons of a KV head that are zero, as in `Policy.borrowed`.
+
+        Returns:
+          The pool, and the rotated queries.
+        """
+        # As the projection orders them, where they are parts of one product: XLA sees that this is
+        # the product itself, and copies nothing.
+        grouped = q.reshape(*k.shape[:3], -1, k.shape[-1])
+        heads = jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
+        cos, sin = rotation
+        turned, k_pages, v_pages = rotate_and_write(
+            self.k_pages,
+            self.v_pages,
+            heads.reshape(-1, *heads.shape[-2:]),
+            (cos[:, 0], sin[:, 0]),
+            *self._places(page_table, slots),
+            zeroed=zeroed,
+        )
+        return dataclasses.replace(self, k_pages=k_pages, v_pages=v_pages), turned.reshape(q.shape)
+
+    def _places(
+        self, page_table: Int[Array, "B K M"], slots: Int[Array, "B K 1"]
+    ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+        """Returns the page of one slot of each row, and its offset there, -1 for negative slots."""
+        page = _page_of(page_table, slots, *self.k_pages.shape[:2])
+        offset = jnp.where(slots < 0, -1, slots % self.page_size)
+        return page.reshape(-1), offset.reshape(-1)
 
     def keys(self, page: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape P D"]:
         """Returns the keys of these pages; arbitrary ones where a number is no page."""

@@ -1,10 +1,10 @@
 """Attention of one layer: projections, decisions, rotation, and the pass over whole sequences.
 
-    hidden -> q, k, v -> decide -> clear borrowed -> merge -> rope -> clear borrowed -> attend
+    hidden -> q, k, v -> decide -> merge -> rotate (clear borrowed, rope, clear borrowed) -> attend
 
 There are two forms of attention: over whole sequences without a cache (this file), with the hard
 decisions of inference or the soft ones of training, and over the paged cache (`cached_attention`).
-Both use `decide` and `rotate`.
+Both use `rotate`.
 """
 
 import dataclasses
@@ -89,21 +89,15 @@ jax.tree_util.register_dataclass(
 )
 
 
-def decide(policy: Policy, tokens: Tokens, scale: Any = 0.0) -> tuple[Tokens, Decisions]:
-    """Returns the tokens with their borrowed neurons multiplied by `scale`, and their decisions."""
-    q, k = policy.clear_borrowed(tokens.q, tokens.k, scale)
-    return dataclasses.replace(tokens, q=q, k=k), policy.decide(tokens)
-
-
 def rotate(
     policy: Policy, chunk: Chunk, scale: Any = 0.0, row: SplitRow | None = None
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
-    """Returns rotated queries and keys, with the borrowed neurons cleared again.
+    """Returns rotated queries and keys, with the borrowed neurons multiplied by `scale`.
 
     Of a row that is split over devices the queries are a shard's, and the keys those of all.
     """
-    q = apply_rope(chunk.tokens.q, *of_own_tokens(row, chunk.rotation))
-    k = apply_rope(chunk.tokens.k, *chunk.rotation)
+    q, k = policy.clear_borrowed(chunk.tokens.q, chunk.tokens.k, scale)
+    q, k = apply_rope(q, *of_own_tokens(row, chunk.rotation)), apply_rope(k, *chunk.rotation)
     return policy.clear_borrowed(q, k, scale)
 
 
@@ -137,7 +131,7 @@ def attend_sequences(
     tokens = _split_heads(tokens)
     decaying = relaxation is not None and relaxation.neuron_scale is not None
     scale_of_borrowed = relaxation.neuron_scale if relaxation is not None and decaying else 0.0
-    tokens, decisions = decide(policy, tokens, scale_of_borrowed)
+    decisions = policy.decide(tokens)
     if row is not None:  # queries stay in their shard
         k, v = of_whole_rows(row, (tokens.k, tokens.v))
         tokens = dataclasses.replace(

@@ -1,9 +1,9 @@
 """Attention of one layer over the paged cache, from a token's projections to the output.
 
-    decide -> clear borrowed -> | merge -> rope -> clear borrowed -> write -> read -> observe -> cut
+    decide -> | merge -> rotate -> write -> read -> observe -> cut
 
 The steps after the bar run inside `shard_map`, either for a whole chunk in one pass or token by
-token.
+token. The token of a step is rotated and written by one kernel.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
-from dms_jax.model.attention import decide, rotate
+from dms_jax.model.attention import rotate
 from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
 from dms_jax.model.fetching import attend_to_fetched
 from dms_jax.model.layer_cache import LayerCache
@@ -93,11 +93,10 @@ def attend_cached(
       prompt: whether these are tokens of a prompt (some policies treat them differently).
       host: the values in host memory if this layer's are there; never under a mesh.
     """
-    tokens, decisions = decide(policy, tokens)
     chunk = dataclasses.replace(
         chunk,
         tokens=dataclasses.replace(tokens, adapter_logits=None, late_logits=None),
-        decisions=dataclasses.replace(decisions, logits=None),
+        decisions=dataclasses.replace(policy.decide(tokens), logits=None),
     )
     attend = functools.partial(_attend, policy, prompt=prompt, host=host)
     if not sharding.has_mesh():
@@ -132,28 +131,44 @@ def _attend(
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A chunk that was written to the cache: rotated queries, and keys and values as stored."""
+    """A chunk that was written to the cache: rotated queries, and keys and values as stored.
+
+    Of a step the keys and values are in the cache alone.
+    """
 
     cache: LayerCache
     q: Float[Array, "B T H D"]
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
     placement: Placement
+    k: Float[Array, "B T K D"] | None = None
+    v: Float[Array, "B T K D"] | None = None
 
 
-def _write(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> _Written:
-    """Merges, rotates, places and stores the chunk's keys and values."""
+def _write(
+    policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None, *, step: bool = False
+) -> _Written:
+    """Merges, places, rotates and stores the keys and values of a chunk, or of a step's token."""
     with jax.named_scope("cache_write"):
         state, merged = policy.merge(cache.state, chunk)
-        q, k = rotate(policy, merged)
         state, placement = policy.write(state, chunk)
-        tokens = chunk.tokens
-        on_host = None if host is None else (tokens.layer, tokens.positions)
-        pool, k, v = cache.pool.store(
-            chunk.page_table, placement.slots, k, merged.tokens.v, on_host=on_host
-        )
+        pool, tokens = cache.pool, merged.tokens
+        if step and host is None and pool.format is None:
+            group = tokens.q.shape[2] // tokens.k.shape[2]
+            pool, q = pool.rotate_and_store(
+                chunk.page_table,
+                placement.slots,
+                tokens.q,
+                tokens.k,
+                tokens.v,
+                chunk.rotation,
+                zeroed=policy.borrowed(group, tokens.k.shape[-1]),
+            )
+            k = v = None
+        else:
+            q, k = rotate(policy, merged)
+            on_host = None if host is None else (tokens.layer, tokens.positions)
+            pool, k, v = pool.store(chunk.page_table, placement.slots, k, tokens.v, on_host=on_host)
         state = policy.written(state, chunk, placement, pool)
-    return _Written(LayerCache(pool=pool, state=state), q, k, v, placement)
+    return _Written(LayerCache(pool=pool, state=state), q, placement, k, v)
 
 
 def _observe(
@@ -177,6 +192,8 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
     before = cache.pool
     written = _write(policy, cache, chunk, host)
     placement, q = written.placement, written.q
+    assert written.k is not None
+    assert written.v is not None
     with jax.named_scope("prefill_attention"):
         k_pages, v_pages, page_table = before.readable(chunk.page_table, q.dtype, host)
         out = prefill_attention(
@@ -206,7 +223,7 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
 
 def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """Attends with one token of every sequence. Rows are cut later: see `cutting`."""
-    written = _write(policy, cache, chunk, host)
+    written = _write(policy, cache, chunk, host, step=True)
     cache, q, placement = written.cache, written.q, written.placement
     reading = policy.read(cache.state, q[:, 0], chunk, placement)
     active = chunk.count > 0

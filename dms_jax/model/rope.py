@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float64, Int
 
 from dms_jax.config import ModelConfig, Rope
+from pallas_kernels.rotation import rotate_halves
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, " half"], float]:
@@ -68,7 +69,7 @@ def apply_rope(
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         first, second = jnp.split(x.astype(dtype), 2, axis=-1)
         cos, sin = cos[..., None, :].astype(dtype), sin[..., None, :].astype(dtype)
-        turned = [first * cos - second * sin, second * cos + first * sin]
+        turned = rotate_halves(first, second, cos, sin)
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 

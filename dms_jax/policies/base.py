@@ -38,6 +38,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Pool
@@ -144,11 +145,32 @@ class Policy(Options):
         """Returns each token's decision, computed from its projections."""
         return Decisions()
 
+    def borrowed(self, group: int, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """Returns the neurons of a KV head that carry decisions, each as (head, dimension).
+
+        They take no part in attention. Heads 0 to `group` - 1 are its queries, and head `group` is
+        its key.
+        """
+        return ()
+
     def clear_borrowed(
         self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale: Any = 0.0
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
-        """Multiplies the neurons that carry decisions by `scale`; applied before and after RoPE."""
-        return q, k
+        """Multiplies the borrowed neurons by `scale`.
+
+        It is applied before rotation, which would mix them into another dimension of their plane,
+        and again after rotation, which mixes that dimension into them.
+        """
+        num_kv_heads, head_dim = k.shape[2:]
+        group = q.shape[2] // num_kv_heads
+        borrowed = np.zeros((group + 1, head_dim), bool)
+        for head, dim in self.borrowed(group, head_dim):
+            borrowed[head, dim] = True
+
+        def scaled(x, which):
+            return jnp.where(which, x * jnp.asarray(scale, x.dtype), x) if which.any() else x
+
+        return scaled(q, np.tile(borrowed[:-1], (num_kv_heads, 1))), scaled(k, borrowed[-1])
 
     # -- write ------------------------------------------------------------------------------------
 

@@ -96,12 +96,9 @@ class DMC(Merging):
             importance=omega,
         )
 
-    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale=0.0):
-        """Scales the borrowed neuron of every query and key."""
-        head_dim = q.shape[-1]
-        borrowed = jnp.arange(head_dim) == self._index % head_dim
-        q, k = (jnp.where(borrowed, x * jnp.asarray(scale, x.dtype), x) for x in (q, k))
-        return q, k
+    def borrowed(self, group: int, head_dim: int):
+        """See `Policy.borrowed`: one dimension of every query and key."""
+        return tuple((head, self._index % head_dim) for head in range(group + 1))
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
         """Returns partially merged keys and values, and each key's bias: the next log(1 - alpha).

@@ -128,18 +128,9 @@ class DMS(DelayedEviction):
         assert decisions.logits is not None
         return self._of_keys(decisions.logits)
 
-    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale=0.0):
-        """Scales the borrowed neuron: the last dimension of the first query head of each group.
-
-        It is cleared before rotation, which would mix it into dimension D/2 - 1, and again after
-        rotation, which mixes that dimension into it.
-        """
-        if self.source == "adapter":
-            return q, k
-        heads, head_dim = q.shape[2:]
-        first = jnp.arange(heads)[:, None] % (heads // k.shape[2]) == 0
-        borrowed = first & (jnp.arange(head_dim) == head_dim - 1)
-        return jnp.where(borrowed, q * jnp.asarray(scale, q.dtype), q), k
+    def borrowed(self, group: int, head_dim: int):
+        """See `Policy.borrowed`: the last dimension of the first query head of each group."""
+        return () if self.source == "adapter" else ((0, head_dim - 1),)
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
         """Returns each key's bias: log(1 - alpha) of the token that decides for it."""

@@ -9,7 +9,7 @@ tokens that are not read are unknown.
 
 import dataclasses
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from dms_jax.checks import require, show
 from dms_jax.policies.base import Policy
@@ -71,9 +71,9 @@ class SelectiveReading(Policy):
         """See `Policy.decide`; handed to `over`."""
         return self.over.decide(tokens)
 
-    def clear_borrowed(self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale=0.0):
-        """See `Policy.clear_borrowed`; handed to `over`."""
-        return self.over.clear_borrowed(q, k, scale)
+    def borrowed(self, group: int, head_dim: int):
+        """See `Policy.borrowed`; handed to `over`."""
+        return self.over.borrowed(group, head_dim)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
         """See `Policy.init_state`; handed to `over`."""

@@ -93,7 +93,7 @@ class Chunk:
     """T new tokens of every row of one layer. Tokens from index `count` on are padding.
 
     Attributes:
-      tokens: queries, keys and values before rotation; borrowed neurons are zero.
+      tokens: queries, keys and values before rotation; borrowed neurons are cleared with it.
       decisions: the tokens' decisions, from `Policy.decide`.
       rotation: cos and sin of the tokens' positions.
       count: number of tokens of each sequence that are not padding.

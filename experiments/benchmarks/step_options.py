@@ -114,21 +114,23 @@ class Config:
 @contextlib.contextmanager
 def using(program: compiling.Program, write: str) -> Iterator[list[np.ndarray]]:
     """Steps go through a program of another compilation; yields the tokens that they drew."""
-    before = programs.decode, pool.write_pages, Runner.read
+    before = programs.decode, pool.write_pages, pool.rotate_and_write, Runner.read
     drawn: list[np.ndarray] = []
 
     def read(self, launched):
-        steps = before[2](self, launched)
+        steps = before[-1](self, launched)
         drawn.append(np.asarray(steps.tokens))
         return steps
 
     programs.decode, Runner.read = program, read
     if write == SCATTERS:
-        pool.write_pages = functools.partial(before[1], implementation="xla")
+        pool.write_pages, pool.rotate_and_write = (
+            functools.partial(each, implementation="xla") for each in before[1:3]
+        )
     try:
         yield drawn
     finally:
-        programs.decode, pool.write_pages, Runner.read = before
+        programs.decode, pool.write_pages, pool.rotate_and_write, Runner.read = before
 
 
 def program_of(variant: Variant) -> compiling.Program:

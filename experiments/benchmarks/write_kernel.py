@@ -1,6 +1,7 @@
 """Time the write of a step's new keys and values into their pages on a GPU, and XLA's scatter.
 
-Every implementation is checked bit by bit on fresh random data before it is timed. A chain of
+Every implementation is checked bit by bit on fresh random data before it is timed, but for what is
+rotated, which may differ from a rotation in float32 by one rounding to the pages' dtype. A chain of
 writes runs in one program over a pool of several times the second-level cache, each write with
 rows, pages and slots of its own; what counts is the time from a chain's first kernel to the end of
 its last, divided by its writes.
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 
 from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import CALLS, measure_all, time_program
-from pallas_kernels import write_pages
+from pallas_kernels import rotate_and_write, write_pages
 from pallas_kernels.update import cases
+from pallas_kernels.update.reference import rotated
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
@@ -36,13 +38,19 @@ def draw_pool(case: cases.WriteCase, key: jax.Array) -> dict[str, jax.Array]:
     return pool
 
 
-def draw_rows(case: cases.WriteCase, key: jax.Array) -> dict[str, jax.Array]:
+def draw_rows(case: cases.WriteCase, key: jax.Array) -> dict[str, Any]:
     """Draw what one write brings, and where to."""
     keys = jax.random.split(key, 4)
     rows = {
         "pages": jax.random.permutation(keys[0], case.pages)[: case.rows].astype(jnp.int32),
         "offsets": jax.random.randint(keys[1], (case.rows,), 0, case.page_size),
     }
+    if case.group:
+        shape = (case.rows, case.group + 2, case.head_dim)
+        rows["heads"] = jax.random.normal(keys[2], shape, jnp.dtype(case.dtype))
+        shape = (case.rows // case.row_heads, case.head_dim // 2)
+        angles = jax.random.uniform(keys[3], shape, minval=-3, maxval=3)
+        return rows | {"rotation": (jnp.cos(angles), jnp.sin(angles))}
     for name, one in zip(("k", "v"), keys[2:], strict=True):
         shape = (case.rows, case.head_dim)
         rows[f"{name}_new"] = jax.random.normal(one, shape, jnp.bfloat16).astype(case.dtype)
@@ -52,26 +60,42 @@ def draw_rows(case: cases.WriteCase, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def written(pool: dict, rows: dict, implementation: str) -> dict:
-    """The pool after one write."""
+    """The pool after one write, and the queries that were rotated with it."""
+    if "heads" in rows:
+        after = rotate_and_write(**pool, **rows, implementation=implementation)
+        return dict(zip(("q", "k_pages", "v_pages"), after, strict=True))
     after = write_pages(**pool, **rows, implementation=implementation)
     names = ("k_pages", "v_pages", "k_scales", "v_scales")
     return dict(zip(names, after, strict=False))
 
 
 def is_right(case: cases.WriteCase, implementation: str, key: jax.Array) -> bool:
-    """Whether the slots named hold what is new, bit by bit, and all others what they held."""
+    """Whether the slots named hold what is new, and all others what they held."""
     before, rows = draw_pool(case, key), draw_rows(case, jax.random.fold_in(key, 1))
     after = jax.jit(functools.partial(written, implementation=implementation))(before, rows)
     named = jnp.zeros((case.pages, case.page_size), bool)
     named = named.at[rows["pages"], rows["offsets"]].set(True)
     right = []
+    if case.group:
+        *queries, k_new, v_new = jnp.moveaxis(rotated(rows["heads"], rows["rotation"], ()), 1, 0)
+        rows |= {"k_new": k_new, "v_new": v_new}
+        right.append(_one_rounding(after["q"], jnp.stack(queries, axis=1)))
     for name in before:
         new = rows[name.replace("pages", "new").replace("scales", "new_scales")]
         old, got = before[name], after[name]
-        right.append((got[rows["pages"], rows["offsets"]] == new).all())
+        here = got[rows["pages"], rows["offsets"]]
+        is_rotated = case.group and name == "k_pages"
+        right.append(_one_rounding(here, new) if is_rotated else (here == new).all())
         same = got == old
         right.append((same.all(-1) if same.ndim == 3 else same)[~named].all())
     return all(bool(x) for x in right)
+
+
+def _one_rounding(got: jax.Array, want: jax.Array) -> jax.Array:
+    """Whether numbers are the same, but for one rounding to their dtype."""
+    apart = jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32))
+    unit = float(jnp.finfo(want.dtype).eps)
+    return (apart <= unit * jnp.abs(want.astype(jnp.float32)) + 1e-6).all()
 
 
 def measure(case: cases.WriteCase, implementation: str, seed: int) -> dict[str, Any]:
@@ -85,7 +109,10 @@ def measure(case: cases.WriteCase, implementation: str, seed: int) -> dict[str, 
         for rows in steps:
             # Nothing of a write is done before its turn.
             pool, rows = jax.lax.optimization_barrier((pool, rows))
-            pool = written(pool, rows, implementation)
+            after = written(pool, rows, implementation)
+            # Queries that nobody asks for would not be rotated by XLA.
+            kept = jax.lax.optimization_barrier(after)
+            pool = {name: kept[name] for name in pool}
         return pool
 
     state = [draw_pool(case, key)]

@@ -1,5 +1,5 @@
-"""The write of new keys and values into their pages, in place."""
+"""The write of new keys and values into their pages, in place, and their rotation before it."""
 
-from pallas_kernels.update.api import write_pages
+from pallas_kernels.update.api import rotate_and_write, write_pages
 
-__all__ = ["write_pages"]
+__all__ = ["rotate_and_write", "write_pages"]

@@ -1,9 +1,12 @@
 """`write_pages`: writes one new key and value of each row into its page, in place.
 
 A decode step gives every row one new key and one new value. Both, and with quantized pages their
-scales, are written in one launch; rows that write nothing cost nothing.
+scales, are written in one launch; rows that write nothing cost nothing. `rotate_and_write` takes
+them as the projection left them, beside the row's queries, and rotates keys and queries in the same
+launch.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
 from pallas_kernels.four_bits import PACKED
 from pallas_kernels.update import gpu
-from pallas_kernels.update.reference import is_slot, write_pages_xla
+from pallas_kernels.update.reference import Rotation, Zeroed, is_slot, write_pages_xla
 
 OPERATION = Operation(
     "write_pages",
@@ -25,6 +28,8 @@ OPERATION = Operation(
         Implementation("xla", None, write_pages_xla),
     ),
 )
+# The same kernels.
+ROTATE = dataclasses.replace(OPERATION, name="rotate_and_write")
 
 
 def write_pages(
@@ -79,19 +84,68 @@ def write_pages(
     new: tuple[Any, ...] = (k_new, v_new)
     scales, new_scales = (k_scales, v_scales), (k_new_scales, v_new_scales)
     _check(old, new, scales, new_scales, pages, offsets)
-    if k_scales is not None:
-        old, new = old + scales, new + new_scales
+    # XLA then computes keys and values in one kernel.
+    stacked = (jnp.stack(new, axis=1),)
+    if k_new_scales is not None and v_new_scales is not None:
+        old, stacked = old + scales, (*stacked, jnp.stack([k_new_scales, v_new_scales], axis=1))
     if debug:
-        _check_slots(old, pages, offsets)
+        _check_slots("write_pages", old, pages, offsets)
     if pages.size == 0:
         return old
-    return OPERATION(implementation, old, new, pages.astype(jnp.int32), offsets.astype(jnp.int32))
+    at = pages.astype(jnp.int32), offsets.astype(jnp.int32)
+    return OPERATION(implementation, old, stacked, *at, None, zeroed=())
 
 
-def _check(old, new, scales, new_scales, pages, offsets) -> None:
-    def fail(text):
-        raise ValueError(f"write_pages: {text}")
+def rotate_and_write(
+    k_pages: Shaped[Array, "N P D"],
+    v_pages: Shaped[Array, "NV P D"],
+    heads: Shaped[Array, "R n D"],
+    rotation: Rotation,
+    pages: Int[Array, " R"],
+    offsets: Int[Array, " R"],
+    *,
+    zeroed: Zeroed = (),
+    debug: bool = False,
+    implementation: ImplementationChoice = None,
+) -> tuple[Float[Array, "R G D"], Array, Array]:
+    """Rotates the queries and the key of each row (RoPE), and writes its key and its value.
 
+    On a GPU this is one launch. It reads `heads` where they are, so they are best left as the
+    product of a projection that is ordered by row.
+
+    Args:
+      k_pages: key pages of the pool, of floating-point numbers and without scales.
+      v_pages: value pages of the pool, of the same dtype.
+      heads: the heads of each row's token, n = G + 2: its G queries, its key and its value, before
+        rotation, of the pages' dtype.
+      rotation: cos and sin [B, D/2] of the position of each sequence's token, in at least float32.
+        R is a multiple of B, and the rows of a sequence follow one another.
+      pages: see `write_pages`.
+      offsets: see `write_pages`. The queries of a row that writes nothing are rotated too.
+      zeroed: numbers that are zero before the rotation and after it, each as (head, dimension) with
+        head G for the key.
+      debug: see `write_pages`.
+      implementation: see `write_pages`.
+
+    Returns:
+      (rotated queries, k_pages, v_pages).
+
+    Raises:
+      ValueError: as `write_pages`; or what is rotated disagrees.
+      NotImplementedError: no requested implementation can serve the call.
+    """
+    old = k_pages, v_pages
+    _check_rotation(old, heads, rotation, pages, offsets, zeroed)
+    if debug:
+        _check_slots("rotate_and_write", old, pages, offsets)
+    if pages.size == 0:
+        return heads[:, :-2], *old
+    at = pages.astype(jnp.int32), offsets.astype(jnp.int32)
+    return ROTATE(implementation, old, (heads,), *at, rotation, zeroed=tuple(zeroed))
+
+
+def _check_pool(fail, old, pages, offsets) -> None:
+    """Refuses pages that are not those of one pool, and slots that are not one a row."""
     k_pages, v_pages = old
     for name, array in (("k_pages", k_pages), ("v_pages", v_pages)):
         if array.ndim != 3 or 0 in array.shape:
@@ -104,12 +158,52 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
     for name, array in (("pages", pages), ("offsets", offsets)):
         if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
             fail(f"{name} must be integers [R], is {array.dtype}{list(array.shape)}")
+    if offsets.shape != pages.shape:
+        fail(f"pages {pages.shape} and offsets {offsets.shape} must have the same rows")
+
+
+def _check_rotation(old, heads, rotation, pages, offsets, zeroed) -> None:
+    def fail(text):
+        raise ValueError(f"rotate_and_write: {text}")
+
+    _check_pool(fail, old, pages, offsets)
+    k_pages, rows = old[0], pages.shape[0]
+    head_dim = k_pages.shape[2]
+    if not jnp.issubdtype(k_pages.dtype, jnp.floating) or k_pages.dtype.itemsize == 1:
+        fail(f"keys are rotated before they are quantized; the pages are {k_pages.dtype}")
+    if head_dim % 2:
+        fail(f"a rotation needs an even head dim, not {head_dim}")
+    count = heads.shape[1] if heads.ndim == 3 else 0
+    if count < 3 or heads.shape != (rows, count, head_dim) or heads.dtype != k_pages.dtype:
+        fail(
+            f"heads must be {k_pages.dtype}[{rows}, G + 2, {head_dim}], are "
+            f"{heads.dtype}{[*heads.shape]}"
+        )
+    cos, sin = rotation
+    sequences = cos.shape[0] if cos.ndim else 0
+    for name, array in (("cos", cos), ("sin", sin)):
+        if array.shape != (sequences, head_dim // 2) or array.dtype != cos.dtype:
+            fail(f"{name} must be [B, {head_dim // 2}], is {array.dtype}{[*array.shape]}")
+    wide = jnp.promote_types(k_pages.dtype, jnp.float32)
+    if jnp.promote_types(cos.dtype, wide) != cos.dtype:
+        fail(f"cos and sin must be at least {wide}, are {cos.dtype}")
+    if rows and (not sequences or rows % sequences):
+        fail(f"{rows} rows are no multiple of the {sequences} sequences of the rotation")
+    for head, dim in zeroed:
+        if not (0 <= head <= count - 2 and 0 <= dim < head_dim):
+            fail(f"zeroed has ({head}, {dim}), which is no number of the queries or the key")
+
+
+def _check(old, new, scales, new_scales, pages, offsets) -> None:
+    def fail(text):
+        raise ValueError(f"write_pages: {text}")
+
+    _check_pool(fail, old, pages, offsets)
+    k_pages, v_pages = old
     wanted = (pages.shape[0], k_pages.shape[2])
     for name, array in zip(("k_new", "v_new"), new, strict=True):
         if array.shape != wanted or array.dtype != k_pages.dtype:
             fail(f"{name} must be {k_pages.dtype}{list(wanted)}, is {array.dtype}{[*array.shape]}")
-    if offsets.shape != pages.shape:
-        fail(f"pages {pages.shape} and offsets {offsets.shape} must have the same rows")
     given = [x is not None for x in (*scales, *new_scales)]
     if any(given) != (k_pages.dtype.itemsize == 1) or any(given) != all(given):
         fail(f"scales of pages and of new entries belong to quantized pages, not {k_pages.dtype}")
@@ -126,7 +220,7 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
                 fail(f"{name} must have shape {shape}, has {array.shape}")
 
 
-def _check_slots(old, pages, offsets) -> None:
+def _check_slots(name: str, old, pages, offsets) -> None:
     """Refuses slots that are not in the pool, and pages that several rows write to."""
     num_pages, page_size = min(x.shape[0] for x in old), old[0].shape[1]
     writes = is_slot(pages, offsets, old)
@@ -135,15 +229,15 @@ def _check_slots(old, pages, offsets) -> None:
     shared = jnp.tril(same, -1)
     limits = f"pages 0..{num_pages - 1}, offsets 0..{page_size - 1}"
     if isinstance(bad, Tracer):
-        checkify.check(~bad.any(), f"write_pages: a slot is not in {limits}")
-        checkify.check(~shared.any(), "write_pages: several rows write to one page")
+        checkify.check(~bad.any(), f"{name}: a slot is not in {limits}")
+        checkify.check(~shared.any(), f"{name}: several rows write to one page")
         return
     if bad.any():
         row = int(np.argmax(np.asarray(bad)))
         raise ValueError(
-            f"write_pages: page {int(pages[row])}, offset {int(offsets[row])} of row {row} is not "
+            f"{name}: page {int(pages[row])}, offset {int(offsets[row])} of row {row} is not "
             f"in {limits}"
         )
     if shared.any():
         row, other = np.argwhere(np.asarray(shared))[0]
-        raise ValueError(f"write_pages: rows {other} and {row} write to one page, {pages[row]}")
+        raise ValueError(f"{name}: rows {other} and {row} write to one page, {pages[row]}")

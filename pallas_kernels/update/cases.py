@@ -1,4 +1,7 @@
-"""Named shapes of the write of new keys and values, shared by tests and benchmarks."""
+"""Named shapes of the write of new keys and values, shared by tests and benchmarks.
+
+Those with query heads are cases of `rotate_and_write`, the others of `write_pages`.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -15,6 +18,9 @@ class WriteCase:
       dtype: dtype of the pages.
       idle: every how many rows one writes nothing, for one of the possible reasons; 0 for none.
       spare_pages: number of pages of the pool that no row writes to.
+      group: G, the query heads of a row that are rotated beside its key; 0 for no rotation.
+      row_heads: rows of a sequence, which share its angles.
+      zeroed: numbers of the queries and the key that are zero, as (head, dimension).
     """
 
     name: str
@@ -24,6 +30,9 @@ class WriteCase:
     dtype: str = "bfloat16"
     idle: int = 3
     spare_pages: int = 3
+    group: int = 0
+    row_heads: int = 1
+    zeroed: tuple[tuple[int, int], ...] = ()
 
     @property
     def pages(self) -> int:
@@ -37,6 +46,7 @@ class WriteCase:
 
 
 BASE = WriteCase("base", 11)
+ROTATED = WriteCase("rotated", 12, group=4, row_heads=3)
 
 # Small enough for the interpreters.
 CONTRACT: tuple[WriteCase, ...] = (
@@ -49,12 +59,22 @@ CONTRACT: tuple[WriteCase, ...] = (
     replace(BASE, name="page128", page_size=128),
     replace(BASE, name="one_row", rows=1, idle=0),
     replace(BASE, name="all_idle", rows=5, idle=1),
+    ROTATED,
+    replace(ROTATED, name="rotated_head_dim64", head_dim=64, zeroed=((0, 63),)),
+    replace(ROTATED, name="rotated_head_dim96", head_dim=96, zeroed=((0, 0), (4, 0))),
+    replace(ROTATED, name="rotated_head_dim256", head_dim=256, group=1, zeroed=((1, 255),)),
+    replace(ROTATED, name="rotated_float32", dtype="float32", group=7, zeroed=((6, 70),)),
+    replace(ROTATED, name="rotated_page16", page_size=16, row_heads=12),
+    replace(ROTATED, name="rotated_one_row", rows=1, idle=0, row_heads=1),
+    replace(ROTATED, name="rotated_all_idle", rows=6, idle=1),
 )
 
 # Served by plain XLA alone.
 XLA_ONLY: tuple[WriteCase, ...] = (
     WriteCase("float64", 7, head_dim=16, page_size=8, dtype="float64"),
     WriteCase("page5", 7, head_dim=24, page_size=5, dtype="float32"),
+    replace(ROTATED, name="rotated_float64", dtype="float64", head_dim=16, zeroed=((4, 15),)),
+    replace(ROTATED, name="rotated_head_dim6", dtype="float32", head_dim=6, page_size=5),
 )
 
 # Measured on a GPU. Rows are sequences times KV heads; the pages are those of one layer of many.
@@ -66,6 +86,15 @@ BENCHMARK: tuple[WriteCase, ...] = tuple(
         ("rows2048", 2048, 128, "bfloat16"),
         ("rows256_head_dim64", 256, 64, "bfloat16"),
         ("rows256_float8", 256, 128, "float8_e4m3fn"),
+    )
+) + tuple(
+    WriteCase(name, rows, head_dim, idle=0, spare_pages=16384, group=group, row_heads=row_heads)
+    for name, rows, head_dim, group, row_heads in (
+        ("rotated_rows256", 256, 128, 4, 8),
+        ("rotated_rows8", 8, 128, 4, 8),
+        ("rotated_rows2048", 2048, 128, 4, 8),
+        ("rotated_rows256_head_dim64", 256, 64, 4, 8),
+        ("rotated_rows512_group7", 512, 64, 7, 2),
     )
 )
 

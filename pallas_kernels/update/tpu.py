@@ -3,6 +3,8 @@
 Device memory is tiled: one slot of 16-bit numbers shares its words with another. So all slots of a
 tile are copied to VMEM, one of them is replaced, and they are copied back. The copies of all rows
 of a block are in flight at the same time, and the addresses are in scalar memory.
+
+Keys and queries are rotated by XLA, in front of the kernel.
 """
 
 import functools
@@ -13,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.update.reference import is_slot
+from pallas_kernels.update.reference import is_slot, rotated
 
 # Bytes of the rows whose copies are in flight.
 _VMEM_BYTES = 4 << 20
@@ -27,9 +29,9 @@ def _tile_slots(dtype) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
-def why_not(pages, new, page, offset) -> str | None:
+def why_not(pages, new, page, offset, rotation, **static) -> str | None:
     """Returns why the kernel cannot serve a call, or None."""
-    del new, offset
+    del new, offset, rotation, static
     _, page_size, head_dim = pages[0].shape
     dtype = pages[0].dtype
     if dtype not in (jnp.bfloat16, jnp.float32):
@@ -85,9 +87,10 @@ def _kernel(page_ref, offset_ref, *refs, count: int, rows: int):
     each_row(lambda i, index, place, _: copy_out(i, index, place).wait())
 
 
-def write_pages_tpu(pages, new, page, offset, *, interpret=False):
-    """Computes `write_pages` on TPUs; returns the arrays of the pool."""
-    rows, head_dim = new[0].shape
+def write_pages_tpu(pages, new, page, offset, rotation=None, *, zeroed=(), interpret=False):
+    """Computes `write_pages` and `rotate_and_write` on TPUs; see `write_pages_xla`."""
+    heads = rotated(new[0], rotation, zeroed)
+    rows, _, head_dim = heads.shape
     count, size = len(pages), _tile_slots(pages[0].dtype)
     padded_dim = -(-head_dim // _LANES) * _LANES
     # One tile of each array, and as much for the new entries.
@@ -95,10 +98,10 @@ def write_pages_tpu(pages, new, page, offset, *, interpret=False):
     block = max(1, min(rows, _VMEM_BYTES // row_bytes))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     # Each new row gets a tile of its own, because rows inside a tile cannot be addressed.
-    new = [x[:, None] for x in new]
+    new = heads[:, -2:-1], heads[:, -1:]
     new_spec = pl.BlockSpec((block, 1, head_dim), lambda i, *_: (i, 0, 0))
     tile = pltpu.VMEM((block, size, head_dim), pages[0].dtype)
-    return tuple(
+    results = tuple(
         pl.pallas_call(
             functools.partial(_kernel, count=count, rows=rows),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -115,3 +118,4 @@ def write_pages_tpu(pages, new, page, offset, *, interpret=False):
             name="write_pages",
         )(page, offset, *new, *pages)
     )
+    return results if rotation is None else (heads[:, :-2], *results)

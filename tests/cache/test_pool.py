@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from dms_jax.cache import Pool, compact, load, store
 from dms_jax.cache.quantization import Float8
+from dms_jax.model.rope import apply_rope
+from dms_jax.policies import DMC, DMS, Vanilla
 
 BATCH, KV_HEADS, TOKENS, HEAD_DIM = 2, 3, 4, 2
 PAGES, PAGE_SIZE, WIDTH = 30, 3, 4
@@ -66,6 +68,40 @@ def test_one_token_of_each_row_is_written_as_tokens_of_a_chunk_are(dtype):
     written = np.asarray(pool.k_pages != got.k_pages).any(-1).sum()
     assert written == 3
     chex.assert_trees_all_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=np.dtype)
+@pytest.mark.parametrize(
+    "policy", [Vanilla(), DMS(window=4), DMC(neuron="first")], ids=lambda policy: policy.name
+)
+def test_a_token_that_is_rotated_as_it_is_written(policy, dtype):
+    """It is as if it were rotated, and then written."""
+    random, head_dim, group = np.random.default_rng(6), 8, 2
+    pages = jnp.asarray(random.normal(size=(2, PAGES, PAGE_SIZE, head_dim)), dtype)
+    pool = Pool(k_pages=pages[0], v_pages=pages[1])
+    table = random.permutation(PAGES)[: BATCH * KV_HEADS * WIDTH].astype(np.int32)
+    table = jnp.asarray(table.reshape(BATCH, KV_HEADS, WIDTH))
+    slots = jnp.array([[[0], [7], [-1]], [[11], [5], [-1]]], jnp.int32)
+    q = jnp.asarray(random.normal(size=(BATCH, 1, KV_HEADS * group, head_dim)), dtype)
+    k, v = jnp.asarray(random.normal(size=(2, BATCH, 1, KV_HEADS, head_dim)), dtype)
+    angles = random.uniform(-3, 3, (BATCH, 1, head_dim // 2)).astype(np.float32)
+    rotation = jnp.cos(angles), jnp.sin(angles)
+
+    @jax.jit
+    def both():
+        turned = policy.clear_borrowed(q, k)
+        turned = policy.clear_borrowed(*(apply_rope(x, *rotation) for x in turned))
+        want = pool.store(table, slots, turned[1], v)[0], turned[0]
+        zeroed = policy.borrowed(group, head_dim)
+        return want, pool.rotate_and_store(table, slots, q, k, v, rotation, zeroed=zeroed)
+
+    want, got = both()
+    chex.assert_trees_all_equal(got, want)
+    # Zero in the queries are the neurons that are borrowed, and no other number.
+    zero = {(head, dim) for head, dim in policy.borrowed(group, head_dim) if head < group}
+    found = np.argwhere(np.asarray(got[1] == 0).reshape(-1, group, head_dim))
+    assert {(head, dim) for _, head, dim in found.tolist()} == zero
+    assert len(found) == len(zero) * BATCH * KV_HEADS
 
 
 def test_a_slot_beyond_the_table_is_not_written():

@@ -136,9 +136,10 @@ def relative_error(got, want):
 
 def as_arrays(inputs):
     """Turn NumPy inputs to jax arrays."""
+    import jax
     import jax.numpy as jnp
 
-    return {name: jnp.asarray(value) for name, value in inputs.items()}
+    return jax.tree.map(jnp.asarray, inputs)
 
 
 def split_rows(inputs):

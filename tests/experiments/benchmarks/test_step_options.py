@@ -12,7 +12,7 @@ from experiments.benchmarks import step_options as script
 
 @pytest.mark.slow
 def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
-    before = programs.decode, pool.write_pages, Runner.decode
+    before = programs.decode, pool.rotate_and_write, Runner.decode
     made, written = [], []
     monkeypatch.setattr(script, "VARIANTS", (script.VARIANTS[0], script.VARIANTS[-1]))
     monkeypatch.setattr(script.decode_steps, "read_rate", lambda: 1e9)
@@ -21,11 +21,11 @@ def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
         script, "program_of", lambda options: made.append(program_of(options)) or made[-1]
     )
 
-    def write_pages(*args, implementation=None, **more):
+    def rotate_and_write(*args, implementation=None, **more):
         written.append(implementation)
         return before[1](*args, implementation=implementation, **more)
 
-    monkeypatch.setattr(pool, "write_pages", write_pages)
+    monkeypatch.setattr(pool, "rotate_and_write", rotate_and_write)
     config = script.Config(
         shape="tiny",
         batch=2,
@@ -46,4 +46,4 @@ def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
     assert len(made) == 2
     assert json.loads((tmp_path / "options.json").read_text())["rows"] == [kernel, scatters]
     monkeypatch.undo()
-    assert (programs.decode, pool.write_pages, Runner.decode) == before
+    assert (programs.decode, pool.rotate_and_write, Runner.decode) == before

@@ -1,4 +1,4 @@
-"""Mistakes in the plans of `pallas_kernels`: decode, training, prefill.
+"""Mistakes in `pallas_kernels`: the plans of decode, training, prefill, and the write of a step.
 
 Not here, because they change nothing: Hopper's plan counting starts beyond the last row among those
 that an edge has passed (they are all the number of tiles, which no edge of a program reaches), and
@@ -21,9 +21,25 @@ WIDE_TRAINING = (
     "[mosaic_gpu-['dim_256', 'dim_256_packed', 'dim_256_packed:75']]"
 )
 MMA_PROMPT = f"{PREFILL}::test_gpu_kernel_in_the_interpreter[mosaic_mma-['small_pages']]"
+WRITE = "pallas_kernels/update/"
+WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_with_the_oracle"
 SERVING = "tests/pallas_kernels/test_serving.py::test_on_a_gpu"
 
 MUTANTS = [
+    Mutant(
+        "kernels: a key is rotated by the angles of another sequence",
+        WRITE + "gpu.py",
+        "sequence = lax.div(row, rows // angles[0].shape[0])",
+        "sequence = lax.rem(row, rows // angles[0].shape[0])",
+        (f"{WRITTEN}[mosaic_gpu]",),
+    ),
+    Mutant(
+        "kernels: what is zero comes back with the rotation",
+        WRITE + "reference.py",
+        "return jnp.concatenate([cleared(turned.astype(heads.dtype)), value], axis=1)",
+        "return jnp.concatenate([turned.astype(heads.dtype), value], axis=1)",
+        ("tests/pallas_kernels/update/test_write.py::test_xla_agrees_with_the_oracle",),
+    ),
     Mutant(
         "kernels: an empty row has no tile to write its result",
         DECODE + "plan.py",

@@ -21,7 +21,6 @@ from pallas_kernels import (
     dispatch,
     prefill_attention,
     select_largest,
-    write_pages,
 )
 from pallas_kernels.decode import cases
 from pallas_kernels.prefill import cases as prefill_cases
@@ -32,7 +31,7 @@ from tests.pallas_kernels.prefill.support import structs as prefill_structs
 from tests.pallas_kernels.support import structs
 from tests.pallas_kernels.training.support import both
 from tests.pallas_kernels.training.support import structs as training_structs
-from tests.pallas_kernels.update.support import write_structs
+from tests.pallas_kernels.update.support import operation, write_structs
 from tests.support.ahead import compile_ahead
 
 # One case of each form that a card has; the interpreter and the cards hold the others. Kernels of
@@ -48,6 +47,7 @@ KERNELS = {
     ),
     "h200": (
         *("decode base", "decode head_dim96", "decode float8", "prefill dim_96", "prefill float16"),
+        *("write rotated_head_dim64", "write rotated_head_dim96", "write rotated_float32"),
         *("training packed", "training dim_256_packed", "training float16"),
     ),
     "b200": (
@@ -55,7 +55,7 @@ KERNELS = {
         *("training packed", "training dim_96", "prefill dim_96", "prefill dim_256"),
     ),
 }
-EVERYWHERE = ("write base", "select float32", "prefill plain")
+EVERYWHERE = ("write base", "write rotated", "select float32", "prefill plain")
 # Shared memory of a program: only a launch would refuse more.
 SHARED_BYTES = {"a100": 163 * 1024, "l4": 99 * 1024, "h200": 227 * 1024, "b200": 227 * 1024}
 
@@ -77,7 +77,8 @@ def call(name: str, case: str) -> tuple:
     if name == "select":
         scores = jax.ShapeDtypeStruct((4, 1024), jnp.dtype(case))
         return functools.partial(select_largest, count=64), {"scores": scores}
-    return write_pages, write_structs(write_cases.by_name(case))
+    case = write_cases.by_name(case)
+    return operation(case), write_structs(case)
 
 
 def compile_on(kind: str) -> dict[str, int]:

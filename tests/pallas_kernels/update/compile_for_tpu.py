@@ -10,9 +10,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import write_pages
 from pallas_kernels.update import cases, tpu
-from tests.pallas_kernels.update.support import write_structs
+from tests.pallas_kernels.update.support import operation, write_structs
 from tests.support.ahead import compile_ahead
 
 # As many rows as their addresses may be in scalar memory.
@@ -27,7 +26,8 @@ def main(topology, names):
         case = MOST_ROWS if name == "most_rows" else cases.by_name(name)
         shapes = write_structs(case, sharding)
         pool = {key: shapes.pop(key) for key in ("k_pages", "v_pages")}
-        run = jax.jit(lambda pool, rest: write_pages(**pool, **rest), donate_argnums=0)
+        write = operation(case)
+        run = jax.jit(lambda pool, rest, write=write: write(**pool, **rest), donate_argnums=0)
         report = compile_ahead(run.trace(pool, shapes).lower(), topology)
         size = sum(x.size * x.dtype.itemsize for x in pool.values())
         memory = report.memory

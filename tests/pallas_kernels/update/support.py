@@ -1,13 +1,23 @@
 """Inputs and the NumPy oracle of the write of new keys and values."""
 
+import functools
+
 import chex
 import jax
+import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
 
+from pallas_kernels import rotate_and_write, write_pages
+
+
+def operation(case):
+    """The operation that a case is one of, to be called with its inputs."""
+    return functools.partial(rotate_and_write, zeroed=case.zeroed) if case.group else write_pages
+
 
 def write_inputs(case, seed=0):
-    """Draw a case: keyword arguments of `write_pages`, as NumPy arrays.
+    """Draw a case: keyword arguments of its operation, as NumPy arrays.
 
     Every row writes to a page of its own, in random order; idle rows name a slot that is none, each
     in another way. The pool holds NaN here and there, as unused memory may.
@@ -36,12 +46,70 @@ def write_inputs(case, seed=0):
     for name in ("k", "v"):
         pool = rng.standard_normal((case.pages, case.page_size, case.head_dim))
         pool[rng.random(pool.shape[:2]) < 0.2] = np.nan
-        new = rng.standard_normal((case.rows, case.head_dim))
-        inputs |= {f"{name}_pages": pool.astype(case.dtype), f"{name}_new": new.astype(case.dtype)}
+        inputs[f"{name}_pages"] = pool.astype(case.dtype)
+        if not case.group:
+            new = rng.standard_normal((case.rows, case.head_dim))
+            inputs[f"{name}_new"] = new.astype(case.dtype)
         if case.scaled:
             for kind, shape in (("scales", pool.shape[:2]), ("new_scales", pages.shape)):
                 inputs[f"{name}_{kind}"] = rng.uniform(0.5, 2, shape).astype(np.float32)
+    if case.group:
+        heads = rng.standard_normal((case.rows, case.group + 2, case.head_dim))
+        inputs["heads"] = heads.astype(case.dtype)
+        angles = rng.uniform(-7, 7, (case.rows // case.row_heads, case.head_dim // 2))
+        wide = np.float64 if case.dtype == "float64" else np.float32
+        inputs["rotation"] = tuple(f(angles).astype(wide) for f in (np.cos, np.sin))
     return inputs
+
+
+def rotation_oracle(case, inputs):
+    """The queries and the key of each row after their rotation, in float64, plane by plane."""
+    turned = inputs["heads"][:, :-1].astype(np.float64)
+    cos, sin = (x.astype(np.float64) for x in inputs["rotation"])
+    half = case.head_dim // 2
+    for row, heads in enumerate(turned):
+        sequence = row // case.row_heads
+        for head, x in enumerate(heads):
+            gone = [dim for at, dim in case.zeroed if at == head]
+            x[gone] = 0
+            for i in range(half):
+                plane = np.array(
+                    [[cos[sequence, i], -sin[sequence, i]], [sin[sequence, i], cos[sequence, i]]]
+                )
+                x[[i, i + half]] = plane @ x[[i, i + half]]
+            x[gone] = 0
+    return turned
+
+
+def assert_agrees(case, inputs, got):
+    """Asserts that what an operation returned is right, all but what is rotated to the bit.
+
+    What is rotated has the error of float32 before it is rounded.
+    """
+    got = [np.asarray(x) for x in got]
+    if not case.group:
+        assert_same_bits(got, write_oracle(inputs))
+        return
+    turned = rotation_oracle(case, inputs)
+    queries, k_pages, _ = got
+    chex.assert_shape(queries, (case.rows, case.group, case.head_dim))
+    assert queries.dtype == np.dtype(case.dtype)
+    bits = {"bfloat16": 8, "float32": 23, "float64": 52}[case.dtype]
+    close = dict(rtol=2.0**-bits, atol=2.0 ** -min(21, bits))
+    chex.assert_trees_all_close(queries.astype(np.float64), turned[:, :-1], **close)
+    # The oracle of the write is given the keys that came back, which are compared by themselves.
+    keys = turned[:, -1].astype(case.dtype)
+    for row, at in enumerate(zip(inputs["pages"], inputs["offsets"], strict=True)):
+        if 0 <= at[0] < case.pages and 0 <= at[1] < case.page_size:
+            keys[row] = k_pages[at]
+    chex.assert_trees_all_close(keys.astype(np.float64), turned[:, -1], **close)
+    for gone in case.zeroed:
+        chex.assert_trees_all_equal(
+            np.concatenate([queries, keys[:, None]], 1)[:, gone[0], gone[1]].astype(np.float64),
+            np.zeros(case.rows),
+        )
+    new = {"k_new": keys, "v_new": inputs["heads"][:, -1]}
+    assert_same_bits(got[1:], write_oracle(inputs | new))
 
 
 def write_oracle(inputs):
@@ -80,17 +148,34 @@ def write_structs(case, sharding=None):
     shapes = {name: struct((case.rows,), np.int32) for name in ("pages", "offsets")}
     for name in ("k", "v"):
         shapes[f"{name}_pages"] = struct(pool, case.dtype)
-        shapes[f"{name}_new"] = struct((case.rows, case.head_dim), case.dtype)
+        if not case.group:
+            shapes[f"{name}_new"] = struct((case.rows, case.head_dim), case.dtype)
         if case.scaled:
             shapes[f"{name}_scales"] = struct(pool[:2], np.float32)
             shapes[f"{name}_new_scales"] = struct((case.rows,), np.float32)
+    if case.group:
+        shapes["heads"] = struct((case.rows, case.group + 2, case.head_dim), case.dtype)
+        angles = struct((case.rows // case.row_heads, case.head_dim // 2), np.float32)
+        shapes["rotation"] = angles, angles
     return shapes
 
 
 def operands(inputs):
-    """The arguments of an implementation, from those of `write_pages`."""
-    groups = []
-    for names in (("pages", "scales"), ("new", "new_scales")):
-        keys = [f"{name}_{kind}" for kind in names for name in ("k", "v")]
-        groups.append(tuple(inputs[key] for key in keys if key in inputs))
-    return *groups, inputs["pages"], inputs["offsets"]
+    """The arguments of an implementation, from those of its operation."""
+    pages = [f"{name}_{kind}" for kind in ("pages", "scales") for name in ("k", "v")]
+    if "heads" in inputs:
+        new = (inputs["heads"],)
+    else:
+        new = tuple(
+            _stacked(inputs[f"k_{kind}"], inputs[f"v_{kind}"])
+            for kind in ("new", "new_scales")
+            if f"k_{kind}" in inputs
+        )
+    pool = tuple(inputs[key] for key in pages if key in inputs)
+    return pool, new, inputs["pages"], inputs["offsets"], inputs.get("rotation")
+
+
+def _stacked(keys, values):
+    if isinstance(keys, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda *each: jnp.stack(each, axis=1), keys, values)
+    return jnp.stack([keys, values], axis=1)

@@ -6,8 +6,17 @@ from tests.pallas_kernels.support import compile_for_tpu, for_each_tpu
 
 SCRIPT = Path(__file__).with_name("compile_for_tpu.py")
 # XLA lays narrower heads out in another way between kernels, and small pools may visit VMEM.
-LARGE = ("rows8", "rows256", "rows2048", "most_rows")
-SMALL = ("base", "head_dim64", "head_dim96", "head_dim256", "float32", "page16", "page128")
+LARGE = ("rows8", "rows256", "rows2048", "most_rows", "rotated_rows256")
+SMALL = (
+    "base",
+    "head_dim64",
+    "head_dim96",
+    "head_dim256",
+    "float32",
+    "page16",
+    "page128",
+    "rotated",
+)
 
 
 @for_each_tpu

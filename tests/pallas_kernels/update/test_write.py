@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from pallas_kernels import write_pages
+from pallas_kernels import rotate_and_write, write_pages
 from pallas_kernels.dispatch import GPU
 from pallas_kernels.update import cases, gpu
 from tests.pallas_kernels.support import as_arrays, lower_for_cuda
 from tests.pallas_kernels.update.support import (
+    assert_agrees,
     assert_same_bits,
+    operation,
     write_inputs,
     write_oracle,
     write_structs,
@@ -29,8 +31,9 @@ unchecked = getattr(write_pages, "__wrapped__", write_pages)
 def test_xla_agrees_with_the_oracle(case):
     inputs = write_inputs(case)
     with jax.enable_x64(case.dtype == "float64"):
-        got = jax.jit(functools.partial(write_pages, implementation="xla"))(**as_arrays(inputs))
-    assert_same_bits(got, write_oracle(inputs))
+        run = jax.jit(functools.partial(operation(case), implementation="xla"))
+        got = run(**as_arrays(inputs))
+    assert_agrees(case, inputs, got)
 
 
 def test_without_an_accelerator_it_is_xla():
@@ -103,6 +106,56 @@ def test_float8_pages_need_all_their_scales(missing):
         unchecked(**arrays)
 
 
+def test_queries_are_rotated_of_rows_that_write_nothing_too():
+    case = cases.by_name("rotated_all_idle")
+    inputs = write_inputs(case)
+    got = operation(case)(**as_arrays(inputs))
+    assert (np.asarray(got[0]) != inputs["heads"][:, : case.group]).any(-1).all()
+    assert_same_bits(got[1:], [inputs["k_pages"], inputs["v_pages"]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": np.zeros((4, 8), np.float32)}, r"heads must be float32\[4, G \+ 2, 8\]"),
+        ({"heads": np.zeros((4, 2, 8), np.float32)}, "heads must be"),
+        ({"heads": np.zeros((3, 4, 8), np.float32)}, "heads must be"),
+        ({"heads": np.zeros((4, 4, 8), np.float16)}, "heads must be"),
+        ({"rotation": (np.zeros((2, 4), np.float32), np.zeros((2, 8), np.float32))}, "sin must be"),
+        ({"rotation": (np.zeros((4,), np.float32),) * 2}, "cos must be"),
+        ({"rotation": (np.zeros((2, 4), np.float16),) * 2}, "at least float32"),
+        ({"rotation": (np.zeros((3, 4), np.float32),) * 2}, "4 rows are no multiple of the 3"),
+        ({"zeroed": ((3, 0),)}, r"zeroed has \(3, 0\)"),
+        ({"zeroed": ((0, 8),)}, r"zeroed has \(0, 8\)"),
+        ({"v_pages": np.zeros((4, 8, 16), np.float32)}, "must have one shape"),
+        (
+            {name: np.zeros((4, 8, 8), np.int8) for name in ("k_pages", "v_pages")},
+            "before they are quantized",
+        ),
+    ],
+)
+def test_what_disagrees_in_a_rotation_is_refused(changes, message):
+    inputs = {
+        "k_pages": np.zeros((4, 8, 8), np.float32),
+        "v_pages": np.zeros((4, 8, 8), np.float32),
+        "heads": np.zeros((4, 4, 8), np.float32),
+        "rotation": (np.zeros((2, 4), np.float32), np.zeros((2, 4), np.float32)),
+        "pages": np.zeros(4, np.int32),
+        "offsets": np.zeros(4, np.int32),
+    }
+    run = getattr(rotate_and_write, "__wrapped__", rotate_and_write)
+    run(**as_arrays(inputs))
+    with pytest.raises(ValueError, match=f"rotate_and_write: .*{message}"):
+        run(**inputs | changes)
+
+
+def test_debug_names_the_rotation():
+    inputs = as_arrays(write_inputs(cases.by_name("rotated")))
+    inputs["pages"] = inputs["pages"].at[0].set(99)
+    with pytest.raises(ValueError, match="rotate_and_write: page 99"):
+        rotate_and_write(**inputs, debug=True)
+
+
 @pytest.mark.parametrize(("page", "offset"), [(4, 0), (-1, 0), (0, 8)])
 def test_debug_refuses_slots_that_the_pool_lacks(page, offset):
     pool = jnp.zeros((4, 8, 8))
@@ -137,7 +190,7 @@ def test_debug_refuses_a_page_of_several_rows():
 
 
 def lowered(case, implementation=None):
-    function = functools.partial(write_pages, implementation=implementation)
+    function = functools.partial(operation(case), implementation=implementation)
     return lower_for_cuda(function, **write_structs(case))
 
 
@@ -153,6 +206,8 @@ def test_kernels_lower_for_an_h200(case):
 def test_what_the_kernel_does_not_write_is_said():
     with pytest.raises(NotImplementedError, match="multiples of 8, not 20"):
         lowered(cases.WriteCase("head_dim20", 3, head_dim=20), "mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="multiples of 16, not 24"):
+        lowered(cases.WriteCase("head_dim24", 3, head_dim=24, group=1), "mosaic_gpu")
 
 
 def test_float64_is_xla_for_cuda():
@@ -160,10 +215,11 @@ def test_float64_is_xla_for_cuda():
         assert SCATTER in lowered(cases.by_name("float64"))
 
 
-@pytest.mark.parametrize("name", ["k_scales", "v_new_scales"])
-def test_scales_that_are_converted_are_left_to_xla(name):
+@pytest.mark.parametrize("names", [["k_scales"], ["v_scales"], ["k_new_scales", "v_new_scales"]])
+def test_scales_that_are_converted_are_left_to_xla(names):
     shapes = write_structs(cases.by_name("float8"))
-    shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape, jnp.bfloat16)
+    for name in names:
+        shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape, jnp.bfloat16)
     assert SCATTER in lower_for_cuda(write_pages, **shapes)
 
 
