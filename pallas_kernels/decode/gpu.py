@@ -165,10 +165,7 @@ def why_not_mosaic(q, rows: Rows, plan, **static):
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
     spec = spec_of(q, k_pages, settings, tile=tile, **unknown)
     if spec.shared_bytes > _SHARED_BYTES:
-        return (
-            f"needs {spec.shared_bytes} bytes of shared memory for pages of {page_size} x "
-            f"{head_dim} x {k_pages.dtype}, there are {_SHARED_BYTES}"
-        )
+        return _too_large(spec, _SHARED_BYTES)
     return None
 
 
@@ -186,7 +183,21 @@ def why_not_mma(q, rows: Rows, plan, **static):
         return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
     if page_size not in _PAGE_SIZES:
         return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
+    shape = _shape(q, rows)
+    tile = tile_of("mosaic_mma", shape) if plan is None else plan.tile
+    unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
+    settings = settings_of("mosaic_mma", shape)
+    spec = spec_of(q, rows.k_pages, settings, tile=tile, copies=False, **unknown)
+    if spec.shared_bytes > gpu.shared_bytes:
+        return _too_large(spec, gpu.shared_bytes)
     return None
+
+
+def _too_large(spec: Spec, there_are: int) -> str:
+    return (
+        f"needs {spec.shared_bytes} bytes of shared memory for pages of {spec.page_size} x "
+        f"{spec.head_dim} x {spec.pages_dtype}, there are {there_are}"
+    )
 
 
 def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=None, interpret=None):

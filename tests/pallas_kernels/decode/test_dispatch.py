@@ -1,6 +1,7 @@
 """Which implementation serves: by the platform lowered for, by name, in order, with reasons."""
 
 import functools
+from dataclasses import replace
 
 import chex
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases, gpu
+from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import GPU, Implementation, Operation
 from tests.pallas_kernels.support import as_arrays, decode_inputs, lower_for_cuda, structs
 from tests.support.instances import further
@@ -151,6 +153,31 @@ def test_other_generations_of_gpus(card, name, marker, monkeypatch):
     text = lower_for_cuda(function, **shapes)
     assert marker in text
     assert (XLA in text) == (marker == XLA)
+
+
+@pytest.mark.parametrize(
+    ("card", "pages", "served"),
+    [
+        # Keys and values of such a page take 128 KB, more than a program of Ada can have.
+        (L4, dict(page_size=128, head_dim=256), False),
+        (L4, dict(page_size=64, head_dim=256), True),
+        (L4, dict(page_size=128, head_dim=128), True),
+        (A100, dict(page_size=128, head_dim=256), True),
+        (B200, dict(page_size=128, head_dim=256), True),
+    ],
+    ids=lambda x: getattr(x, "kind", None),
+)
+@pytest.mark.parametrize("pages_dtype", [None, "float8_e4m3fn"])
+def test_pages_too_large_for_a_card_are_left_to_xla(card, pages, served, pages_dtype, monkeypatch):
+    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    function, shapes = decode(replace(cases.BASE, group=16, pages_dtype=pages_dtype, **pages))
+    jax.eval_shape(function, **shapes)
+    refused = gpu.why_not_mma(shapes.pop("q"), Rows(**shapes), None)
+    if served and not (card is A100 and pages_dtype):  # float8 is Ada's
+        assert refused is None
+    else:
+        assert refused is not None
+        assert ("shared memory" in refused) == (not served)
 
 
 def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):
