@@ -17,6 +17,7 @@ from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, QUERY_STEP, Spec
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
 from pallas_kernels.four_bits import PACKED
+from pallas_kernels.padding import pad_axis
 
 # Number of rows that the matrix unit takes: several smaller pages make one tile.
 _TILE = 64
@@ -207,6 +208,8 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
     from pallas_kernels.decode.mosaic_plan import MOST_ROWS, make_plan_on_gpu
 
     row_count, group, _ = q.shape
+    if group > 8:  # the copy engine takes heads in tiles of eight
+        q = pad_axis(q, 1, 8)
     shape = _shape(q, rows)
     if plan is None:
         make = make_plan_on_gpu if row_count <= MOST_ROWS else make_plan
@@ -224,11 +227,11 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
     heads = query_operands(q, spec)
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
-        heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
+        heads = pad_axis(heads, 2, spec.columns)
     out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
     out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
     out = _transpose(out, spec) if spec.transposed else out
-    return _results(spec, rows, out, lse, scores)
+    return tuple(x[:, :group] for x in _results(spec, rows, out, lse, scores))
 
 
 def mma(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=None):

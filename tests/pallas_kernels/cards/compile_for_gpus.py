@@ -47,7 +47,8 @@ KERNELS = {
         "training dim_256",
     ),
     "h200": (
-        *("decode base", "decode head_dim96", "decode float8", "prefill dim_96", "prefill float16"),
+        *("decode base", "decode head_dim96", "decode group12", "decode float8", "prefill dim_96"),
+        "prefill float16",
         *("training packed", "training dim_256_packed", "training float16"),
     ),
     "b200": (
