@@ -5,8 +5,8 @@ A model's programs compile for seconds each, once per shape. They are kept in `~
 
     DMS_JAX_COMPILATION_CACHE=/a/directory     keeps them there
     DMS_JAX_COMPILATION_CACHE=off              keeps nothing
-    JAX_COMPILATION_CACHE_DIR=/a/directory     jax's own switch goes before ours, and so does
-                                               jax.config.update("jax_compilation_cache_dir", ...)
+    JAX_COMPILATION_CACHE_DIR=/a/directory     jax's own switches go before ours, and so does
+    JAX_ENABLE_COMPILATION_CACHE=false         jax.config.update("jax_compilation_cache_dir", ...)
 
 Nobody whom you do not trust may be able to write there: what is found is run.
 """
@@ -51,6 +51,8 @@ def _keep_compiled() -> None:
     asked = os.environ.get(SWITCH, "")
     if asked.lower() in ("off", "no", "false", "0") or jax.config.jax_compilation_cache_dir:
         return
+    if not jax.config.jax_enable_compilation_cache:
+        return
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         directory = pathlib.Path(asked or f"{caches}/dms_jax").expanduser()
@@ -83,7 +85,8 @@ def reported(what: str) -> Iterator[None]:
         programs = _compiled[before:]
         seconds = covered(programs)
         if seconds >= REPORTED_SECONDS:
-            directory = jax.config.jax_compilation_cache_dir
+            kept = jax.config.jax_enable_compilation_cache
+            directory = jax.config.jax_compilation_cache_dir if kept else None
             line = (
                 f"{what}: {len(programs)} programs compiled in {seconds:.0f} s, of "
                 f"{time.monotonic() - start:.0f} s in all"

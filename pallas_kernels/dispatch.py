@@ -277,6 +277,13 @@ class GPU:
     cores: int
     capability: tuple[int, int]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program at most, by compute capability (CUDA's programming guide)."""
+        if self.capability in ((8, 0), (8, 7)):
+            return 163 * 1024
+        return (227 if self.capability[0] in (9, 10, 11) else 99) * 1024
+
 
 # What kernels are planned for where there is no local GPU.
 DEFAULT_GPU = GPU("NVIDIA H200", 132, (9, 0))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.decode.api import OPERATION as DECODE
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import Operation, target_gpu
+from pallas_kernels.four_bits import PACKED
 from pallas_kernels.training.api import FORWARD
 from pallas_kernels.training.inputs import Inputs
 
@@ -40,6 +41,7 @@ def serving(
     group: int = 4,
     page_size: int = 64,
     dtype: Any = jnp.bfloat16,
+    pages_dtype: Any = None,
     platform: str | None = None,
 ) -> tuple[Served, ...]:
     """Returns what serves decoding and training of a model of this shape.
@@ -49,6 +51,7 @@ def serving(
       group: G, query heads of a KV head.
       page_size: P.
       dtype: of queries, keys and values.
+      pages_dtype: of the pages where it is another one: float8_e4m3fn, or uint8 for 4 bits.
       platform: "cpu", "cuda" or "tpu"; that of this process unless given. A GPU that is not here
         is taken for an H200.
     """
@@ -57,9 +60,17 @@ def serving(
     def array(*shape: int, dtype: Any = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    pages = array(ROWS * COLUMNS, page_size, head_dim)
+    stored = jnp.dtype(dtype if pages_dtype is None else pages_dtype)
+    in_page = (ROWS * COLUMNS, page_size)
+    pages = array(*in_page, head_dim // 2 if stored == PACKED else head_dim, dtype=stored)
+    scales = None
+    if stored == PACKED:
+        scales = array(*in_page, 1, dtype=jnp.bfloat16)
+    elif stored.itemsize == 1:
+        scales = array(*in_page, dtype=jnp.float32)
     table, lengths = (array(*shape, dtype=jnp.int32) for shape in ((ROWS, COLUMNS), (ROWS,)))
-    decode = (array(ROWS, group, head_dim), Rows(pages, pages, table, lengths), None)
+    rows = Rows(pages, pages, table, lengths, scales, scales)
+    decode = (array(ROWS, group, head_dim), rows, None)
     keys = array(1, LENGTH, 1, head_dim)
     train = Inputs(array(1, LENGTH, group, head_dim), keys, keys, array(1, 1, LENGTH), None)
     static = dict(scale=head_dim**-0.5, return_lse=False, return_scores=False)

@@ -10,6 +10,7 @@ import pytest
 from dms_jax import compilation
 
 NAMES = (
+    "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",
     "jax_compilation_cache_max_size",
     "jax_persistent_cache_min_compile_time_secs",
@@ -60,6 +61,18 @@ def test_what_the_user_told_jax_stays(settings, tmp_path):
     settings.setenv(compilation.SWITCH, str(tmp_path / "elsewhere"))
     assert kept_in() == str(tmp_path / "own")
     assert jax.config.jax_compilation_cache_max_size == before
+
+
+def test_a_user_whose_jax_keeps_nothing_is_not_told_otherwise(settings, tmp_path, caplog):
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert kept_in() is None
+    caplog.set_level(logging.INFO, logger="dms_jax")
+    settings.setattr(compilation, "REPORTED_SECONDS", 1e-9)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "unused"))
+    with compilation.reported("Generation"):
+        jax.jit(lambda x: x * 5 + 43)(1)
+    (record,) = caplog.records
+    assert "kept" not in record.getMessage()
 
 
 def test_a_home_that_cannot_be_written_is_no_error(settings, tmp_path):

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dms_jax
+from dms_jax.cache.quantization import stored_vector
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.writing import Writer
 from dms_jax.generation import Generation, Update
@@ -179,11 +180,13 @@ def main(config: Config) -> Generation:
     config_of = model.config
     if hint := nothing_left(policy or model.policy, generation):
         console.print(hint, highlight=False)
+    stored, _ = stored_vector(config_of.head_dim, model.dtype, config.kv_dtype)
     decoding, _ = serving(
         head_dim=config_of.head_dim,
         group=config_of.num_heads // config_of.num_kv_heads,
         page_size=config.page_size,
         dtype=model.dtype,
+        pages_dtype=stored.dtype,
     )
     console.print(
         "KV reads: entries read by the decode steps. peak, live: entries in the cache, at most and "

@@ -14,16 +14,17 @@ say; /metrics is for Prometheus, /health for whoever starts and stops it. Needs 
 import dataclasses
 import pathlib
 import time
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
 import dms_jax
-from dms_jax.checks import Count, CountOnDevice, NotNegative, Whole, check
+from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.serving import Service
 
 INTERRUPTED = "The server has ended."
+SequenceTokens = Annotated[int, Range(2)]  # one of a prompt, and one of its answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ def make_service(config: Config) -> Service:
     policy = config.make_policy()  # what is asked for first: a model takes long to load
     limits: dict[str, Any] = dict(
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
-        max_tokens=check("--max-tokens", config.max_tokens, Count | None),
+        max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
     )
     return Service(config.load(), policy, **limits, **config.cache())

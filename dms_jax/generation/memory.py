@@ -18,7 +18,7 @@ from flax import nnx
 
 from dms_jax import sharding
 from dms_jax.cache.pages import few_sizes
-from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, show
+from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, require, show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
@@ -86,8 +86,13 @@ def estimate(
     device = _check_estimate(config, policy, compression_ratio, device)
     try:
         dtype = jnp.dtype(dtype)
-    except TypeError as error:
+    except Exception as error:  # numpy raises many different classes
         raise ConfigError(f"estimate: {show(dtype)} is no dtype; give e.g. 'bfloat16'.") from error
+    require(
+        bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize > 1,
+        f"estimate: weights cannot have dtype {dtype}; give e.g. 'bfloat16', and kv_dtype for a "
+        "cache of fewer bits.",
+    )
     footprints = [
         (
             group,

@@ -40,6 +40,7 @@ class Runner(Rows):
       page_bytes: bytes of a page, keys, values and what a policy keeps with them.
       data_shards: number of parts of the lanes, each with pages on devices of its own.
       hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
+      max_tokens: length of the sequences that the cache is made for; longer ones may fit too.
       dirty: whether failed work may have left the cache inconsistent; see `working`.
     """
 
@@ -56,10 +57,9 @@ class Runner(Rows):
         kv_dtype: str | None = None,
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
-        self._kv_dtype = kv_dtype
-        self._table_width = table_width
+        self._kv_dtype, self._table_width = kv_dtype, table_width
         positions = model.config.max_position_embeddings
-        self._max_tokens = max_tokens or positions
+        self.max_tokens = max_tokens or positions
         whole = policy.footprint(positions, page_size=page_size)
         self._keeps_all = whole.at_least >= positions
         self._max_length = 0  # tokens of the longest sequence so far
@@ -398,7 +398,7 @@ class Runner(Rows):
         if self._table_width is not None:
             return max(self._table_width, widest)
         limit = None if self.policy.shrinks else self._slot_limit
-        most = self._max_tokens if limit is None else min(limit, self._max_tokens)
+        most = self.max_tokens if limit is None else min(limit, self.max_tokens)
         return few_widths(widest, few_sizes(-(-most // self.page_size)))
 
     def table_widths(self, *, steps: bool = False) -> list[int]:
@@ -406,7 +406,7 @@ class Runner(Rows):
         if self._table_width is not None:
             return [self.table_width(1, steps=steps)]
         cut = self._slot_limit if steps or not self.policy.shrinks else None
-        most = self._max_tokens if cut is None else min(cut, self._max_tokens)
+        most = self.max_tokens if cut is None else min(cut, self.max_tokens)
         slots = range(1, most + self.page_size, self.page_size)
         return sorted({self.table_width(each, steps=steps) for each in slots})
 

@@ -16,7 +16,7 @@ from typing import Unpack
 
 import numpy as np
 
-from dms_jax.checks import Whole, check, show_options
+from dms_jax.checks import Whole, check, require, show_options
 from dms_jax.errors import BusyError, CapacityError, DataError, DmsJaxError
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
 from dms_jax.generation.prompts import check_stop
@@ -120,6 +120,11 @@ class Service:
         self.most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
         positions = model.config.max_position_embeddings
         self.max_tokens = min(limits.max_tokens or positions, positions)
+        require(
+            self.max_tokens > 1,
+            "Service: max_tokens must be at least 2, one of a prompt and one of its answer, got "
+            f"{self.max_tokens}.",
+        )
         self.engine = Engine(model, policy, **dataclasses.asdict(limits))
         runner = self.engine.runner
         # At once for all that will come: page tables keep their widths, and compile nothing.

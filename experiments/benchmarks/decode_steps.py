@@ -18,7 +18,7 @@ import multiprocessing
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -37,7 +37,7 @@ from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
-from experiments.benchmarks.shapes import SHAPES, Shape, model_of
+from experiments.benchmarks.shapes import SHAPES, Shape, check_sizes, model_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,20 @@ class Config:
     """Write a profiler trace of the last program of each row here."""
     out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.json")
     """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_sizes(self, may_be_zero=("window",))
+        check_ratios(self.ratios, self.context, self.window)
+
+
+def check_ratios(ratios: Sequence[int], context: int, window: int) -> None:
+    """Raises ConfigError if a ratio asks for fewer tokens than the window keeps."""
+    least = context / max(ratios)
+    if max(ratios) > 1 and least < window + 1:
+        raise dms_jax.ConfigError(
+            f"A ratio of {max(ratios)} leaves {least:g} of {context} tokens, and a window of "
+            f"{window} keeps {window + 1}. Give a smaller ratio or window, or more tokens."
+        )
 
 
 def read_rate() -> float:

@@ -66,7 +66,7 @@ class Config:
 
     def steps(self) -> Steps:
         """The same settings for the benchmark of decode steps."""
-        shared = ("batch", "context", "window", "chunk", "repeats", "dtype")
+        shared = ("batch", "context", "ratios", "window", "chunk", "repeats", "dtype")
         return Steps(**{name: getattr(self, name) for name in shared})
 
 

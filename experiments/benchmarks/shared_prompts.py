@@ -26,7 +26,7 @@ from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine, Sampling, Update
 from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import environment
-from experiments.benchmarks.shapes import SHAPES, Shape, random_model
+from experiments.benchmarks.shapes import SHAPES, Shape, check_sizes, random_model
 
 POLICIES = {
     "Vanilla": dms_jax.Vanilla(),
@@ -64,10 +64,7 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
-                raise dms_jax.ConfigError(f"{field.name} must be positive, got {value}")
+        check_sizes(self)
 
 
 def seconds_to_first_tokens(engine: Engine, prompts: list[list[int]], config: Config) -> float:

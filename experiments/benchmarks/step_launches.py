@@ -16,7 +16,7 @@ import dataclasses
 import pathlib
 import sys
 import tempfile
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -25,7 +25,7 @@ from dms_jax.command_line.running import run
 from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, traces
 from experiments.benchmarks.kernel_timing import command_line, environment
-from experiments.benchmarks.shapes import Shape, model_of
+from experiments.benchmarks.shapes import Shape, check_sizes, model_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,13 @@ class Config:
     """Decode steps per compiled program."""
     repeats: int = 3
     """Programs that are timed without the profiler; the median counts."""
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/decode/step_launches.json")
     """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_sizes(self)
 
 
 def launches_a_layer(kernels: list[dict[str, Any]], steps: int, num_layers: int) -> float:
@@ -64,6 +67,7 @@ def main(config: Config) -> dict[str, Any]:
         context=config.context,
         chunk=config.chunk,
         repeats=config.repeats,
+        ratios=(config.ratio,),
     )
     model = model_of(config.shape, jnp.dtype(config.dtype))
     rate = decode_steps.read_rate()

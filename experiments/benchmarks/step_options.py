@@ -162,6 +162,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         window=config.window,
         chunk=config.chunk,
         repeats=config.repeats,
+        ratios=config.ratios,
     )
     model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
     rate = decode_steps.read_rate()

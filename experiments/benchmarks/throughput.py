@@ -20,13 +20,14 @@ import math
 import pathlib
 import sys
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
+from dms_jax.checks import Range, check
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.json_text import json_text
@@ -83,6 +84,12 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/throughput/throughput.json")
     """JSON file for the figures."""
 
+    def __post_init__(self):
+        shapes.check_sizes(self, may_be_zero=("window",))
+        check("memory", self.memory, Annotated[float, Range(0, 1, above=True)])
+        for tokens in self.contexts if "batch" in self.parts else ():
+            decode_steps.check_ratios(self.ratios, tokens, self.window)
+
 
 def device_bytes(config: Config) -> int:
     """The memory that weights and cache may take."""
@@ -122,6 +129,7 @@ def measure_batch(config: Config, model: dms_jax.LanguageModel, add: Any) -> Non
                 repeats=config.repeats,
                 dtype=config.dtype,
                 chunk=16,
+                ratios=config.ratios,
             )
             ahead = settings.chunk * (settings.repeats + 3)
             batch = largest(config, model, context / ratio + ahead)

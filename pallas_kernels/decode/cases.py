@@ -73,9 +73,11 @@ BASE = DecodeCase("base", _EDGES)
 # Small enough for the interpreters; together they cover every feature of `decode_attention`.
 CONTRACT: tuple[DecodeCase, ...] = (
     BASE,
-    *(replace(BASE, name=f"group{g}", group=g) for g in (1, 2, 8, 16)),
+    *(replace(BASE, name=f"group{g}", group=g) for g in (1, 2, 8, 12, 16)),
     *(replace(BASE, name=f"head_dim{d}", head_dim=d) for d in (64, 96, 256)),
     replace(BASE, name="group5_head_dim64", group=5, head_dim=64),
+    replace(BASE, name="float8_group9_head_dim96", pages_dtype="float8_e4m3fn", group=9,
+            head_dim=96),
     replace(BASE, name="group16_head_dim256", group=16, head_dim=256, lengths=(70, 0, 64)),
     # Most sequences of a batch have ended.
     replace(BASE, name="group7_head_dim64_page16", group=7, head_dim=64, page_size=16,

@@ -17,6 +17,7 @@ from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, QUERY_STEP, Spec
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
 from pallas_kernels.four_bits import PACKED
+from pallas_kernels.padding import pad_axis
 
 # Number of rows that the matrix unit takes: several smaller pages make one tile.
 _TILE = 64
@@ -165,10 +166,7 @@ def why_not_mosaic(q, rows: Rows, plan, **static):
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
     spec = spec_of(q, k_pages, settings, tile=tile, **unknown)
     if spec.shared_bytes > _SHARED_BYTES:
-        return (
-            f"needs {spec.shared_bytes} bytes of shared memory for pages of {page_size} x "
-            f"{head_dim} x {k_pages.dtype}, there are {_SHARED_BYTES}"
-        )
+        return _too_large(spec, _SHARED_BYTES)
     return None
 
 
@@ -186,7 +184,21 @@ def why_not_mma(q, rows: Rows, plan, **static):
         return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
     if page_size not in _PAGE_SIZES:
         return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
+    shape = _shape(q, rows)
+    tile = tile_of("mosaic_mma", shape) if plan is None else plan.tile
+    unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
+    settings = settings_of("mosaic_mma", shape)
+    spec = spec_of(q, rows.k_pages, settings, tile=tile, copies=False, **unknown)
+    if spec.shared_bytes > gpu.shared_bytes:
+        return _too_large(spec, gpu.shared_bytes)
     return None
+
+
+def _too_large(spec: Spec, there_are: int) -> str:
+    return (
+        f"needs {spec.shared_bytes} bytes of shared memory for pages of {spec.page_size} x "
+        f"{spec.head_dim} x {spec.pages_dtype}, there are {there_are}"
+    )
 
 
 def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=None, interpret=None):
@@ -196,6 +208,8 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
     from pallas_kernels.decode.mosaic_plan import MOST_ROWS, make_plan_on_gpu
 
     row_count, group, _ = q.shape
+    if group > 8:  # the copy engine takes heads in tiles of eight
+        q = pad_axis(q, 1, 8)
     shape = _shape(q, rows)
     if plan is None:
         make = make_plan_on_gpu if row_count <= MOST_ROWS else make_plan
@@ -213,11 +227,11 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
     heads = query_operands(q, spec)
     if interpret is not None:
         # The interpreter does not fill boxes that reach outside an array.
-        heads = jnp.pad(heads, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
+        heads = pad_axis(heads, 2, spec.columns)
     out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
     out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
     out = _transpose(out, spec) if spec.transposed else out
-    return _results(spec, rows, out, lse, scores)
+    return tuple(x[:, :group] for x in _results(spec, rows, out, lse, scores))
 
 
 def mma(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=None):

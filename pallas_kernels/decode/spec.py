@@ -141,6 +141,9 @@ class Spec:
     @property
     def shared_bytes(self) -> int:
         """Approximate shared memory of one program, in bytes."""
+        if not self.copies:  # keys and values of a tile, the queries, the weights
+            numbers = 2 * self.tile * self.head_dim + self.columns * (self.head_dim + self.tile)
+            return 2 * numbers + 8192
         page = self.tile * self.head_dim * self.pages_dtype.itemsize
         ring = 2 * self.stages * (page + (4 * self.tile if self.scaled else 0))
         widths = self.stage_keys * self.head_dim

@@ -279,7 +279,23 @@ def why_not(q, rows: Rows, plan, **static):
         return f"serves head dims that are multiples of 32 up to 512, not {head_dim}"
     if page_size % packing:
         return f"serves page sizes that are multiples of {packing}, not {page_size}"
+    least = _whole_lanes(page_size) * _slot_bytes(head_dim, rows.k_pages.dtype)
+    if 2 * least > _VMEM_BYTES:
+        return (
+            f"needs two buffers of {least} bytes for pages of {page_size} x {head_dim} x "
+            f"{rows.k_pages.dtype}, there are {_VMEM_BYTES}"
+        )
     return None
+
+
+def _slot_bytes(head_dim: int, dtype) -> int:
+    """Returns what a key and a value take in vector memory."""
+    return 2 * -(-head_dim // _LANES) * _LANES * jnp.dtype(dtype).itemsize
+
+
+def _whole_lanes(page_size: int) -> int:
+    """Returns the slots of the fewest pages whose scores fill whole lanes: 384 of pages of 48."""
+    return math.lcm(page_size, _LANES)
 
 
 def decode_attention_tpu(
@@ -296,13 +312,11 @@ def decode_attention_tpu(
     del plan
     row_count, group, head_dim = q.shape
     page_size, columns, dtype = rows.page_size, rows.page_table.shape[1], rows.k_pages.dtype
-    padded_dim = -(-head_dim // _LANES) * _LANES
-    slot_bytes = 2 * padded_dim * dtype.itemsize
+    slot_bytes = _slot_bytes(head_dim, dtype)
     wanted = min(max(rows.slots // 4, _LEAST_SLOTS), _MOST_SLOTS)
     wanted = min(wanted, max(_LANES, rows.slots), _VMEM_BYTES // (2 * slot_bytes))
-    # Scores are written in whole lanes.
-    unit = max(1, _LANES // page_size)
-    pages_a_block = max(1, wanted // (page_size * unit)) * unit
+    whole = _whole_lanes(page_size)
+    pages_a_block = max(1, wanted // whole) * whole // page_size
     block_bytes = pages_a_block * page_size * slot_bytes
     buffers = min(1 + -(-_BYTES_AHEAD // block_bytes), _MOST_BUFFERS, _VMEM_BYTES // block_bytes)
     # Copies to scalar memory take whole planes of lanes.

@@ -151,3 +151,18 @@ def test_a_warning_is_a_line_and_names_no_code(capsys):
     said = capsys.readouterr().err
     assert said.startswith("Warning: This checkpoint was not retrofitted for DMS")
     assert ".py" not in said
+
+
+def test_what_serves_is_said_of_the_pages_that_are_read(monkeypatch, capsys):
+    """On a GPU without float8, or for 4 bits, the kernel of bfloat16 pages serves nothing."""
+    asked = []
+
+    def said(**shape):
+        asked.append(str(shape["pages_dtype"]))
+        return ("decoding: of the pages", "")
+
+    monkeypatch.setattr(generate, "serving", said)
+    for kv_dtype in ("float8_e4m3", "int4"):
+        assert call(["Once", "--max-new-tokens", "1", "--kv-dtype", kv_dtype]) == 0
+    assert asked == ["float8_e4m3fn", "uint8"]
+    assert capsys.readouterr().out.count("Attention in decoding: of the pages.") == 2

@@ -81,6 +81,7 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     [
         (["--host", "256.0.0.1"], "--host 256.0.0.1 --port"),
         (["--lanes", "0"], "--lanes must be"),
+        (["--max-tokens", "1"], "--max-tokens must be a whole number of at least 2"),
         (["--drain-seconds", "-1"], "--drain-seconds must be"),
         (["--temperature", "-1"], "temperature"),
     ],

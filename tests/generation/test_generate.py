@@ -209,6 +209,18 @@ def test_a_single_sequence_that_cannot_fit():
         Engine(model, memory=rows * page - 1, **SHAPE)
 
 
+def test_a_sequence_beyond_those_that_the_pool_is_made_for():
+    """More memory would add no page to such a pool, so the error names what would."""
+    model = model_for("vanilla", ends=False)
+    small = Engine(model, max_tokens=16, **SHAPE)
+    with pytest.raises(CapacityError, match=r"Give it a larger max_tokens \(it is 16\), more mem"):
+        small.generate(prompts([50]), sampling=GREEDY)
+    rows = model.config.num_layers * model.config.num_kv_heads
+    poor = Engine(model, memory=2 * rows * small.runner.page_bytes, max_tokens=64, **SHAPE)
+    with pytest.raises(CapacityError, match=r"Give it more memory \(memory=\)"):
+        poor.generate(prompts([42]), sampling=GREEDY)
+
+
 @pytest.mark.slow
 def test_strings_and_token_lists_are_the_same_prompts():
     model = model_for("vanilla")

@@ -41,3 +41,27 @@ def test_a_shape_that_a_kernel_does_not_serve():
     decoding, _ = serving(head_dim=8, platform="cuda")
     assert decoding.implementation == "xla"
     assert any("head dims" in reason for reason in decoding.reasons)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "pages_dtype", "implementation", "reason"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), "float8_e4m3fn", "mosaic_gpu", "H100"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "uint8", "xla", "does not read pages of 4 bits"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "float8_e4m3fn", "xla", "float8 needs"),
+        ("NVIDIA L4", (8, 9), "float8_e4m3fn", "mosaic_mma", "needs compute capability 9.0"),
+    ],
+)
+def test_pages_of_fewer_bits(kind, capability, pages_dtype, implementation, reason, monkeypatch):
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
+    decoding, training = serving(pages_dtype=pages_dtype, platform="cuda")
+    assert decoding.implementation == implementation
+    assert reason in str(decoding)
+    assert training == serving(platform="cuda")[1]
+
+
+@pytest.mark.parametrize("pages_dtype", ["float8_e4m3fn", "uint8"])
+def test_tpus_read_no_pages_of_fewer_bits(pages_dtype):
+    decoding, _ = serving(pages_dtype=pages_dtype, platform="tpu")
+    assert decoding.implementation == "xla"
+    assert "does not read" in str(decoding)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.errors import CapacityError, CheckpointError
+from dms_jax.errors import CapacityError, CheckpointError, ConfigError
 from dms_jax.generation import Sampling
 from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
@@ -300,6 +300,11 @@ def test_what_cannot_fit_is_refused_with_numbers():
     with pytest.raises(service_module.DataError, match="a sequence may have 400"):
         service.submit([[1] * 395], sampling, print)
     assert service.drain(1.0)
+
+
+def test_a_sequence_has_room_for_a_prompt_and_an_answer():
+    with pytest.raises(ConfigError, match=r"Service: max_tokens must be at least 2, .* got 1\."):
+        make_service(max_tokens=1)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])

@@ -203,6 +203,9 @@ def estimate_cases(config: ModelConfig) -> dict[str, Case]:
         "estimate device none": case("device", "None", device=None),
         "device of nothing": Case(lambda: Device(1e9, 0, 1e9), "ConfigError", ("bandwidth",)),
         "estimate dtype": case("dtype", "'wide'", dtype="wide"),
+        "estimate dtype of names": case("no dtype", "'names'", dtype={"names": 3}),
+        "estimate dtype of whole numbers": case("dtype int8", "kv_dtype", dtype="int8"),
+        "estimate dtype of a byte": case("float8_e4m3fn", "kv_dtype", dtype="float8_e4m3fn"),
         "estimate config": case("ModelConfig", given={"num_layers": 3}),
         "estimate policy": case("Not a cache policy", policy="DMS"),
         "estimate too small": case(

@@ -61,3 +61,18 @@ def test_every_size_is_at_least_one():
     assert not script.Config().profile
     with pytest.raises(dms_jax.ConfigError, match="lanes must be positive, got 0"):
         script.Config(lanes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(prompts=(0, 20)), r"prompts must be positive, got \(0, 20\)"),
+        (dict(prompts=(190, 20)), "the shortest comes first"),
+        (dict(policies=()), "policies: give at least one"),
+        (dict(device="h2000"), "device 'h2000' is unknown; known are"),
+        (dict(temperature=-1.0), "temperature must be a finite number of at least 0"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_before_a_model_is_made(options, says):
+    with pytest.raises(dms_jax.ConfigError, match=says):
+        script.Config(**options)

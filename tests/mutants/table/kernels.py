@@ -63,6 +63,23 @@ MUTANTS = [
         (f"{PLAN}::test_programs_share_the_line_evenly",),
     ),
     Mutant(
+        "kernels: groups of 9 to 15 heads are no whole tiles of the copy engine",
+        DECODE + "gpu.py",
+        "q = pad_axis(q, 1, 8)",
+        "pass",
+        ("tests/pallas_kernels/decode/test_lowering.py::test_lowers_with_all_results[group12]",),
+    ),
+    Mutant(
+        "kernels: blocks on a TPU end within lanes of scores",
+        DECODE + "tpu.py",
+        "return math.lcm(page_size, _LANES)",
+        "return max(page_size, _LANES // page_size * page_size)",
+        (
+            "tests/pallas_kernels/decode/test_dispatch.py"
+            "::test_blocks_on_a_tpu_are_whole_lanes_of_scores[48]",
+        ),
+    ),
+    Mutant(
         "kernels: program times total overflows",
         DECODE + "plan.py",
         """    share = total // programs

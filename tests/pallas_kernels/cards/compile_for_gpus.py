@@ -46,8 +46,9 @@ KERNELS = {
         "training dim_256",
     ),
     "h200": (
-        *("decode base", "decode head_dim96", "decode float8", "prefill dim_96", "prefill float16"),
-        *("write rotated_head_dim64", "write rotated_head_dim96", "write rotated_float32"),
+        *("decode base", "decode head_dim96", "decode group12", "decode float8", "prefill dim_96"),
+        *("prefill float16", "write rotated_head_dim64", "write rotated_head_dim96"),
+        "write rotated_float32",
         *("training packed", "training dim_256_packed", "training float16"),
     ),
     "b200": (

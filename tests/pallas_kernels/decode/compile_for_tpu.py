@@ -1,7 +1,8 @@
 """Compile the TPU kernel for a TPU that is not there; prints one line a case.
 
 Usage: compile_for_tpu.py TOPOLOGY CASE... ; "large" is a step of 512 rows of 1024 pages, "wide" one
-of 8192 small pages a row. "base+" is the case called base with all results: log-sum-exp and scores.
+of 8192 small pages a row, "page48" and "page192" have pages of sizes that are no powers of two.
+"base+" is the case called base with all results: log-sum-exp and scores.
 """
 
 import functools
@@ -20,6 +21,8 @@ from tests.support.ahead import compile_ahead
 # Tables of 2 MiB: twice the scalar memory of a chip.
 LARGE = cases.DecodeCase("large", (100,) * 512, spare_columns=1022)
 WIDE = cases.DecodeCase("wide", (100,) * 64, page_size=16, spare_columns=8185)
+PAGES = [cases.DecodeCase(f"page{size}", (0, 1, 40 * size), page_size=size) for size in (48, 192)]
+OWN = {case.name: case for case in (LARGE, WIDE, *PAGES)}
 
 
 def main(topology, names):
@@ -29,7 +32,7 @@ def main(topology, names):
     sharding = NamedSharding(mesh, PartitionSpec())
     for name in names:
         everything, plain = name.endswith("+"), name.removesuffix("+")
-        case = {"large": LARGE, "wide": WIDE}.get(plain) or cases.by_name(plain)
+        case = OWN.get(plain) or cases.by_name(plain)
         shapes = {
             key: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
             for key, shape in structs(case).items()

@@ -1,6 +1,7 @@
 """Which implementation serves: by the platform lowered for, by name, in order, with reasons."""
 
 import functools
+from dataclasses import replace
 
 import chex
 import jax
@@ -10,9 +11,16 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import decode_attention, decode_plan
-from pallas_kernels.decode import cases, gpu
+from pallas_kernels.decode import cases, gpu, tpu
+from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import GPU, Implementation, Operation
-from tests.pallas_kernels.support import as_arrays, decode_inputs, lower_for_cuda, structs
+from tests.pallas_kernels.support import (
+    as_arrays,
+    decode_inputs,
+    lower_for_cuda,
+    split_rows,
+    structs,
+)
 from tests.support.instances import further
 
 XLA = "stablehlo.dot_general"
@@ -151,6 +159,58 @@ def test_other_generations_of_gpus(card, name, marker, monkeypatch):
     text = lower_for_cuda(function, **shapes)
     assert marker in text
     assert (XLA in text) == (marker == XLA)
+
+
+@pytest.mark.parametrize(
+    ("card", "pages", "served"),
+    [
+        # Keys and values of such a page take 128 KB, more than a program of Ada can have.
+        (L4, dict(page_size=128, head_dim=256), False),
+        (L4, dict(page_size=64, head_dim=256), True),
+        (L4, dict(page_size=128, head_dim=128), True),
+        (A100, dict(page_size=128, head_dim=256), True),
+        (B200, dict(page_size=128, head_dim=256), True),
+    ],
+    ids=lambda x: getattr(x, "kind", None),
+)
+@pytest.mark.parametrize("pages_dtype", [None, "float8_e4m3fn"])
+def test_pages_too_large_for_a_card_are_left_to_xla(card, pages, served, pages_dtype, monkeypatch):
+    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    function, shapes = decode(replace(cases.BASE, group=16, pages_dtype=pages_dtype, **pages))
+    jax.eval_shape(function, **shapes)
+    refused = gpu.why_not_mma(shapes.pop("q"), Rows(**shapes), None)
+    if served and not (card is A100 and pages_dtype):  # float8 is Ada's
+        assert refused is None
+    else:
+        assert refused is not None
+        assert ("shared memory" in refused) == (not served)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 96, 128, 192, 208, 1024, 2048])
+def test_blocks_on_a_tpu_are_whole_lanes_of_scores(page_size, monkeypatch):
+    """A TPU's compiler refuses to copy others; the interpreter does not mind."""
+    case = replace(cases.BASE, page_size=page_size, lengths=(1, 9 * page_size))
+    q, rows = split_rows(structs(case))
+    assert tpu.why_not(q, rows, None) is None
+    blocks = []
+    kernel = tpu._kernel
+    monkeypatch.setattr(
+        tpu, "_kernel", lambda *refs, sizes: blocks.append(sizes) or kernel(*refs, sizes=sizes)
+    )
+    run = functools.partial(
+        tpu.decode_attention_tpu, scale=0.1, return_lse=True, return_scores=True, interpret=True
+    )
+    jax.eval_shape(run, q, rows)
+    (sizes,) = blocks
+    assert sizes.block % 128 == 0
+    assert sizes.buffers * sizes.block * 2 * 128 * 2 <= 8 << 20
+
+
+@pytest.mark.parametrize("page_size", [4096 + 16, 16384])
+def test_pages_too_large_for_a_tpu_are_refused(page_size):
+    """Whole lanes of scores are eight of the first, and one of the second."""
+    q, rows = split_rows(structs(replace(cases.BASE, page_size=page_size, lengths=(1,))))
+    assert "needs two buffers" in str(tpu.why_not(q, rows, None))
 
 
 def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):

@@ -41,10 +41,16 @@ def kernel_of(case) -> tuple:
 KERNELS = list({kernel_of(case): case for case in reversed(cases.CONTRACT)}.values())[::-1]
 
 
+def feature_of(case) -> tuple:
+    """Groups of 9 to 15 heads are no tiles of eight, in which the copy engine takes them."""
+    padded = 8 < case.group < 16
+    return case.dtype, case.pages_dtype, NOT_FOR_HOPPER.get(case.name), padded
+
+
 # One case of each dtype of queries and pages, and those that do not fit a Hopper card.
 @pytest.mark.parametrize(
     "case",
-    first_of_each(KERNELS, by=lambda c: (c.dtype, c.pages_dtype, NOT_FOR_HOPPER.get(c.name))),
+    first_of_each(KERNELS, by=feature_of),
     ids=lambda c: c.name,
 )
 def test_lowers_with_all_results(case):

@@ -12,7 +12,6 @@ from pallas_kernels.update import cases, gpu
 from tests.pallas_kernels.support import as_arrays
 from tests.pallas_kernels.update.support import (
     assert_agrees,
-    assert_same_bits,
     operands,
     operation,
     write_inputs,
