@@ -247,7 +247,7 @@ def test_a_common_top_p_searches_for_nothing():
 
 
 def test_what_the_device_chooses_to_run_has_no_loop():
-    """XLA has the host wait for the choice in every step otherwise, and launch nothing behind it."""
+    """XLA has the host wait for each choice otherwise, and launch nothing behind it."""
     asked = (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(temperature=0))
     rule = lanes_filter(dict(enumerate(asked)), 3)
     keys = jax.random.split(jax.random.key(0), 3)
