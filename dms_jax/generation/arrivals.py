@@ -36,9 +36,13 @@ class Arrivals:
         runner: Runner,
         waiting: collections.deque[Request],
         running: Mapping[int, Request],
+        before_waiting: Callable[[], None],
     ) -> bool:
         """Lets requests that came wait; returns whether more may come or some are to be served."""
-        came = None if self.incoming is None else self.incoming(not (waiting or running))
+        idle = not (waiting or running)
+        if idle:
+            before_waiting()
+        came = None if self.incoming is None else self.incoming(idle)
         for request in came or ():
             runner.raise_max_length(request.max_length)
             waiting.append(request)

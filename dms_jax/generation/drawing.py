@@ -227,7 +227,9 @@ def least_kept(
 
     The search goes over the bits of numbers, in an integer form that has their order, four at a
     time and the highest first: of the 16 values of a digit, the first beyond which less than the
-    budget remains. Each digit takes one pass over the numbers.
+    budget remains. Each digit takes one pass over the numbers. They are no loop: inside of a choice
+    that the device makes, XLA would have the host wait for each one, once a step, with everything
+    that is to be launched behind it.
 
     Args:
       x: the numbers.
@@ -237,18 +239,16 @@ def least_kept(
     size = jnp.finfo(x.dtype).bits
     unsigned = jnp.dtype(f"uint{size}")
     digits = jnp.arange(1, 16, dtype=unsigned)
-
-    def next_digit(index: Int[Array, ""], found: UInt[Array, "B 1"]) -> UInt[Array, "B 1"]:
-        shift = (size - 4 - 4 * index).astype(unsigned)
+    found = jnp.zeros((len(x), 1), unsigned)
+    for low in range(size - 4, -1, -4):
+        shift = unsigned.type(low)
         starts = _number(found + (digits << shift), x.dtype)
         # Together with what changes: otherwise XLA would keep the weights in memory beside the
         # numbers and read both, where they are quickly computed again.
         own, starts = jax.lax.optimization_barrier((x, starts))
         reached = _sums_of_some(own, weigh(own), starts, operator.ge) >= budget
-        return found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
-
-    start = jnp.zeros((len(x), 1), unsigned)
-    return _number(jax.lax.fori_loop(0, size // 4, next_digit, start), x.dtype)
+        found = found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
+    return _number(found, x.dtype)
 
 
 def _sums_of_some(

@@ -5,7 +5,8 @@ prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that 
 time one is prefilled, and copied to the lanes of the others as far as the pool holds them.
 
 Where requests come while others run, chunks of prompts and chunks of steps take turns: nobody's
-answer waits for more than a chunk of another's prompt. A call whose prompts are all known reads
+answer waits for more than a chunk of another's prompt. What is told of a chunk is told while the
+next programs run. A call whose prompts are all known reads
 those that have a lane first, so that the chunks of steps behind them are full. So does one with a
 policy that cuts a dense prompt: its steps have page tables for the cut rows alone.
 
@@ -20,7 +21,7 @@ chunk is read before the next one is launched: a lane that ended would be idle i
 
 import collections
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Unpack
 
 import numpy as np
@@ -175,12 +176,15 @@ class Engine:
         keep: bool = False,
         streaming: bool = True,
         incoming: Incoming | None = None,
+        on_told: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """Runs requests to their end; with `keep` they stay in the cache (for a conversation).
 
         Without `streaming` the updates have no text, which is made once, when a request has ended.
         With `incoming` (see `arrivals`) more requests come meanwhile, each with its own sampling
         and an index that is free; `on_tokens` tells of them, and they were not checked for room.
+        `on_tokens` is then called while the next programs run, and a request that it cancels ends
+        after these. `on_told` is called behind the calls of `on_tokens` for a chunk.
 
         Any exception that stops it, an interrupt included, leaves the engine usable and has the
         completions of the requests that had ended: `error.finished` is {index: Completion}.
@@ -195,7 +199,8 @@ class Engine:
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
             self._arrivals = Arrivals(incoming)
-            self._run(requests, sampling, on_tokens, keep=keep, streaming=streaming)
+            told = dict(on_tokens=on_tokens, on_told=on_told)
+            self._run(requests, sampling, **told, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
 
@@ -213,8 +218,9 @@ class Engine:
         self,
         requests: list[Request],
         sampling: Sampling,
-        on_tokens: OnTokens | None,
         *,
+        on_tokens: OnTokens | None,
+        on_told: Callable[[], None] | None,
         keep: bool,
         streaming: bool,
     ) -> None:
@@ -225,7 +231,9 @@ class Engine:
         # A policy that cuts dense prompts has page tables of the cut rows in its steps.
         takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks
         self._reading = Reading(self._shapes, takes_turns=takes_turns)
-        reporter = Reporter(self.runner, tracker, on_tokens, keep, self._reading, self._cancelled)
+        reporter = Reporter(
+            self.runner, tracker, on_tokens, keep, self._reading, self._cancelled, on_told
+        )
         # Updates and stop strings are looked at before the next chunk, and so are first tokens.
         awaited = on_tokens is not None or bool(sampling.stop_strings)
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
@@ -237,7 +245,7 @@ class Engine:
             with self.runner.working():
                 if requests and not any(request.seen or request.before for request in requests):
                     compile_first(self.runner, self._shapes, requests, *compiled)
-                while self._arrivals.receive(self.runner, waiting, self._running):
+                while self._arrivals.receive(self.runner, waiting, self._running, reporter.tell):
                     if self._cancelled:  # meanwhile: their lanes are free, and none is for them
                         self._report(reporter, waiting)
                     if takes_turns or not self._reading.parts:
@@ -245,13 +253,27 @@ class Engine:
                     if self._reading.parts:
                         self._read(waiting, sampling)
                         if self._reading.parts and not takes_turns:
+                            reporter.tell()
                             continue
-                    if awaited and self._launched.drawn:
+                    if awaited and self._launched.drawn and not self._later():
                         self._report(reporter, waiting)
                     if self._decoding():
                         self._decode(waiting, sampling, num_steps, reporter, awaited=awaited)
+                    else:
+                        reporter.tell()
         finally:
+            reporter.tell()
             tracker.finish()
+
+    def _later(self) -> bool:
+        """Whether first tokens are read and told behind the launch of the steps after them.
+
+        A lane whose first token is its last takes none of these; a stop string only the text tells.
+        """
+        drawn = self._launched.drawn & self._running.keys()
+        return self._arrivals.incoming is not None and not any(
+            self._running[lane].sampling.stop_strings for lane in drawn
+        )
 
     def _decoding(self) -> dict[int, Request]:
         """Returns the requests whose prompts are in the cache, by lane."""
@@ -391,11 +413,17 @@ class Engine:
         self._reserve_or_preempt(extra, waiting, prompt=False)
         rule = self._arrivals.filter(sampling, self._running, len(self._keys))
         chunk = (self._keys, rule, num_steps)
+        joined = self._arrivals.incoming is not None
         self._launched.decode(self._decoding(), *chunk)
+        if joined:
+            reporter.tell()  # of the chunk before
+        first = joined and bool(self._launched.drawn)
         self._launched.read()  # prompts, while the steps run
         self.runner.trim()
         record_peak_bytes(self.runner, self._running)
-        alone = not awaited and self._arrivals.incoming is None
+        if first:
+            self._report(reporter, waiting)
+        alone = not awaited and not joined
         while True:
             reporter.tracker.finish()
             undisturbed = alone and not (waiting or self._cancelled)
@@ -403,6 +431,9 @@ class Engine:
                 self._launched.decode(self._running, *chunk)
             if self._launched.chunks:
                 self._launched.read_chunk()
+            if joined:
+                reporter.settle(self._running, waiting)
+                return
             self._report(reporter, waiting)
             if not self._launched.chunks:
                 return

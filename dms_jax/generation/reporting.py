@@ -2,11 +2,11 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.reading import Reading
-from dms_jax.generation.requests import OnTokens, Request, check_finite, record_usage
+from dms_jax.generation.requests import OnTokens, Request, Update, check_finite, record_usage
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
 
@@ -37,14 +37,35 @@ def record_peak_bytes(runner: Runner, running: Mapping[int, Request]) -> None:
         request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
 
 
+@dataclasses.dataclass(frozen=True)
+class _News:
+    """What is to be told of a request.
+
+    Attributes:
+      request: the request.
+      tokens: those since the last news.
+      finished: whether it has ended.
+      text: text since the last news; None until it is made.
+    """
+
+    request: Request
+    tokens: list[int]
+    finished: bool
+    text: str | None
+
+
 @dataclasses.dataclass
 class Reporter:
     """Reports on the requests of one call.
+
+    What ended makes room at once (`settle`). Texts and callbacks take longer, and can wait until
+    the device is busy with the next programs (`tell`).
 
     Attributes:
       runner: the runner that holds their sequences.
       tracker: their texts.
       on_tokens: called with every update, if anybody listens.
+      on_told: called after the updates of a chunk.
       keep: whether sequences stay in the cache when their requests end.
       reading: the lanes that read their prompts; nothing but a cancellation ends their requests.
       cancelled: indices of requests to end early; `on_tokens` may add to them.
@@ -56,6 +77,8 @@ class Reporter:
     keep: bool
     reading: Reading
     cancelled: set[int]
+    on_told: Callable[[], None] | None = None
+    _untold: list[_News] = dataclasses.field(default_factory=list)
 
     def report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
         """Reports a chunk, and then the requests that were cancelled because of its updates.
@@ -63,9 +86,11 @@ class Reporter:
         Requests that ended are removed from the running ones (by lane) or from those that wait.
         Those that are cancelled while another chunk runs end after it.
         """
-        self._report(running, waiting)
+        self.settle(running, waiting)
+        self.tell()
         while self._to_end():
-            self._report(running, waiting)
+            self.settle(running, waiting)
+            self.tell()
 
     def _to_end(self) -> set[int]:
         """Returns the indices of requests that end early now."""
@@ -73,19 +98,21 @@ class Reporter:
             return set()
         return self.cancelled - self.reading.spared(self.cancelled)
 
-    def _report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
+    def settle(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
+        """Ends what has ended, and keeps what is to be told of it; tells what was kept before."""
+        self.tell()
         runner = self.runner
         runner.trim()
         held, on_host = runner.cache_bytes(), runner.host_bytes()
         cancelled = self._to_end()
         self.cancelled -= cancelled
-        ended, updates = [], []
+        ended = []
         for lane, request in running.items():
             if request.index in cancelled and request.remaining:
                 request.finish_reason = "cancelled"  # unless its last tokens ended it themselves
             elif lane in self.reading.parts or len(request.generated) == request.reported_tokens:
                 continue
-            updates.append(self.tracker.news(request))
+            self._keep(request)
             if request.finish_reason is not None:
                 ended.append(lane)
                 record_usage(
@@ -102,13 +129,35 @@ class Reporter:
             runner.clear(ended)
         for request in [each for each in waiting if each.index in cancelled]:
             request.finish_reason = "cancelled"
-            updates.append(self.tracker.news(request))
+            self._keep(request)
             record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
         for _ in range(len(waiting)):  # once around: the others keep their order
             request = waiting.popleft()
             if request.finish_reason is None:
                 waiting.append(request)
-        if self.on_tokens is not None:  # last, so that a callback that raises loses no completion
-            self.tracker.finish()
-            for update in updates:
-                self.on_tokens(update)
+
+    def _keep(self, request: Request) -> None:
+        """Keeps the news of a request, whose end is known then."""
+        text = None
+        if self.on_tokens is None or request.sampling.stop_strings:  # its text may be its end
+            text = self.tracker.update(request)
+        else:
+            self.tracker.end(request)
+        tokens = request.generated[request.reported_tokens :]
+        request.reported_tokens = len(request.generated)
+        if self.on_tokens is not None:
+            self._untold.append(_News(request, tokens, request.finish_reason is not None, text))
+
+    def tell(self) -> None:
+        """Makes the texts of what was kept, and calls back; a callback that raises stops it."""
+        if self.on_tokens is None or not self._untold:
+            return
+        untold, self._untold = self._untold, []
+        texts = [
+            self.tracker.update(news.request) if news.text is None else news.text for news in untold
+        ]
+        self.tracker.finish()
+        for news, text in zip(untold, texts, strict=True):
+            self.on_tokens(Update(news.request.index, news.tokens, text, news.finished))
+        if self.on_told is not None:
+            self.on_told()

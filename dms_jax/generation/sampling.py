@@ -14,6 +14,7 @@ between batches of 4 or 24 and one prompt at a time (shipped models; answers to 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -127,7 +128,7 @@ class Sampling(Options):
             return list(self.seed)
         return [self.seed] * count
 
-    @property
+    @functools.cached_property
     def filter(self) -> Filter:
         """The filter of these options; see `Filter`."""
         temperature, top_p, min_p = map(float, (self.temperature, self.top_p, self.min_p))

@@ -19,7 +19,7 @@ import dataclasses
 import re
 from typing import Any
 
-from dms_jax.generation.requests import Request, Update
+from dms_jax.generation.requests import Request
 
 _INCOMPLETE = "\ufffd"
 # The most tokens that may be pending; then every complete character is committed.
@@ -72,12 +72,12 @@ class TextTracker:
         self._unfinished: list[Request] = []
         self._open: dict[int, bool] = {}
 
-    def news(self, request: Request) -> Update:
-        """Processes the new tokens of a request and returns them as an update."""
-        text = self.update(request)
-        tokens = request.generated[request.reported_tokens :]
-        request.reported_tokens = len(request.generated)
-        return Update(request.index, tokens, text, finished=request.finish_reason is not None)
+    def end(self, request: Request) -> None:
+        """Says why a request has ended, if it has by its tokens alone."""
+        if request.generated and request.generated[-1] in self._end_tokens:
+            request.finish_reason = "end"
+        elif request.remaining == 0 and request.finish_reason is None:
+            request.finish_reason = "length"
 
     def update(self, request: Request) -> str:
         """Processes the new tokens of a request and returns the new text that is final.
@@ -85,10 +85,7 @@ class TextTracker:
         Text that may still change is held back: an incomplete character, and what may become a
         stop string. Tokens after the one that completes a stop string are removed from the request.
         """
-        if request.generated and request.generated[-1] in self._end_tokens:
-            request.finish_reason = "end"
-        elif request.remaining == 0 and request.finish_reason is None:
-            request.finish_reason = "length"
+        self.end(request)
         stop = request.sampling.stop_strings
         if self._tokenizer is None or not (self._streaming or stop):
             if self._tokenizer is not None and request.finish_reason is not None:

@@ -77,6 +77,7 @@ class _Api:
         self.service, self.name, self.defaults, self.seeds = service, name, defaults, seeds
         self.counts = Metrics(service)
         self.since = int(time.time())
+        self._post: _Post | None = None
 
     async def answer(self, request: Request, *, chat: bool) -> Response:
         """A chat or text completion, whole or in chunks."""
@@ -105,7 +106,7 @@ class _Api:
         )
         prompts = [prompt for prompt in ask.prompts for _ in range(ask.choices)]
         news: asyncio.Queue[News] = asyncio.Queue()
-        loop, began = asyncio.get_running_loop(), set()
+        post, began = self._post_of(asyncio.get_running_loop()), set()
 
         def listen(piece: News) -> None:
             if isinstance(piece, Exception):
@@ -115,10 +116,9 @@ class _Api:
                 self.counts.began(since)
             if isinstance(piece, Piece) and piece.completion is not None:
                 self.counts.ended(piece.completion, since)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(news.put_nowait, piece)
+            post.put(news, piece)
 
-        indices = self.service.submit(prompts, ask.sampling, listen)
+        indices = self.service.submit(prompts, ask.sampling, listen, post.deliver)
         replies = Replies(ask, chat, self.name, self.service.engine.model.tokenizer)
         cancel = functools.partial(self.service.cancel, indices)
         pieces = _pieces(news, len(indices))
@@ -149,6 +149,11 @@ class _Api:
         """Returns the metrics in the text format of Prometheus."""
         return Response(self.counts.text(), media_type="text/plain; version=0.0.4")
 
+    def _post_of(self, loop: asyncio.AbstractEventLoop) -> "_Post":
+        if self._post is None or self._post.loop is not loop:
+            self._post = _Post(loop)
+        return self._post
+
     def _card(self) -> dict[str, Any]:
         return {
             "id": self.name,
@@ -166,6 +171,35 @@ class _Api:
             param="model",
             code="model_not_found",
         )
+
+
+class _Post:
+    """Brings pieces from the engine's thread into an event loop, those of a chunk together.
+
+    Each time the loop is woken costs a system call and a change of threads, twice.
+
+    Attributes:
+      loop: the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._pieces: list[tuple[asyncio.Queue[News], News]] = []
+
+    def put(self, queue: asyncio.Queue[News], piece: News) -> None:
+        """Takes a piece for a queue of the loop; called in the engine's thread."""
+        self._pieces.append((queue, piece))
+
+    def deliver(self) -> None:
+        """Has the loop put what was taken into its queues; called in the engine's thread."""
+        pieces, self._pieces = self._pieces, []
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self._put, pieces)
+
+    @staticmethod
+    def _put(pieces: list[tuple[asyncio.Queue[News], News]]) -> None:
+        for queue, piece in pieces:
+            queue.put_nowait(piece)
 
 
 async def _body(request: Request) -> bytes:

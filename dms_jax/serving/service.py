@@ -59,6 +59,10 @@ class Piece:
 Listener = Callable[[Piece | Exception], None]
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """What an engine holds between two chunks.
@@ -79,10 +83,11 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A request, whom to tell, and which choice of a submission it is."""
+    """A request, whom to tell, whom to tell that all was told, and which choice it is."""
 
     request: Request
     listener: Listener
+    told: Callable[[], None]
     choice: int
 
 
@@ -139,6 +144,7 @@ class Service:
         self._cancelling: set[int] = set()  # what the engine was told, until they end
         self._changed = threading.Condition()
         self._numbers = itertools.count()
+        self._told: set[Callable[[], None]] = set()  # to be called when a chunk has been told
         self._chunks = 0
         self._figures = Figures(pages_free=self._pages)
         self.draining = False
@@ -151,7 +157,11 @@ class Service:
         self._thread.start()
 
     def submit(
-        self, prompts: Sequence[list[int]], sampling: Sampling, listener: Listener
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        listener: Listener,
+        told: Callable[[], None] = _nothing,
     ) -> list[int]:
         """Lets requests join those that run; returns their indices.
 
@@ -163,6 +173,7 @@ class Service:
           sampling: how all of them are drawn.
           listener: called in the engine's thread with each `Piece`, or once with the error that
             ended a request.
+          told: called there after the pieces of a chunk, once for all requests that gave it.
 
         Raises:
           DrainingError: no more requests are taken.
@@ -192,7 +203,7 @@ class Service:
                 )
             for choice, request in enumerate(requests):
                 request.index = next(self._numbers)
-                self._jobs[request.index] = _Job(request, listener, choice)
+                self._jobs[request.index] = _Job(request, listener, told, choice)
             self._new.extend(requests)
             self._changed.notify()
         return [request.index for request in requests]
@@ -309,7 +320,8 @@ class Service:
     def _work(self) -> None:
         while not (self.draining and not self._jobs):
             try:
-                self.engine.serve([], Sampling(), self._tell, incoming=self._incoming)
+                told = dict(incoming=self._incoming, on_told=self._deliver)
+                self.engine.serve([], Sampling(), self._tell, **told)
             except Exception as error:
                 self._fail(error)
         self._look()
@@ -355,7 +367,13 @@ class Service:
         )
         if update.finished:
             del self._jobs[update.index]
+        self._told.add(job.told)
         self._call(job.listener, piece)
+
+    def _deliver(self) -> None:
+        told, self._told = self._told, set()
+        for each in told:
+            self._call(each)
 
     def _fail(self, error: Exception) -> None:
         """Ends the requests that an error stopped; those that wait go on waiting.
@@ -384,10 +402,11 @@ class Service:
     def _end(self, request: Request, error: Exception) -> None:
         job = self._jobs.pop(request.index)
         self._call(job.listener, error)
+        self._call(job.told)
 
-    def _call(self, listener: Listener, news: Piece | Exception) -> None:
+    def _call(self, listener: Callable[..., None], *news: Piece | Exception) -> None:
         """Calls a listener; its own error is logged, and does not end the others' answers."""
         try:
-            listener(news)
+            listener(*news)
         except Exception:
             _logger.exception("A listener failed.")

@@ -3,13 +3,17 @@ r"""Times what clients of a server of OpenAI's API see when many of them ask at 
 A number of clients each send a streamed completion, and the next one as soon as it has ended, until
 all requests of the load are answered. Prompts are random token ids, lengths of prompts and answers
 are drawn evenly from ranges, and every load asks the same requests. With --long some prompts are
-long, and the longest pauses of the answers tell whether these wait for them. The server is
+long, and the longest pauses of the answers tell whether these wait for them. With --questions they
+are chats instead, of the questions of a file. The server is
 `dms-jax serve` in a process of its own, with the options that are given; or, with --url, whichever
 listens there, such as another library's.
 
     python -m experiments.benchmarks.serving
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
         --prompts 64 512 --answers 64 512 --vocabulary 151643 \
+        --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
+    python -m experiments.benchmarks.serving --clients 256 --requests 1024 --processes 4 \
+        --questions gsm8k/train.jsonl --answers 400 400 \
         --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
 """
 
@@ -19,6 +23,7 @@ import dataclasses
 import http.client
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -53,8 +58,12 @@ class Config:
     """Name of the model in requests; the first that the server names unless given."""
     clients: tuple[int, ...] = (1, 8, 32)
     """Loads: numbers of clients that ask at the same time."""
+    processes: int = 1
+    """Processes that the clients are shared out to: one that reads very many answers is a limit."""
     requests: int = 96
     """Requests of each load."""
+    questions: pathlib.Path | None = None
+    """JSON Lines file whose "question" is asked as a chat, each line once and then again."""
     prompts: tuple[int, int] = (16, 128)
     """Fewest and most tokens of a prompt."""
     long: int = 0
@@ -74,7 +83,7 @@ class Config:
         for name in ("clients", "prompts", "answers"):
             if min(getattr(self, name)) < 1:
                 raise dms_jax.ConfigError(f"--{name} must be positive numbers")
-        for name in ("requests", "vocabulary"):
+        for name in ("requests", "vocabulary", "processes"):
             if getattr(self, name) < 1:
                 raise dms_jax.ConfigError(f"--{name} must be positive, got {getattr(self, name)}")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
@@ -119,10 +128,16 @@ def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
             length = config.long
         return random.integers(0, config.vocabulary, length).tolist()
 
+    def asked(index: int) -> dict[str, Any]:
+        if config.questions is None:
+            return {"prompt": prompt(index)}
+        return {"messages": [{"role": "user", "content": questions[index % len(questions)]}]}
+
+    questions = [] if config.questions is None else read_questions(config.questions)
     return [
         {
             "model": model,
-            "prompt": prompt(index),
+            **asked(index),
             "max_tokens": between(config.answers),
             "temperature": config.temperature,
             "top_p": 0.95,
@@ -132,6 +147,22 @@ def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
         }
         for index in range(config.requests)
     ]
+
+
+def read_questions(path: pathlib.Path) -> list[str]:
+    """Returns the questions of a file.
+
+    Raises:
+      ConfigError: it cannot be read, or a line has none.
+    """
+    try:
+        lines = path.read_text().splitlines()
+        questions = [json.loads(line)["question"] for line in lines if line.strip()]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise dms_jax.ConfigError(f"--questions {path}: {error!r}") from error
+    if not questions:
+        raise dms_jax.ConfigError(f"--questions {path} holds none")
+    return questions
 
 
 def connect(address: str) -> tuple[http.client.HTTPConnection, str]:
@@ -148,7 +179,8 @@ def ask(address: str, body: dict[str, Any]) -> Answer:
     connection, path = connect(address)
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", f"{path}/v1/completions", json.dumps(body), headers)
+        kind = "chat/completions" if "messages" in body else "completions"
+        connection.request("POST", f"{path}/v1/{kind}", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             answer.error = f"{response.status}: {response.read().decode(errors='replace')[:200]}"
@@ -160,7 +192,7 @@ def ask(address: str, body: dict[str, Any]) -> Answer:
             event = json.loads(data)
             if event.get("error"):
                 answer.error = str(event["error"])[:200]
-            if any(choice.get("text") for choice in event.get("choices", [])):
+            if any(map(text_of, event.get("choices", []))):
                 answer.parts.append(time.perf_counter() - start)
             if usage := event.get("usage"):
                 answer.tokens = usage["completion_tokens"]
@@ -173,12 +205,50 @@ def ask(address: str, body: dict[str, Any]) -> Answer:
     return answer
 
 
-def load(address: str, bodies: Sequence[dict[str, Any]], clients: int) -> dict[str, Any]:
-    """Returns the figures of one load: so many clients, each with one request at a time."""
-    start = time.perf_counter()
+def text_of(choice: dict[str, Any]) -> str | None:
+    """Returns the text that a choice of a chunk adds."""
+    return choice.get("text") or choice.get("delta", {}).get("content")
+
+
+def ask_all(address: str, bodies: Sequence[dict[str, Any]], clients: int) -> list[Answer]:
+    """Sends requests as so many clients, each with one at a time."""
     with concurrent.futures.ThreadPoolExecutor(clients) as threads:
-        answers = list(threads.map(ask, itertools.repeat(address), bodies))
-    return {"clients": clients} | figures(answers, time.perf_counter() - start)
+        return list(threads.map(ask, itertools.repeat(address), bodies))
+
+
+class Crowd:
+    """Clients in processes of their own, which are kept from one load to the next.
+
+    Args:
+      processes: the most of them; with one the clients are in this process.
+    """
+
+    def __init__(self, processes: int):
+        self._size = processes
+        spawn = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
+        self._pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=spawn)
+
+    def __enter__(self) -> "Crowd":
+        if self._size > 1:  # all are there when time begins
+            list(self._pool.map(time.sleep, [1.0] * self._size))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def load(self, address: str, bodies: Sequence[dict[str, Any]], clients: int) -> dict[str, Any]:
+        """Returns the figures of one load: so many clients, each with one request at a time."""
+        shares = min(self._size, clients)
+        start = time.perf_counter()
+        if shares == 1:
+            answers = ask_all(address, bodies, clients)
+        else:
+            own = [bodies[first::shares] for first in range(shares)]
+            sizes = [len(range(first, clients, shares)) for first in range(shares)]
+            answers = list(
+                itertools.chain(*self._pool.map(ask_all, itertools.repeat(address), own, sizes))
+            )
+        return {"clients": clients} | figures(answers, time.perf_counter() - start)
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -265,11 +335,11 @@ def main(config: Config) -> int:
     make_place("--out", config.out)
     place = contextlib.nullcontext(config.url) if config.url else started(config.server)
     rows = []
-    with place as address:
+    with place as address, Crowd(config.processes) as crowd:
         bodies = make_requests(config, config.model or model_name(address))
-        load(address, bodies[: max(config.clients)], max(config.clients))  # compiles
+        crowd.load(address, bodies[: max(config.clients)], max(config.clients))  # compiles
         for clients in config.clients:
-            row = load(address, bodies, clients)
+            row = crowd.load(address, bodies, clients)
             rows.append(row)
             print(describe(row), flush=True)
     # Only now: a card that this process held would be missing to the server.

@@ -237,12 +237,32 @@ def passes_over_the_vocabulary(rule: Sampling, size: int = 300) -> tuple[int, in
 def test_a_common_top_p_searches_for_nothing():
     """A search reads the vocabulary eight times, with 15 sums each, in every step."""
     plain, _ = passes_over_the_vocabulary(Sampling())
-    assert passes_over_the_vocabulary(Sampling(top_p=0.5))[1] == 1
+    searched, loops = passes_over_the_vocabulary(Sampling(top_p=0.5))
+    assert (searched, loops) == (plain + 1 + 8 * 15, 0)
     reductions, loops = passes_over_the_vocabulary(Sampling(top_p=0.95))
     # Five sums that share a kernel: four trials and the total. Where none of the four is kept, also
     # those of the twelve others, and the most likely token.
     assert loops == 1
     assert reductions <= plain + 5 + 14
+
+
+def test_what_the_device_chooses_to_run_has_no_loop():
+    """XLA has the host wait for each choice otherwise, and launch nothing behind it."""
+    asked = (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(temperature=0))
+    rule = lanes_filter(dict(enumerate(asked)), 3)
+    keys = jax.random.split(jax.random.key(0), 3)
+    given = (jnp.zeros((3, 300)), keys, jnp.zeros(3, int))
+    traced = jax.make_jaxpr(lambda *given: sample(*given, rule))(*given)
+    pending, choices = [(traced.jaxpr, False)], 0
+    while pending:
+        jaxpr, chosen = pending.pop()
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            assert not (chosen and name in ("while", "scan"))
+            choices += name == "cond"
+            inner = jax.extend.core.jaxprs_in_params(equation.params)
+            pending += [(each, chosen or name == "cond") for each in inner]
+    assert choices == 2  # of a search, and of more trials
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ def test_an_interrupt_while_texts_are_made_loses_none(monkeypatch):
         tokens = kind.encode(word, False)
         ended.append(request(len(tokens)))
         ended[-1].generated += tokens
-        tracker.news(ended[-1])
+        tracker.update(ended[-1])
     decode, calls = Tokenizer.decode, []
 
     def interrupted(self, *given, **options):
