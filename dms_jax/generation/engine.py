@@ -199,8 +199,14 @@ class Engine:
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
             self._arrivals = Arrivals(incoming)
-            told = dict(on_tokens=on_tokens, on_told=on_told)
-            self._run(requests, sampling, **told, keep=keep, streaming=streaming)
+            self._run(
+                requests,
+                sampling,
+                on_tokens=on_tokens,
+                on_told=on_told,
+                keep=keep,
+                streaming=streaming,
+            )
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
 
