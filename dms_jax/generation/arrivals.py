@@ -48,6 +48,16 @@ class Arrivals:
             waiting.append(request)
         return came is not None or bool(waiting or running)
 
+    def defers(self, running: Mapping[int, Request], drawn: frozenset[int]) -> bool:
+        """Whether the first tokens that were drawn are read behind the launch of the steps.
+
+        A lane whose first token is its last takes none of these. A stop string only the text tells.
+        """
+        requests = [running[lane] for lane in drawn & running.keys()]
+        return self.incoming is not None and not any(
+            each.sampling.stop_strings for each in requests
+        )
+
     def filter(self, sampling: Sampling, running: Mapping[int, Request], num_lanes: int) -> Filter:
         """Returns the filter of the next program.
 

@@ -199,14 +199,7 @@ class Engine:
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
             self._arrivals = Arrivals(incoming)
-            self._run(
-                requests,
-                sampling,
-                on_tokens=on_tokens,
-                on_told=on_told,
-                keep=keep,
-                streaming=streaming,
-            )
+            self._run(requests, sampling, on_tokens, on_told, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
 
@@ -224,9 +217,9 @@ class Engine:
         self,
         requests: list[Request],
         sampling: Sampling,
-        *,
         on_tokens: OnTokens | None,
         on_told: Callable[[], None] | None,
+        *,
         keep: bool,
         streaming: bool,
     ) -> None:
@@ -261,7 +254,8 @@ class Engine:
                         if self._reading.parts and not takes_turns:
                             reporter.tell()
                             continue
-                    if awaited and self._launched.drawn and not self._later():
+                    drawn = self._launched.drawn
+                    if awaited and drawn and not self._arrivals.defers(self._running, drawn):
                         self._report(reporter, waiting)
                     if self._decoding():
                         self._decode(waiting, sampling, num_steps, reporter, awaited=awaited)
@@ -270,16 +264,6 @@ class Engine:
         finally:
             reporter.tell()
             tracker.finish()
-
-    def _later(self) -> bool:
-        """Whether first tokens are read and told behind the launch of the steps after them.
-
-        A lane whose first token is its last takes none of these; a stop string only the text tells.
-        """
-        drawn = self._launched.drawn & self._running.keys()
-        return self._arrivals.incoming is not None and not any(
-            self._running[lane].sampling.stop_strings for lane in drawn
-        )
 
     def _decoding(self) -> dict[int, Request]:
         """Returns the requests whose prompts are in the cache, by lane."""
@@ -358,21 +342,8 @@ class Engine:
         self._launched.draw_first(source_of, self._running, self._keys, rule)
         shared = {lane: source for lane, source in source_of.items() if lane != source}
         if shared:  # its lengths are waited for
-            self._fork(shared, waiting)
-
-    def _fork(self, source_of: dict[int, int], waiting: collections.deque[Request]) -> None:
-        """Copies prompts to the lanes that share them, as far as they fit beside the next chunk."""
-        runner, extra = self.runner, self._extra_of_all()
-        for lane, source in source_of.items():
-            extra[:, lane] += runner.lengths[:, source]
-        while source_of and not runner.fits(extra):
-            lane, source = source_of.popitem()
-            request = self._running.pop(lane)
-            request.slots = runner.lengths[:, source].copy()
-            waiting.appendleft(request)
-            extra[:, lane] = 0
-        if source_of:
-            sharing.fork(runner, source_of)
+            without = self._room.fork(shared, self._running, self._extra_of_all())
+            waiting.extendleft(self._running.pop(lane) for lane in without)
 
     def _extra_of_all(self) -> np.ndarray:
         """Returns the slots [L, B, K] that lanes need besides those that they hold."""

@@ -7,11 +7,12 @@ too.
 
 import collections
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
 from dms_jax.errors import CapacityError
+from dms_jax.generation import sharing
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 
@@ -105,6 +106,30 @@ class Room:
         rest = self._needed(request) - self._continued(request) - done
         following = min(self.chunk, request.remaining), min(self.prefill_chunk, left)
         return np.maximum(rest, max(following))
+
+    def fork(
+        self, source_of: dict[int, int], running: Mapping[int, Request], extra: np.ndarray
+    ) -> list[int]:
+        """Copies prompts to lanes, as far as they fit; returns the lanes without one, last first.
+
+        Their requests know the slots that they need (`Request.slots`).
+
+        Args:
+          source_of: lane -> the lane that read its prompt.
+          running: lane -> its request.
+          extra: slots [L, B, K] that lanes need besides those that they hold; it is updated.
+        """
+        runner, without = self.runner, []
+        for lane, source in source_of.items():
+            extra[:, lane] += runner.lengths[:, source]
+        while source_of and not runner.fits(extra):
+            lane, source = source_of.popitem()
+            running[lane].slots = runner.lengths[:, source].copy()
+            extra[:, lane] = 0
+            without.append(lane)
+        if source_of:
+            sharing.fork(runner, source_of)
+        return without
 
     def too_small(self, request: Request, what: str) -> CapacityError:
         """Returns the error for a request that does not fit even alone."""
