@@ -25,6 +25,11 @@ so that lanes are refilled one by one. Reported for each policy:
 No request waits for a lane, so that each chunk is launched before the last one is read:
 
     python -m experiments.benchmarks.engine --requests 256
+
+With --clients requests come one by one, as they come to a server, and every answer is told of as it
+grows: what a server can give at most. Programs are compiled, or loaded, before time begins.
+
+    python -m experiments.benchmarks.engine --requests 1024 --clients 256 --chunk 8
 """
 
 import collections
@@ -46,7 +51,7 @@ from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.devices import DEVICES
 from dms_jax.generation import Engine, compiling, programs
-from dms_jax.generation.requests import Request, make_requests
+from dms_jax.generation.requests import Request, Update, completion_of, make_requests
 from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
 from experiments.benchmarks import traces
@@ -69,6 +74,9 @@ class Config:
     """Sequences that are decoded at a time."""
     requests: int = 1500
     """Prompts of one call, which take turns in the lanes."""
+    clients: int | None = None
+    """Clients who each send a request when they have the answer to the one before; all requests are
+    there from the beginning unless given."""
     prompts: tuple[int, int] = (20, 190)
     """Tokens of the shortest and the longest prompt; uniform between them."""
     new_tokens: int = 275
@@ -100,6 +108,32 @@ class Config:
             known = ", ".join(DEVICES)
             raise dms_jax.ConfigError(f"device {self.device!r} is unknown; known are {known}.")
         dms_jax.Sampling(temperature=self.temperature, top_p=self.top_p)
+
+
+class Clients:
+    """Clients who each have one request in an engine at a time.
+
+    Args:
+      requests: all of them, numbered in their order.
+      count: how many clients there are.
+    """
+
+    def __init__(self, requests: list[Request], count: int):
+        self._coming, self._count = collections.deque(requests), count
+        self._asked: set[int] = set()
+
+    def incoming(self, wait: bool) -> list[Request] | None:
+        """Returns the next requests; see `dms_jax.generation.arrivals.Incoming`."""
+        del wait  # they never come later than an answer
+        free = min(self._count - len(self._asked), len(self._coming))
+        came = [self._coming.popleft() for _ in range(free)]
+        self._asked.update(each.index for each in came)
+        return came if self._asked else None
+
+    def told(self, update: Update) -> None:
+        """Takes note of an answer that has ended."""
+        if update.finished:
+            self._asked.remove(update.index)
 
 
 class Compilations:
@@ -275,8 +309,15 @@ def measure(
             memory=config.memory,
             chunk=config.chunk,
         )
-        done = engine.serve(requests, sampling)
+        if config.clients is None:
+            engine.serve(requests, sampling)
+        else:
+            engine.warm()
+            start = time.perf_counter()
+            clients = Clients(requests, config.clients)
+            engine.serve([], sampling, clients.told, incoming=clients.incoming)
         seconds = time.perf_counter() - start
+        done = [completion_of(each, logprobs=False) for each in requests]
         new = sum(len(each.tokens) for each in done)
         figures = dict(
             seconds=seconds,

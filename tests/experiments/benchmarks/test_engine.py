@@ -57,6 +57,27 @@ def test_a_first_call_and_whole_calls_are_timed(tmp_path):
     assert run["share_of_limit_measured"] == measured["seconds"] / run["seconds"]
 
 
+@pytest.mark.slow
+def test_clients_have_one_request_each_at_a_time(tmp_path, monkeypatch):
+    out, seen = tmp_path / "engine.json", []
+    incoming = script.Clients.incoming
+
+    def noted(self, wait):
+        came = incoming(self, wait)
+        seen.append((len(self._asked), len(came or ())))
+        return came
+
+    monkeypatch.setattr(script.Clients, "incoming", noted)
+    sizes = dict(lanes=4, requests=7, clients=3, prompts=(5, 9), new_tokens=4, chunk=2, runs=1)
+    script.main(script.Config(shape="tiny", dtype="float32", out=out, **sizes))
+    (policy,) = json.loads(out.read_text())["policies"]
+    assert policy["runs"][0]["requests"] == 7
+    assert policy["runs"][0]["new_tokens"] > 7
+    assert max(asked for asked, _ in seen) == 3
+    # Those of the first call, for each lane one and another one, and those of the run.
+    assert sum(came for _, came in seen) == 5 + 7
+
+
 def test_every_size_is_at_least_one():
     assert not script.Config().profile
     with pytest.raises(dms_jax.ConfigError, match="lanes must be positive, got 0"):
