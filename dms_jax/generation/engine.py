@@ -22,7 +22,7 @@ chunk is read before the next one is launched: a lane that ended would be idle i
 import collections
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -199,7 +199,7 @@ class Engine:
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
             self._arrivals = Arrivals(incoming)
-            told = dict(on_tokens=on_tokens, on_told=on_told)
+            told: dict[str, Any] = dict(on_tokens=on_tokens, on_told=on_told)
             self._run(requests, sampling, **told, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions

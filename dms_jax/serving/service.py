@@ -315,8 +315,13 @@ class Service:
     def _work(self) -> None:
         while not (self.draining and not self._jobs):
             try:
-                told = dict(incoming=self._incoming, on_told=self._deliver)
-                self.engine.serve([], Sampling(), self._tell, **told)
+                self.engine.serve(
+                    [],
+                    Sampling(),
+                    self._tell,
+                    incoming=self._incoming,
+                    on_told=self._deliver,
+                )
             except Exception as error:
                 self._fail(error)
         self._look()
