@@ -56,6 +56,14 @@ class DmsJaxError(Exception):
     def __init__(self, message: object = ""):
         super().__init__(plain(message, MAX_MESSAGE, lines=True))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As it is, whatever its class is made from: it may go from one process to another.
+        return _remade, (type(self), self.args), self.__dict__
+
+
+def _remade(kind: type[DmsJaxError], arguments: tuple[Any, ...]) -> DmsJaxError:
+    return kind.__new__(kind, *arguments)
+
 
 class CheckpointError(DmsJaxError):
     """A checkpoint directory cannot be read or written, or contradicts its own config."""

@@ -152,15 +152,20 @@ class Tokenizer:
         Raises:
             DataError: they are not token ids.
         """
-        whole = []
-        for index in ids:
-            if type(index) is not int and not is_whole(index):
-                raise DataError(f"token ids to decode must be whole numbers, got {index!r:.80}")
-            whole.append(int(index))
+        whole: list[Any] = list(ids)
+        if set(map(type, whole)) != {int}:
+            for index in whole:
+                if not is_whole(index):
+                    raise DataError(f"token ids to decode must be whole numbers, got {index!r:.80}")
+            whole = [int(index) for index in whole]
         if whole and not 0 <= min(whole) <= max(whole) < 2**32:
             raise DataError("token ids to decode must lie in 0 ... 2^32 - 1")
-        with library_errors(DataError, "the tokenizer failed on the token ids"):
+        # Streams decode a few tokens at a time: what is for errors takes time only where one is.
+        try:
             return self.backend.decode(whole, skip_special_tokens=skip_special_tokens)
+        except BaseException:
+            with library_errors(DataError, "the tokenizer failed on the token ids"):
+                raise
 
     def bytes_of(self, token: int) -> bytes | None:
         """The UTF-8 bytes of a token within a text, which may be a part of a character.

@@ -22,6 +22,8 @@ import dms_jax
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.serving import Service
+from dms_jax.serving.messages import Served
+from dms_jax.serving.server import Server, take_address
 
 INTERRUPTED = "The server has ended."
 SequenceTokens = Annotated[int, Range(2)]  # one of a prompt, and one of its answer
@@ -55,8 +57,9 @@ def main(config: Config) -> None:
     """Serves until a signal ends it."""
     # Without the extra, nothing of the above is missed by those who only ask for --help.
     try:
-        from dms_jax.serving.app import make_app
-        from dms_jax.serving.server import Server, take_address
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise dms_jax.ConfigError(
             f"dms-jax serve needs {error.name}, which is not installed. Install the extra `serve`: "
@@ -65,7 +68,7 @@ def main(config: Config) -> None:
     console = Console(highlight=False)
     seconds = check("--drain-seconds", config.drain_seconds, NotNegative)
     sampling = config.make_sampling()
-    with take_address(config.host, config.port) as taken:
+    with take_address(config.host, config.port) as taken, Server(taken) as server:
         service = make_service(config)
         console.print("Compiling whatever requests can need ...")
         start = time.monotonic()
@@ -74,14 +77,13 @@ def main(config: Config) -> None:
         service.start()
         service.check()
         name = config.name or pathlib.PurePath(config.model).name
-        app = make_app(service, name=name, defaults=sampling, seed=config.seed)
+        served = Served.of(service, name, sampling, config.seed)
         host, port = taken.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        server = Server(app, service, drain_seconds=seconds)
         taken.listen()  # whoever sees the address may come at once, and waits until it is answered
-        console.print(f"{name} with {service.engine.policy.name} at {address}", soft_wrap=True)
-        server.serve_on(taken)
-    console.print("All requests had ended." if server.drained else "Requests were cut off.")
+        console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
+        drained = server.serve(service, served, drain_seconds=seconds)
+    console.print("All requests had ended." if drained else "Requests were cut off.")
 
 
 def make_service(config: Config) -> Service:

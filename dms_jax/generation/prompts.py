@@ -1,18 +1,34 @@
 """Prompts to token ids, with an error that names whatever cannot be used."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import numpy as np
 
 from dms_jax.checks import check, is_whole, show
+from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.generation.requests import OnTokens
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel, check_tokens
 
 _ANSWER = "(the answer that stands here)"  # marks where a chat template puts an answer
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What turns prompts into token ids: a `LanguageModel`, or what is known of one elsewhere."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """See `LanguageModel`."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """See `LanguageModel`."""
+        ...
 
 
 def check_call(sampling: Sampling | None, on_tokens: OnTokens | None) -> Sampling:
@@ -51,7 +67,7 @@ def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def encode_prompt(
-    model: LanguageModel, prompt: Any, *, name: str = "The prompt", continuing: bool = False
+    model: Encoder, prompt: Any, *, name: str = "The prompt", continuing: bool = False
 ) -> list[int]:
     """Returns the token ids of a prompt.
 

@@ -7,6 +7,9 @@ that overlap, each starting where an earlier one ended with a complete character
     tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
     committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
 
+Where the last committed token has a text by itself, the window starts with it (s = c - 1), and the
+length of that text is known from the last time.
+
 An answer goes on where its prompt ends, so its first window begins with a token of the prompt: the
 indentation of a line of code is whole. Behind a special token a text begins.
 
@@ -71,6 +74,7 @@ class TextTracker:
         self._streams: dict[int, _Stream] = {}
         self._unfinished: list[Request] = []
         self._open: dict[int, bool] = {}
+        self._alone: dict[int, int] = {}
 
     def end(self, request: Request) -> None:
         """Says why a request has ended, if it has by its tokens alone."""
@@ -144,7 +148,7 @@ class TextTracker:
             text = self._decode([token])
             if not text and self._tokenizer.decode([token], skip_special_tokens=False):
                 return []
-            if not self._may_continue(token) and _INCOMPLETE not in text:
+            if self._length_alone(token):
                 return [token]
         return []
 
@@ -160,27 +164,33 @@ class TextTracker:
     def _commit(self, stream: _Stream, tokens: list[int]) -> None:
         """Commits every token whose text cannot change any more."""
         end = len(tokens)
-        while end > stream.committed and (
-            self._may_continue(tokens[end - 1]) or self._is_incomplete(stream, tokens, end)
-        ):
+        while end > stream.committed:
+            if not self._may_continue(tokens[end - 1]):
+                text = self._text(stream, tokens, end)
+                if not text.endswith(_INCOMPLETE):
+                    break
             end -= 1
             if len(tokens) - end > _MOST_PENDING:
-                whole = range(len(tokens), len(tokens) - 4, -1)
-                complete = (n for n in whole if not self._is_incomplete(stream, tokens, n))
-                end = next(complete, len(tokens))
+                end, text = self._last_complete(stream, tokens)
                 break
-        if end == stream.committed:
+        else:
             return
-        text = self._text(stream, tokens, end)
-        prefix = len(self._decode(tokens[stream.committed : end]))
-        if prefix:
+        if alone := self._length_alone(tokens[end - 1]):
+            stream.start, stream.prefix = end - 1, alone
+        elif prefix := len(self._decode(tokens[stream.committed : end])):
             stream.start, stream.prefix = stream.committed, prefix
         else:  # only special tokens or a stripped space, and a window needs some text
             stream.prefix += len(text) - len(stream.text)
         stream.committed, stream.text = end, text
 
-    def _is_incomplete(self, stream: _Stream, tokens: list[int], end: int) -> bool:
-        return self._text(stream, tokens, end).endswith(_INCOMPLETE)
+    def _last_complete(self, stream: _Stream, tokens: list[int]) -> tuple[int, str]:
+        """Returns the most tokens that end a character, and their text; all if they end none.
+
+        No character has more than four tokens of one byte each.
+        """
+        ends = range(len(tokens), len(tokens) - 4, -1)
+        texts = [(end, self._text(stream, tokens, end)) for end in ends]
+        return next((each for each in texts if not each[1].endswith(_INCOMPLETE)), texts[0])
 
     def _may_continue(self, token: int) -> bool:
         """Whether a run of single-byte tokens may continue after it: a byte, or without text."""
@@ -188,6 +198,13 @@ class TextTracker:
             piece = self._tokenizer.backend.id_to_token(token) or ""
             self._open[token] = bool(_BYTE_TOKEN.fullmatch(piece)) or not self._decode([token])
         return self._open[token]
+
+    def _length_alone(self, token: int) -> int:
+        """Returns the length of the text of a token by itself; 0 if it may depend on others."""
+        if token not in self._alone:
+            text = "" if self._may_continue(token) else self._decode([token])
+            self._alone[token] = 0 if _INCOMPLETE in text else len(text)
+        return self._alone[token]
 
     def _find_stop(
         self, stream: _Stream, tokens: list[int], stop: tuple[str, ...]

@@ -1,10 +1,16 @@
 """An OpenAI-compatible server over one engine: `dms-jax serve`.
 
-    app.py        the addresses, and what becomes of each HTTP request (Starlette)
-    protocol.py   what a request asks for: its JSON is read, and refused where it is not served
-    replies.py    the JSON of answers, whole and in chunks
-    metrics.py    figures for Prometheus
-    service.py    the thread that runs the engine, which nothing above it touches
+    server.py            starts the process of HTTP, and ends it when signals say so
+    service.py           the thread that runs the engine, which nothing else touches
+    engine_server.py     the service for another process, over a socket
+    messages.py          what the two processes say to each other
+
+    http_process.py      the process of HTTP
+    engine_client.py     the engine for its coroutines, over that socket
+    app.py               the addresses, and what becomes of each HTTP request (Starlette)
+    protocol.py          what a request asks for: JSON is read, and refused where it is not served
+    replies.py           the JSON of answers, whole and in chunks
+    metrics.py           figures for Prometheus
 
 `Service` serves from Python too; it knows nothing of HTTP. The rest needs the extra `serve`.
 """

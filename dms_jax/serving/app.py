@@ -2,18 +2,18 @@
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health   GET /metrics
 
-A request is read, its prompts join those that run, and its pieces come back through a queue. A
-client that goes away has its answers cancelled before the next chunk, and their pages freed.
+A request is read, its prompts join those that run in the engine's process, and its pieces come back
+from there. A client that goes away has its answers cancelled before the next chunk, and their pages
+freed.
 """
 
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,12 +24,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dms_jax.errors import BusyError, CapacityError, ConfigError, DataError, OutOfMemoryError
-from dms_jax.generation import Completion, Sampling
+from dms_jax.errors import (
+    BusyError,
+    CapacityError,
+    ConfigError,
+    DataError,
+    OtherProcessError,
+    OutOfMemoryError,
+)
+from dms_jax.generation import Completion
+from dms_jax.serving.engine_client import EngineClient
+from dms_jax.serving.messages import Served
 from dms_jax.serving.metrics import Metrics
 from dms_jax.serving.protocol import RefusalError, read_ask, read_body
-from dms_jax.serving.replies import Replies
-from dms_jax.serving.service import DrainingError, Piece, Service
+from dms_jax.serving.replies import Replies, to_json
+from dms_jax.serving.service import DrainingError, Piece
 
 MOST_BYTES = 2**24  # of a body
 FULL_SECONDS = 1  # after which a client of a full server is told to try again
@@ -44,21 +53,16 @@ ADDRESSES = (
 _GONE = 499  # nobody reads it, but it is counted
 
 _logger = logging.getLogger("dms_jax")
-News = Piece | Exception
 
 
-def make_app(
-    service: Service, *, name: str, defaults: Sampling | None = None, seed: int = 0
-) -> Starlette:
-    """Returns the ASGI application over a service that was started.
+def make_app(engine: EngineClient, served: Served) -> Starlette:
+    """Returns the ASGI application over an engine.
 
     Args:
-      service: answers.
-      name: of the model, as clients give it.
-      defaults: of requests that do not say how to draw; None for `Sampling()`.
-      seed: of the seeds that requests get which give none.
+      engine: answers; it is open.
+      served: what it says that it serves.
     """
-    api = _Api(service, name, defaults or Sampling(), random.Random(seed))
+    api = _Api(engine, served)
     routes = [
         Route("/v1/chat/completions", functools.partial(api.answer, chat=True), methods=["POST"]),
         Route("/v1/completions", functools.partial(api.answer, chat=False), methods=["POST"]),
@@ -73,11 +77,10 @@ def make_app(
 class _Api:
     """The functions behind the addresses."""
 
-    def __init__(self, service: Service, name: str, defaults: Sampling, seeds: random.Random):
-        self.service, self.name, self.defaults, self.seeds = service, name, defaults, seeds
-        self.counts = Metrics(service)
+    def __init__(self, engine: EngineClient, served: Served):
+        self.engine, self.served, self.seeds = engine, served, random.Random(served.seed)
+        self.counts = Metrics()
         self.since = int(time.time())
-        self._post: _Post | None = None
 
     async def answer(self, request: Request, *, chat: bool) -> Response:
         """A chat or text completion, whole or in chunks."""
@@ -89,26 +92,25 @@ class _Api:
         return response
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
-        since = time.monotonic()
+        since, served = time.monotonic(), self.served
         fields = read_body(await _body(request))
-        if fields.get("model", self.name) != self.name:
+        if fields.get("model", served.name) != served.name:
             raise self._unknown(fields["model"])
         # Templates and tokenizers take their time, in which others must get their chunks.
         ask = await run_in_threadpool(
             read_ask,
             fields,
             chat=chat,
-            model=self.service.engine.model,
-            defaults=self.defaults,
-            max_tokens=self.service.max_tokens,
-            most=self.service.most,
+            model=served,
+            defaults=served.defaults,
+            max_tokens=served.max_tokens,
+            most=served.most,
             seed=self.seeds.getrandbits(32),
         )
         prompts = [prompt for prompt in ask.prompts for _ in range(ask.choices)]
-        news: asyncio.Queue[News] = asyncio.Queue()
-        post, began = self._post_of(asyncio.get_running_loop()), set()
+        news, began = _News(len(prompts)), set()
 
-        def listen(piece: News) -> None:
+        def listen(piece: Piece | Exception) -> None:
             if isinstance(piece, Exception):
                 self.counts.failed()
             elif piece.tokens and piece.choice not in began:
@@ -116,18 +118,15 @@ class _Api:
                 self.counts.began(since)
             if isinstance(piece, Piece) and piece.completion is not None:
                 self.counts.ended(piece.completion, since)
-            post.put(news, piece)
+            news.put(piece)
 
-        indices = self.service.submit(prompts, ask.sampling, listen, post.deliver)
-        replies = Replies(ask, chat, self.name, self.service.engine.model.tokenizer)
-        cancel = functools.partial(self.service.cancel, indices)
-        pieces = _pieces(news, len(indices))
+        key = await self.engine.submit(prompts, ask.sampling, listen)
+        replies = Replies(ask, chat, served.name, served.tokenizer)
+        ended = functools.partial(self.engine.cancel, key)
         if ask.stream:
-            return _Events(_events(pieces, replies), cancel)
-        try:
-            return await _unless_gone(request, _whole(pieces, replies))
-        finally:
-            cancel()
+            return _Events(news, replies, ended)
+        async with _watched(request.receive, news, ended):
+            return await _whole(news, replies)
 
     async def models(self, request: Request) -> Response:
         """The one model, as a list."""
@@ -136,70 +135,82 @@ class _Api:
     async def model(self, request: Request) -> Response:
         """Returns what is known of the one model that is served."""
         name = request.path_params["name"]
-        return _refusal(self._unknown(name)) if name != self.name else JSONResponse(self._card())
+        if name != self.served.name:
+            return _refusal(self._unknown(name))
+        return JSONResponse(self._card())
 
     async def health(self, request: Request) -> Response:
         """Whether requests are taken."""
-        if self.service.draining or not self.service.alive:
-            status = "draining" if self.service.draining else "the engine has ended"
+        state = await self.engine.state()
+        if state.draining or not state.alive:
+            status = "draining" if state.draining else "the engine has ended"
             return JSONResponse({"status": status}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         """Returns the metrics in the text format of Prometheus."""
-        return Response(self.counts.text(), media_type="text/plain; version=0.0.4")
-
-    def _post_of(self, loop: asyncio.AbstractEventLoop) -> "_Post":
-        if self._post is None or self._post.loop is not loop:
-            self._post = _Post(loop)
-        return self._post
+        text = self.counts.text(await self.engine.state())
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self.name,
+            "id": self.served.name,
             "object": "model",
             "created": self.since,
             "owned_by": "dms_jax",
-            "max_model_len": self.service.max_tokens,
-            "policy": self.service.engine.policy.name,
+            "max_model_len": self.served.max_tokens,
+            "policy": self.served.policy,
         }
 
     def _unknown(self, name: Any) -> RefusalError:
         return RefusalError(
-            f"There is no model {name!r} here, only {self.name!r}.",
+            f"There is no model {name!r} here, only {self.served.name!r}.",
             status=404,
             param="model",
             code="model_not_found",
         )
 
 
-class _Post:
-    """Brings pieces from the engine's thread into an event loop, those of a chunk together.
+class _News:
+    """The pieces of a request, from the engine's listener to the coroutine that answers.
 
-    Each time the loop is woken costs a system call and a change of threads, twice.
-
-    Attributes:
-      loop: the loop.
+    Args:
+      running: answers that have not ended.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self._pieces: list[tuple[asyncio.Queue[News], News]] = []
+    def __init__(self, running: int):
+        self._running, self._news = running, list[Piece | Exception]()
+        self._came = asyncio.Event()
 
-    def put(self, queue: asyncio.Queue[News], piece: News) -> None:
-        """Takes a piece for a queue of the loop; called in the engine's thread."""
-        self._pieces.append((queue, piece))
+    def put(self, news: Piece | Exception) -> None:
+        """Takes a piece, or an error that ends all."""
+        self._news.append(news)
+        self._came.set()
 
-    def deliver(self) -> None:
-        """Has the loop put what was taken into its queues; called in the engine's thread."""
-        pieces, self._pieces = self._pieces, []
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(self._put, pieces)
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """Yields the pieces of all answers, those together that have come, until all have ended.
 
-    @staticmethod
-    def _put(pieces: list[tuple[asyncio.Queue[News], News]]) -> None:
-        for queue, piece in pieces:
-            queue.put_nowait(piece)
+        Raises:
+          Exception: of an answer that failed, or that the end of the server cut off.
+        """
+        while self._running:
+            await self._came.wait()
+            self._came.clear()
+            news, self._news = self._news, []
+            pieces, error = [], None
+            for piece in news:
+                if isinstance(piece, Exception):
+                    error = piece
+                    break
+                if piece.completion is not None:
+                    self._running -= 1
+                    if piece.completion.finish_reason == "cancelled":
+                        error = DrainingError("The server ended before the answer did.")
+                        break
+                pieces.append(piece)
+            yield pieces
+            if error is not None:
+                raise error
 
 
 async def _body(request: Request) -> bytes:
@@ -216,83 +227,70 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-async def _pieces(news: asyncio.Queue[News], count: int) -> AsyncIterator[Piece]:
-    """The pieces of all choices as they come, until every one has ended.
-
-    Raises:
-      Exception: of an answer that failed, or that the end of the server cut off.
-    """
-    while count:
-        piece = await news.get()
-        if isinstance(piece, Exception):
-            raise piece
-        if piece.completion is not None:
-            count -= 1
-            if piece.completion.finish_reason == "cancelled":
-                raise DrainingError("The server ended before the answer did.")
-        yield piece
-
-
-async def _whole(pieces: AsyncIterator[Piece], replies: Replies) -> Response:
+async def _whole(news: _News, replies: Replies) -> Response:
     choices: dict[int, list[Piece]] = {}
-    async for piece in pieces:
-        choices.setdefault(piece.choice, []).append(piece)
+    async for pieces in news.pieces():
+        for piece in pieces:
+            choices.setdefault(piece.choice, []).append(piece)
     return JSONResponse(replies.whole([choices[index] for index in sorted(choices)]))
 
 
-async def _events(pieces: AsyncIterator[Piece], replies: Replies) -> AsyncIterator[str]:
+async def _events(news: _News, replies: Replies) -> AsyncIterator[str]:
     """Server-sent events; an error that comes late is the last of them."""
     completions: list[Completion] = []
-    for chunk in replies.opening():
-        yield _event(chunk)
+    yield "".join(map(_event, replies.opening()))
     try:
-        async for piece in pieces:
-            if piece.completion is not None:
-                completions.append(piece.completion)
-            if (chunk := replies.chunk(piece)) is not None:
-                yield _event(chunk)
-    except Exception as error:
-        yield _event(_refused(error).body)
+        async for pieces in news.pieces():
+            completions += [each.completion for each in pieces if each.completion is not None]
+            chunks = [chunk for each in pieces if (chunk := replies.chunk(each)) is not None]
+            if chunks:
+                yield "".join(map(_event, chunks))
+    except ClientDisconnect:
         return
-    for chunk in replies.closing(completions):
-        yield _event(chunk)
-    yield "data: [DONE]\n\n"
+    except Exception as error:
+        yield _event(to_json(_refused(error).body))
+        return
+    yield "".join(map(_event, [*replies.closing(completions), "[DONE]"]))
 
 
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
 
 
 class _Events(StreamingResponse):
     """A stream whose answers end with it, however it ends."""
 
-    def __init__(self, events: AsyncIterator[str], ended: Any):
+    def __init__(self, news: _News, replies: Replies, ended: Callable[[], None]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._ended = ended
+        super().__init__(_events(news, replies), media_type="text/event-stream", headers=headers)
+        self._news, self._ended = news, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._ended()
+        async with _watched(receive, self._news, self._ended):
+            await self.stream_response(send)
 
 
-async def _unless_gone(request: Request, answer: Any) -> Response:
-    """Awaits an answer, as long as its client does."""
+@contextlib.asynccontextmanager
+async def _watched(receive: Receive, news: _News, ended: Callable[[], None]) -> AsyncIterator[None]:
+    """A request that is answered inside: it ends when its client goes away, and so do its answers.
 
-    async def gone() -> Response:
-        while (await request.receive())["type"] != "http.disconnect":
+    Args:
+      receive: says when the client goes away; the body was read.
+      news: of the request; no more comes then.
+      ended: called in the end, however it is.
+    """
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        return Response(status_code=_GONE)
+        news.put(ClientDisconnect())
 
-    tasks = [asyncio.create_task(answer), asyncio.create_task(gone())]
+    watching = asyncio.create_task(watch())
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return (tasks[0] if tasks[0] in done else tasks[1]).result()
+        yield
     finally:
-        for task in tasks:
-            task.cancel()
+        watching.cancel()
+        ended()
 
 
 def _refused(error: Exception) -> RefusalError:
@@ -310,6 +308,8 @@ def _refused(error: Exception) -> RefusalError:
             )
         case ClientDisconnect():
             return RefusalError("The client went away.", status=_GONE)
+        case OtherProcessError():
+            return RefusalError(error, status=503, retry_after=DRAINING_SECONDS)
         case OutOfMemoryError():
             return RefusalError(
                 OUT_OF_MEMORY, status=503, code="out_of_memory", retry_after=FULL_SECONDS

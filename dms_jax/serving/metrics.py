@@ -1,27 +1,22 @@
 """What a server has done and holds, as Prometheus reads it from /metrics."""
 
 import time
-from collections.abc import Callable
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from dms_jax.generation import Completion
 from dms_jax.generation.requests import FinishReason
-from dms_jax.serving.service import Service
+from dms_jax.serving.messages import State
 
 _FAILED = "failed"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """Counters of one server, and gauges that read its service.
+    """Counters of one server, and gauges of its engine."""
 
-    Args:
-      service: the service.
-    """
-
-    def __init__(self, service: Service):
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "HTTP requests answered", "path", "status")
         self._ended = self._counter("answers", "Answers by why they ended", "reason")
@@ -32,15 +27,14 @@ class Metrics:
         self._reads = self._counter("kv_reads", "Cache entries read, averaged over rows")
         self._first = self._histogram("first_token_seconds", "From a request to its first token")
         self._whole = self._histogram("answer_seconds", "From a request to the end of an answer")
-        self._gauge("running", "Answers in lanes", lambda: service.figures.running)
-        self._gauge("waiting", "Answers that wait for a lane", lambda: service.waiting)
-        self._gauge(
+        self._running = self._gauge("running", "Answers in lanes")
+        self._waiting = self._gauge("waiting", "Answers that wait for a lane")
+        self._live = self._gauge(
             "live_tokens",
             "Live cache entries of running answers, averaged over layers and KV heads",
-            lambda: service.figures.live_tokens,
         )
-        self._gauge("pages_in_use", "Pages of the pool", lambda: service.figures.pages_in_use)
-        self._gauge("pages_free", "Free pages of the pool", lambda: service.figures.pages_free)
+        self._in_use = self._gauge("pages_in_use", "Pages of the pool")
+        self._free = self._gauge("pages_free", "Free pages of the pool")
 
     def answered(self, path: str, status: int) -> None:
         """Counts an HTTP request."""
@@ -62,8 +56,14 @@ class Metrics:
         """Counts an answer that an error ended."""
         self._ended.labels(_FAILED).inc()
 
-    def text(self) -> bytes:
-        """All of them in Prometheus's text format."""
+    def text(self, state: State) -> bytes:
+        """All of them in Prometheus's text format, with what the engine holds."""
+        figures = state.figures
+        self._running.set(figures.running)
+        self._waiting.set(state.waiting)
+        self._live.set(figures.live_tokens)
+        self._in_use.set(figures.pages_in_use)
+        self._free.set(figures.pages_free)
         return generate_latest(self._registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
@@ -72,5 +72,5 @@ class Metrics:
     def _histogram(self, name: str, what: str) -> Histogram:
         return Histogram(f"dms_jax_{name}", what, registry=self._registry, buckets=_SECONDS)
 
-    def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
-        Gauge(f"dms_jax_{name}", what, registry=self._registry).set_function(value)
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(f"dms_jax_{name}", what, registry=self._registry)

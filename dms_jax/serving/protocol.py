@@ -13,8 +13,7 @@ from typing import Annotated, Any
 from dms_jax.checks import Count, Number, Range, Seed, Share, Whole, check, check_names, show
 from dms_jax.errors import ConfigError, DataError, DmsJaxError, plain
 from dms_jax.generation import Sampling
-from dms_jax.generation.prompts import encode_prompt
-from dms_jax.model.language_model import LanguageModel
+from dms_jax.generation.prompts import Encoder, encode_prompt
 from dms_jax.model.template_variables import check_template_variables
 
 MOST_CHOICES = 128
@@ -150,7 +149,7 @@ def read_ask(
     fields: Mapping[str, Any],
     *,
     chat: bool,
-    model: LanguageModel,
+    model: Encoder,
     defaults: Sampling,
     max_tokens: int,
     most: int,
@@ -300,7 +299,7 @@ def _completion_prompts(given: Mapping[str, Any]) -> list[Any]:
     return prompts
 
 
-def _chat_prompt(given: Mapping[str, Any], model: LanguageModel) -> list[int]:
+def _chat_prompt(given: Mapping[str, Any], model: Encoder) -> list[int]:
     """The token ids of a conversation, as the checkpoint's template writes it."""
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:

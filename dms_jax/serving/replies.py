@@ -5,6 +5,8 @@ Beside OpenAI's fields, `usage.kv_cache` has what the answers used of the cache
 """
 
 import dataclasses
+import functools
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from dms_jax.generation.api import total_usage
 from dms_jax.serving.protocol import Ask
 from dms_jax.serving.service import Piece
 
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 _CACHE = (
     "live_tokens",
@@ -75,8 +78,8 @@ class Replies:
         completions = [parts[-1].completion for parts in pieces]
         return self._reply("", choices) | {"usage": self.usage(completions)}
 
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunks before the first text: whose turn it is."""
+    def opening(self) -> list[str]:
+        """The JSON of the chunks before the first text: whose turn it is."""
         if not self.chat:
             return []
         role = {"role": "assistant", "content": ""}
@@ -85,8 +88,8 @@ class Replies:
             for index in range(len(self.ask.prompts) * self.ask.choices)
         ]
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
-        """The chunk of a piece; None if there is nothing to tell yet."""
+    def chunk(self, piece: Piece) -> str | None:
+        """The JSON of the chunk of a piece; None if there is nothing to tell yet."""
         if not (piece.text or piece.logprobs or piece.completion):
             return None
         text: dict[str, Any] = {"text": piece.text}
@@ -102,11 +105,11 @@ class Replies:
             }
         )
 
-    def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        """The chunk after the last text, if it was asked for: what was used."""
+    def closing(self, completions: Sequence[Completion]) -> list[str]:
+        """The JSON of the chunk after the last text, if it was asked for: what was used."""
         if not self.ask.include_usage:
             return []
-        return [self._reply(".chunk", []) | {"usage": self.usage(completions)}]
+        return [to_json(self._reply(".chunk", []) | {"usage": self.usage(completions)})]
 
     def usage(self, completions: Sequence[Any]) -> dict[str, Any]:
         """What all answers used; a prompt with several counts once."""
@@ -119,9 +122,16 @@ class Replies:
             "kv_cache": {name: getattr(total, name) for name in _CACHE},
         }
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        head, tail = self._around
+        return f"{head}{to_json(choice)}{tail}"
+
+    @functools.cached_property
+    def _around(self) -> tuple[str, str]:
+        """What stands before and behind the choice in every chunk: it is written once."""
         usage = {"usage": None} if self.ask.include_usage else {}
-        return self._reply(".chunk", [choice]) | usage
+        head, tail = to_json(self._reply(".chunk", []) | usage).split('"choices":[]')
+        return f'{head}"choices":[', f"]{tail}"
 
     def _reply(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -1,80 +1,97 @@
-"""Runs the application on an address until it is told to end, and then ends in order.
+"""A server of HTTP over a service, until a signal ends it in order.
+
+HTTP is answered in a process of its own (`http_process`), the engine runs in this one.
 
 SIGTERM and Ctrl-C close the address at once. Requests that run go on, up to a limit; those that do
 not end by then are told so, and their answers are cancelled. A second Ctrl-C does not wait.
 """
 
-import asyncio
 import contextlib
+import os
+import queue
 import signal
 import socket
+import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
-import uvicorn
-
-from dms_jax.errors import ConfigError
+from dms_jax.errors import ConfigError, OtherProcessError
+from dms_jax.serving.engine_server import EngineServer
+from dms_jax.serving.messages import Served
 from dms_jax.serving.service import Service
 
-# The engine's thread and the loop take turns in Python. Whichever waits for the other gets its turn
-# after so many seconds, of which a chunk of steps of a small model has some hundredths.
-_TURN = 2e-4
-_LATE = 10  # seconds beyond the limit, in which clients are told that their answers are cut off
+_LATE = 10  # seconds after the last answer, in which clients read what they are told
 
 
-class Server(uvicorn.Server):
-    """A server of HTTP whose end drains the service.
+class Server:
+    """The process that answers HTTP; it starts at once, and waits for `serve`.
+
+    As a context it is killed at the end, unless it has ended.
 
     Args:
-      app: the application over the service.
-      service: what it answers with.
-      drain_seconds: how long requests that run may take when it ends.
+      listening: the socket of its address, which listens when `serve` is called.
 
-    Attributes:
-      drained: whether all of them ended by themselves.
+    Raises:
+      OSError: the process cannot be started.
     """
 
-    def __init__(self, app: Any, service: Service, *, drain_seconds: float):
-        self._service, self._drain_seconds = service, drain_seconds
-        self._draining: threading.Thread | None = None
-        self.drained = False
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,  # that of the process stays
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=int(drain_seconds) + _LATE,
+    def __init__(self, listening: socket.socket):
+        self._listening = listening
+        self._connection, other = socket.socketpair()
+        # The search path of this process, so that the same packages are found; and no device.
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        sockets = listening.fileno(), other.fileno()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dms_jax.serving.http_process", *map(str, sockets)],
+                pass_fds=sockets,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+                start_new_session=True,  # Ctrl-C must reach only the parent
             )
-        )
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes no more requests; called for signals."""
-        super().handle_exit(sig, frame)  # first: it takes a Ctrl-C after `end` for a second one
-        self.end()
+    def __enter__(self) -> "Server":
+        return self
 
-    def end(self) -> None:
-        """Begins to drain the service; returns at once."""
-        self.should_exit = True
-        self._service.refuse()
-        if self._draining is None:
-            self._draining = threading.Thread(target=self._drain, daemon=True)
-            self._draining.start()
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
 
-    def _drain(self) -> None:
-        self.drained = self._service.drain(self._drain_seconds)
+    def serve(self, service: Service, served: Served, *, drain_seconds: float) -> bool:
+        """Answers until a signal ends it; called in the main thread.
 
-    def serve_on(self, listening: socket.socket) -> None:
-        """Answers until it is told to end, and returns when everything has ended."""
-        with _quiet_signals(), _short_turns():
-            asyncio.run(self.serve([listening]))
-        self.end()
-        assert self._draining is not None
-        self._draining.join(0 if self.force_exit else None)
+        Args:
+          service: answers; it was started.
+          served: what is said of it.
+          drain_seconds: how long requests that run may take when it ends.
+
+        Returns:
+          Whether all of them ended by themselves.
+
+        Raises:
+          KeyboardInterrupt: it was ended by Ctrl-C: in order, or by a second one.
+          OtherProcessError: the process that answers HTTP has ended by itself.
+        """
+        news: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for its end
+        with _signals(news):
+            engine = EngineServer(service, self._connection, served, lambda: news.put(None))
+            self._listening.close()  # the process has it, and closes the address in the end
+            ended_by = news.get()
+            engine.end()
+            drained = ended_by is not None and service.drain(drain_seconds)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LATE)
+        if ended_by is None or self._process.returncode:
+            raise OtherProcessError(
+                f"The process that answers HTTP has ended (status {self._process.returncode}), and "
+                "the server with it. What it said stands above."
+            )
+        if ended_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        return drained
 
 
 def take_address(host: str, port: int) -> socket.socket:
@@ -95,27 +112,19 @@ def take_address(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Threads take shorter turns than Python's own, of 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN)
+def _signals(news: "queue.SimpleQueue[int | None]") -> Iterator[None]:
+    """Puts SIGTERM and Ctrl-C into a queue; a Ctrl-C behind another signal raises."""
+    told: list[int] = []
+
+    def tell(number: int, frame: Any) -> None:
+        if told and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        told.append(number)
+        news.put(number)
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
-
-
-@contextlib.contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """Uvicorn sends itself the signals that ended it once more, when it is done: SIGTERM is heard.
-
-    Signals reach the main thread alone.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

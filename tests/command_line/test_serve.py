@@ -4,9 +4,10 @@ import builtins
 import contextlib
 import http.client
 import json
+import os
 import re
+import signal
 import socket
-import sys
 import threading
 import time
 
@@ -34,17 +35,17 @@ def ask(port, path, body=None):
 @pytest.mark.slow
 def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
-    port, found, servers = free_port(), {}, []
-    serve_on = Server.serve_on
+    port, found, begun = free_port(), {}, threading.Event()
+    serve_it = Server.serve
 
-    def told_and_not_begun(self, taken):
+    def told_and_not_begun(self, *given, **more):
         """Whoever saw the address may come at once: they wait, and are not refused."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
             found["early"] = capsys.readouterr().out
-        servers.append(self)
-        serve_on(self, taken)
+        begun.set()
+        return serve_it(self, *given, **more)
 
-    monkeypatch.setattr(Server, "serve_on", told_and_not_begun)
+    monkeypatch.setattr(Server, "serve", told_and_not_begun)
 
     def client():
         try:
@@ -58,7 +59,8 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
             found["answer"] = ask(port, "/v1/completions", body)
             found["default"] = ask(port, "/v1/completions", {"prompt": "Once"})
         finally:
-            servers[0].end()
+            if begun.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=client)
     thread.start()
@@ -100,7 +102,6 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return imported(name, *given, **more)
 
-    monkeypatch.delitem(sys.modules, "dms_jax.serving.app", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     assert main(["serve"]) == 2
     assert "pip install 'dms-jax[serve]'" in capsys.readouterr().err

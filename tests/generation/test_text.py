@@ -197,6 +197,29 @@ def test_the_time_of_a_token_does_not_grow_with_the_text():
     assert late < 20 * early  # the text itself is copied, which is quick
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_piece_is_decoded_once(kind, monkeypatch):
+    """Each token that was the last of a piece is decoded by itself too, but only the first time."""
+    tokens = tokenizer(kind).encode("two words and a third one\n" * 8, False)
+    tracker, calls, decode = TextTracker(tokenizer(kind), ()), [], Tokenizer.decode
+
+    def counted(self, ids, **options):
+        calls.append(ids)
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    for _ in range(2):
+        running, pieces = request(2 * len(tokens)), 0
+        calls.clear()
+        for start in range(0, len(tokens), 4):
+            running.generated += tokens[start : start + 4]
+            tracker.update(running)
+            pieces += 1
+        running.finish_reason = "length"
+        tracker.update(running)
+    assert len(calls) <= pieces + 4  # the prompt's last token, and the last piece
+
+
 def test_an_interrupt_while_texts_are_made_loses_none(monkeypatch):
     """Several requests end in a chunk, and Ctrl-C comes while their texts are made."""
     kind, words = tokenizer("qwen2"), ["one", "two", "three"]

@@ -1,18 +1,25 @@
-"""A server in this process, and a client that sees what is on the wire."""
+"""A server whose two sides are threads of this process, and a client that sees what is on the wire.
 
+Between them is what is between the two processes of `dms-jax serve`.
+"""
+
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import http.client
 import json
+import socket
 import threading
 import time
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.serving import Service
-from dms_jax.serving.app import make_app
-from dms_jax.serving.server import Server, take_address
+from dms_jax.serving.engine_server import EngineServer
+from dms_jax.serving.http_process import answer
+from dms_jax.serving.messages import Served
+from dms_jax.serving.server import take_address
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -44,12 +51,12 @@ class Client:
     Attributes:
       port: where it listens.
       service: what it answers with.
-      server: it.
+      engine: which HTTP asks.
     """
 
     port: int
     service: Service
-    server: Server
+    engine: EngineServer
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
@@ -92,22 +99,32 @@ class Client:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
+def served(service) -> Served:
+    """What is said of a service."""
+    return Served.of(service, "stories", dms_jax.Sampling(), seed=0)
+
+
 @contextlib.contextmanager
-def serving(drain_seconds=60.0, **more):
-    """A client of a server that runs in threads of this process."""
-    service = make_service(**more)
+def serving(**more):
+    """A client of a server, which ends in order."""
+    service, gone = make_service(**more), threading.Event()
     service.start()
     with take_address("127.0.0.1", 0) as taken:
-        server = Server(make_app(service, name="stories"), service, drain_seconds=drain_seconds)
-        thread = threading.Thread(target=server.serve_on, args=(taken,))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ours, theirs = socket.socketpair()
+        engine = EngineServer(service, ours, served(service), gone.set)
+        thread = threading.Thread(target=lambda: asyncio.run(answer(taken, theirs)))
         thread.start()
-        wait_until(lambda: server.started)
         try:
-            yield Client(taken.getsockname()[1], service, server)
+            yield Client(port, service, engine)
         finally:
-            server.end()
+            engine.end()
+            service.drain(60.0)
             thread.join(60)
             assert not thread.is_alive()
+            assert gone.wait(60)
+            ours.close()
 
 
 def wait_until(true, seconds=60.0):

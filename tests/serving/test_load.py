@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import signal
 import threading
 
 import jax
@@ -14,8 +13,7 @@ from dms_jax.errors import CapacityError, CheckpointError, ConfigError
 from dms_jax.generation import Sampling
 from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
-from dms_jax.serving.app import OUT_OF_MEMORY, make_app
-from dms_jax.serving.server import Server
+from dms_jax.serving.app import OUT_OF_MEMORY
 from tests.serving.support import LANES, SHAPE, make_service, serving, wait_until
 from tests.support.models import random_model, tiny_config
 
@@ -309,7 +307,8 @@ def test_a_sequence_has_room_for_a_prompt_and_an_answer():
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
 def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds):
-    with serving(drain_seconds=seconds) as client:
+    drained = []
+    with serving() as client:
         runner, go_on, begun = client.service.engine.runner, threading.Event(), threading.Event()
         decode = runner.decode
 
@@ -331,33 +330,25 @@ def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds)
         thread = threading.Thread(target=stream)
         thread.start()
         assert begun.wait(60)
-        client.server.end()
-        wait_until(lambda: client.service.draining)
+        client.engine.end()
+        assert client.service.draining
+        drain = threading.Thread(target=lambda: drained.append(client.service.drain(seconds)))
+        drain.start()
         with pytest.raises(OSError, match=r"refused|reset|closed|Remote"):  # nobody listens
             wait_until(lambda: client.get("/health")[0] == 0, 10)
         if not seconds:
             wait_until(lambda: client.service._cancelled)
         go_on.set()
         thread.join(60)
+        drain.join(60)
         last = texts[0].split("data: ")[-1].strip()
         if seconds:
             assert last == "[DONE]"
         else:
             assert json.loads(last)["error"]["code"] == "server_draining"
-    assert client.server.drained == bool(seconds)
+    assert drained == [bool(seconds)]
     assert not client.service.alive
     assert client.service.engine.runner.allocator.pages_in_use == 0
-
-
-def test_only_a_second_interrupt_does_not_wait():
-    service = make_service()
-    server = Server(make_app(service, name="stories"), service, drain_seconds=5.0)
-    server.handle_exit(signal.SIGINT, None)
-    assert service.draining
-    assert server.should_exit
-    assert not server.force_exit
-    server.handle_exit(signal.SIGINT, None)
-    assert server.force_exit
 
 
 def test_a_service_that_ends_takes_nothing_new():

@@ -3,8 +3,11 @@
 import asyncio
 import json
 import time
+from typing import Any
 
 import pytest
+
+import dms_jax
 
 MANY = "Once upon a time " * 60
 SAY = [{"role": "user", "content": "Hi"}]
@@ -66,11 +69,14 @@ def test_what_is_not_served_is_refused_by_name(client, chat, fields, param, word
 
 
 def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch):
-    tokenizer = client.service.engine.model.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    error = client.ask(chat=True, status=400, messages=SAY)["error"]
-    assert error["param"] == "messages"
-    assert "send the text as prompt to /v1/completions" in error["message"]
+    from dms_jax.serving.protocol import RefusalError, read_ask
+
+    model = client.service.engine.model
+    monkeypatch.setattr(model.tokenizer, "chat_template", None)
+    limits: dict[str, Any] = dict(defaults=dms_jax.Sampling(), max_tokens=160, most=12, seed=0)
+    with pytest.raises(RefusalError, match="send the text as prompt to /v1/completions") as refused:
+        read_ask(dict(messages=SAY), chat=True, model=model, **limits)
+    assert refused.value.param == "messages"
 
 
 def test_what_asks_for_nothing_is_accepted(idle):

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/serving/"
 ANSWERS = "tests/serving/test_answers.py"
 LOAD = "tests/serving/test_load.py"
+PROCESSES = "tests/serving/test_processes.py"
 WARM = "tests/serving/test_warm.py::test_a_warm_server_compiles_nothing_whatever_comes"
 ARRIVALS = "tests/generation/test_arrivals.py"
 SAMPLING = "tests/generation/test_sampling.py"
@@ -34,8 +35,8 @@ MUTANTS = [
     Mutant(
         "serving: a client that leaves a stream has its answer written to the end",
         FOLDER + "app.py",
-        "            self._ended()\n",
-        "            pass\n",
+        "        watching.cancel()\n        ended()\n",
+        "        watching.cancel()\n",
         (f"{LOAD}::test_a_client_that_goes_away_frees_its_pages",),
     ),
     Mutant(
@@ -55,9 +56,37 @@ MUTANTS = [
     Mutant(
         "serving: the first Ctrl-C does not wait",
         FOLDER + "server.py",
-        "super().handle_exit(sig, frame)  #",
-        "self.should_exit = True; super().handle_exit(sig, frame)  #",
-        (f"{LOAD}::test_only_a_second_interrupt_does_not_wait",),
+        "if told and number == signal.SIGINT:",
+        "if number == signal.SIGINT:",
+        (f"{PROCESSES}::test_only_a_second_interrupt_does_not_wait",),
+    ),
+    Mutant(
+        "serving: a signal for the process of HTTP ends it before the answers have ended",
+        FOLDER + "http_process.py",
+        '        """Leaves signals to the engine\'s process, which drains the answers first."""\n',
+        "        super().handle_exit(sig, frame)  # pyright: ignore\n",
+        (f"{PROCESSES}::test_only_a_second_interrupt_does_not_wait",),
+    ),
+    Mutant(
+        "serving: HTTP outlives the engine",
+        FOLDER + "engine_client.py",
+        "        self.on_end(False)\n",
+        "",
+        (f"{PROCESSES}::test_http_ends_when_the_engine_has_gone",),
+    ),
+    Mutant(
+        "serving: the engine outlives HTTP",
+        FOLDER + "engine_server.py",
+        "        self._gone()\n",
+        "",
+        (f"{PROCESSES}::test_the_server_ends_with_an_error_when_http_has_gone",),
+    ),
+    Mutant(
+        "serving: an error on the other side is made again from its words alone",
+        "dms_jax/errors.py",
+        "return _remade, (type(self), self.args), self.__dict__",
+        "return type(self), self.args",
+        (f"{PROCESSES}::test_errors_that_are_made_otherwise_are_the_same_too",),
     ),
     Mutant(
         "serving: what is cancelled while it waits is read first",

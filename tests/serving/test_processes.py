@@ -1,0 +1,284 @@
+"""The two processes of a server: what one says the other hears, and neither outlives the other."""
+
+import contextlib
+import inspect
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+
+import jax
+import pytest
+
+import dms_jax
+from dms_jax import errors
+from dms_jax.generation.requests import NotNumbersError
+from dms_jax.serving.engine_server import EngineServer
+from dms_jax.serving.messages import portable
+from dms_jax.serving.protocol import RefusalError
+from dms_jax.serving.server import Server, take_address
+from dms_jax.serving.service import DrainingError
+from tests.serving.support import Client, make_service, served, wait_until
+
+PROMPT = dict(prompt="Once upon a time", temperature=0)
+OURS = [
+    kind
+    for kind in (*vars(errors).values(), DrainingError)
+    if inspect.isclass(kind) and issubclass(kind, dms_jax.DmsJaxError)
+]
+
+
+@contextlib.contextmanager
+def started():
+    """The process that answers HTTP, and its port, before it was told of a model."""
+    with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
+        taken.listen()
+        yield server, taken.getsockname()[1]
+
+
+@contextlib.contextmanager
+def answering():
+    """A client of a process that answers, its service, and what ends it in order."""
+    gone = threading.Event()
+    with started() as (server, port):
+        service = make_service()
+        service.start()
+        engine = EngineServer(service, server._connection, served(service), gone.set)
+        yield Client(port, service, engine), server._process
+        engine.end()
+        assert service.drain(60.0)
+        assert server._process.wait(60) == 0
+        assert gone.wait(60)
+
+
+@pytest.fixture(scope="module")
+def both():
+    """A client, and the process that answers it."""
+    with answering() as made:
+        yield made
+
+
+def asked(client, answers, index, **body):
+    """Streams an answer, and keeps its text and its tokens as they were told."""
+    chunks = client.stream(chat=index % 2 == 1, **body)
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    texts = [each.get("text", each.get("delta", {}).get("content")) or "" for each in choices]
+    answers[index] = "".join(texts), chunks
+
+
+def test_many_streams_at_once_are_each_what_it_is_alone(both):
+    """Texts of several bytes a character, log-probabilities, chats and completions, together."""
+    client, _ = both
+    hot = dict(temperature=30, max_tokens=60)
+
+    def body(index):
+        if index % 2:
+            return hot | dict(
+                messages=[{"role": "user", "content": "Zoë 🐈"}], logprobs=True, seed=index
+            )
+        return hot | dict(prompt=f"Lily {index}", logprobs=1, seed=index)
+
+    answers: dict[int, tuple] = {}
+    threads = [
+        threading.Thread(target=asked, args=(client, answers, index), kwargs=body(index))
+        for index in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(answers) == 12
+    assert any(ord(char) > 127 for text, _ in answers.values() for char in text)
+    for index, (text, chunks) in answers.items():
+        (whole,) = client.ask(chat=index % 2 == 1, **body(index))["choices"]
+        assert text == (whole["message"]["content"] if index % 2 else whole["text"])
+        told = [
+            logged
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if (logprobs := choice["logprobs"]) is not None
+            for logged in (
+                [each["logprob"] for each in logprobs["content"]]
+                if index % 2
+                else logprobs["token_logprobs"]
+            )
+        ]
+        kept = whole["logprobs"]
+        kept = (
+            [each["logprob"] for each in kept["content"]] if index % 2 else kept["token_logprobs"]
+        )
+        assert told == pytest.approx(kept, abs=1e-4)
+        assert len(told) == 60
+
+
+def test_health_metrics_and_what_is_served_come_from_the_engine(both):
+    client, _ = both
+    assert client.get("/health") == (200, '{"status":"ok"}')
+    assert '"policy":"TOVA"' in client.get("/v1/models/stories")[1]
+    before = client.metric("dms_jax_generation_tokens_total")
+    assert client.ask(max_tokens=5, **PROMPT)["usage"]["completion_tokens"] == 5
+    assert client.metric("dms_jax_generation_tokens_total") == before + 5
+    wait_until(lambda: client.metric("dms_jax_running") == 0)
+    assert client.metric("dms_jax_pages_free") == client.service._pages
+
+
+def test_errors_of_the_engine_keep_their_status(both, monkeypatch):
+    client, _ = both
+    raised: list[Exception] = []
+
+    def refuse(*_):
+        raise raised[0]
+
+    monkeypatch.setattr(client.service, "submit", refuse)
+    wrong = NotNumbersError("NaN at token 3", {1})
+    for error, status, words in (
+        (dms_jax.CapacityError("it is full"), 400, "it is full"),
+        (dms_jax.DataError("too long"), 400, "too long"),
+        (dms_jax.BusyError("12 wait"), 429, "12 wait"),
+        (DrainingError("it ends"), 503, "it ends"),
+        (dms_jax.OutOfMemoryError("5 bytes"), 503, "out of memory on this request"),
+        (wrong, 500, "its log says why"),
+        (ValueError("oh"), 500, "its log says why"),
+    ):
+        raised[:] = [error]
+        answer = client.ask(status=status, max_tokens=3, **PROMPT)
+        assert words in answer["error"]["message"]
+
+
+def test_a_client_that_goes_away_frees_its_pages(both, monkeypatch):
+    client, _ = both
+    runner, go_on, waits = client.service.engine.runner, threading.Event(), threading.Event()
+    decode = runner.decode
+
+    def slow(*given, **more):
+        waits.set()
+        assert go_on.wait(60)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", slow)
+    connection = client.connect()
+    response = client.send(PROMPT | dict(max_tokens=150, stream=True), connection=connection)
+    assert waits.wait(60)
+    response.close()
+    connection.close()
+    wait_until(lambda: client.service._cancelled)
+    go_on.set()
+    wait_until(lambda: not client.service.figures.pages_in_use and not client.service._jobs)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_every_error_of_ours_is_the_same_on_the_other_side(kind):
+    error = kind("what\nwas wrong")
+    error.finished = {1: "done"}
+    other = pickle.loads(pickle.dumps(portable(error)))
+    assert (type(other), str(other), other.finished) == (kind, str(error), {1: "done"})
+
+
+def test_errors_that_are_made_otherwise_are_the_same_too():
+    numbers = pickle.loads(pickle.dumps(portable(NotNumbersError("NaN", [3, 5]))))
+    assert (type(numbers), str(numbers), numbers.indices) == (NotNumbersError, "NaN", {3, 5})
+    refused = pickle.loads(pickle.dumps(RefusalError("no", status=413, code="c", retry_after=2)))
+    assert (refused.status, refused.code, refused.retry_after) == (413, "c", 2)
+    assert refused.body["error"]["message"] == "no"
+
+
+def test_errors_of_others_are_themselves_or_their_words():
+    class LocalError(Exception):
+        pass
+
+    class TwoPartsError(Exception):
+        def __init__(self, first, second):
+            super().__init__(f"{first} {second}")
+
+    memory = pickle.loads(pickle.dumps(portable(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"))))
+    assert isinstance(memory, jax.errors.JaxRuntimeError)
+    for error, words in ((LocalError("a"), "LocalError: a"), (TwoPartsError(1, 2), "1 2")):
+        other = pickle.loads(pickle.dumps(portable(error)))
+        assert type(other) is RuntimeError
+        assert words in str(other)
+
+
+@pytest.mark.parametrize("when", ["before there is a model", "while it answers"])
+def test_http_ends_when_the_engine_has_gone(when):
+    with started() as (server, port):
+        service = make_service()
+        if when == "while it answers":
+            engine = EngineServer(service, server._connection, served(service), lambda: None)
+            client = Client(port, service, engine)
+            assert client.get("/v1/models")[0] == 200
+            kept = client.connect()
+            kept.connect()
+        server._connection.shutdown(socket.SHUT_RDWR)
+        assert server._process.wait(60) == 0
+
+
+def serve(server, service, begin, ended):
+    """Serves in this thread, the main one, while `begin` runs in another until it has ended."""
+    service.start()
+    thread = threading.Thread(target=begin)
+    thread.start()
+    try:
+        return server.serve(service, served(service), drain_seconds=60.0)
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+def test_the_server_ends_with_an_error_when_http_has_gone():
+    with started() as (server, port):
+        service, ended, noticed = make_service(), threading.Event(), []
+
+        def kill():
+            wait_until(lambda: Client(port, service, None).get("/health")[0] == 200)
+            server._process.kill()
+            noticed.append(ended.wait(20))
+            if not noticed[0]:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)"):
+            serve(server, service, kill, ended)
+        assert noticed == [True]
+        assert service.draining
+
+
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGINT"], ["SIGINT", "SIGINT"]])
+def test_only_a_second_interrupt_does_not_wait(signals, monkeypatch):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with started() as (server, port):
+        service, go_on, ended, told = make_service(), threading.Event(), threading.Event(), []
+        drain = service.drain
+
+        def slow(seconds):
+            assert go_on.wait(60)
+            told.append("drained")
+            return drain(seconds)
+
+        def tell():
+            client = Client(port, service, None)
+            try:
+                told.append(client.get("/health")[0])
+                # That of HTTP may hear it first, from a supervisor of both: it does not mind.
+                os.kill(server._process.pid, getattr(signal, signals[0]))
+                time.sleep(0.5)
+                told.append(client.get("/health")[0])
+            finally:
+                for name in signals if not ended.is_set() else ():
+                    os.kill(os.getpid(), getattr(signal, name))
+                    wait_until(lambda: service.draining)
+            if len(signals) == 1:
+                go_on.set()
+
+        monkeypatch.setattr(service, "drain", slow)
+        ends = (
+            contextlib.nullcontext() if signals == ["SIGTERM"] else pytest.raises(KeyboardInterrupt)
+        )
+        drained = None
+        with ends:
+            drained = serve(server, service, tell, ended)
+        assert drained is (True if signals == ["SIGTERM"] else None)
+        assert told == [200, 200, *["drained"] * (len(signals) == 1)]
+        go_on.set()
+    assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert len(signals) == 2 or server._process.returncode == 0
