@@ -200,18 +200,32 @@ def test_errors_of_others_are_themselves_or_their_words():
         assert words in str(other)
 
 
-@pytest.mark.parametrize("when", ["before there is a model", "while it answers"])
-def test_http_ends_when_the_engine_has_gone(when):
-    with started() as (server, port):
-        service = make_service()
-        if when == "while it answers":
-            engine = EngineServer(service, server._connection, served(service), lambda: None)
-            client = Client(port, service, engine)
-            assert client.get("/v1/models")[0] == 200
-            kept = client.connect()
-            kept.connect()
+def test_http_ends_when_the_engine_has_gone_before_there_is_a_model():
+    with started() as (server, _):
         server._connection.shutdown(socket.SHUT_RDWR)
         assert server._process.wait(60) == 0
+
+
+def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
+    with started() as (server, port):
+        service, go_on = make_service(), threading.Event()
+        given = service, server._connection, served(service), lambda: None
+        client = Client(port, service, EngineServer(*given))
+        decode = service.engine.runner.decode
+
+        def slow(*given, **more):
+            assert go_on.wait(60)
+            return decode(*given, **more)
+
+        monkeypatch.setattr(service.engine.runner, "decode", slow)
+        service.start()
+        response = client.send(PROMPT | dict(max_tokens=9, stream=True))
+        server._connection.shutdown(socket.SHUT_RDWR)
+        (event,) = response.read().decode().split("\n\n")[:-1]
+        assert "The process of the engine has ended." in event
+        assert server._process.wait(60) == 0
+        go_on.set()
+        assert service.drain(60.0)
 
 
 def serve(server, service, begin, ended):
