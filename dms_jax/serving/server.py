@@ -81,7 +81,11 @@ class Server:
             self._listening.close()  # the process has it, and closes the address in the end
             ended_by = news.get()
             engine.end()
-            drained = ended_by is not None and service.drain(drain_seconds)
+            try:
+                drained = service.drain(0.0 if ended_by is None else drain_seconds)
+            except KeyboardInterrupt:  # at most a chunk: Python cannot end while one is computed
+                service.drain(0.0)
+                raise
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LATE)
         if ended_by is None or self._process.returncode:

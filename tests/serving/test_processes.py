@@ -200,18 +200,32 @@ def test_errors_of_others_are_themselves_or_their_words():
         assert words in str(other)
 
 
-@pytest.mark.parametrize("when", ["before there is a model", "while it answers"])
-def test_http_ends_when_the_engine_has_gone(when):
-    with started() as (server, port):
-        service = make_service()
-        if when == "while it answers":
-            engine = EngineServer(service, server._connection, served(service), lambda: None)
-            client = Client(port, service, engine)
-            assert client.get("/v1/models")[0] == 200
-            kept = client.connect()
-            kept.connect()
+def test_http_ends_when_the_engine_has_gone_before_there_is_a_model():
+    with started() as (server, _):
         server._connection.shutdown(socket.SHUT_RDWR)
         assert server._process.wait(60) == 0
+
+
+def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
+    with started() as (server, port):
+        service, go_on = make_service(), threading.Event()
+        given = service, server._connection, served(service), lambda: None
+        client = Client(port, service, EngineServer(*given))
+        decode = service.engine.runner.decode
+
+        def slow(*given, **more):
+            assert go_on.wait(60)
+            return decode(*given, **more)
+
+        monkeypatch.setattr(service.engine.runner, "decode", slow)
+        service.start()
+        response = client.send(PROMPT | dict(max_tokens=9, stream=True))
+        server._connection.shutdown(socket.SHUT_RDWR)
+        (event,) = response.read().decode().split("\n\n")[:-1]
+        assert "The process of the engine has ended." in event
+        assert server._process.wait(60) == 0
+        go_on.set()
+        assert service.drain(60.0)
 
 
 def serve(server, service, begin, ended):
@@ -240,7 +254,7 @@ def test_the_server_ends_with_an_error_when_http_has_gone():
         with pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)"):
             serve(server, service, kill, ended)
         assert noticed == [True]
-        assert service.draining
+        assert not service.alive
 
 
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGINT"], ["SIGINT", "SIGINT"]])
@@ -251,8 +265,8 @@ def test_only_a_second_interrupt_does_not_wait(signals, monkeypatch):
         drain = service.drain
 
         def slow(seconds):
-            assert go_on.wait(60)
-            told.append("drained")
+            assert not seconds or go_on.wait(60)
+            told.append(seconds)
             return drain(seconds)
 
         def tell():
@@ -278,7 +292,8 @@ def test_only_a_second_interrupt_does_not_wait(signals, monkeypatch):
         with ends:
             drained = serve(server, service, tell, ended)
         assert drained is (True if signals == ["SIGTERM"] else None)
-        assert told == [200, 200, *["drained"] * (len(signals) == 1)]
+        assert told == [200, 200, 60.0 if len(signals) == 1 else 0.0]
+        assert not service.alive
         go_on.set()
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert len(signals) == 2 or server._process.returncode == 0

@@ -72,7 +72,7 @@ MUTANTS = [
         FOLDER + "engine_client.py",
         "        self.on_end(False)\n",
         "",
-        (f"{PROCESSES}::test_http_ends_when_the_engine_has_gone",),
+        (f"{PROCESSES}::test_http_tells_its_clients_and_ends_when_the_engine_has_gone",),
     ),
     Mutant(
         "serving: the engine outlives HTTP",
