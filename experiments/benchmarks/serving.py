@@ -333,6 +333,8 @@ def model_name(address: str) -> str:
 def main(config: Config) -> int:
     """Puts every load on the server and writes the figures; 1 if a request was not answered."""
     make_place("--out", config.out)
+    if config.questions is not None:
+        read_questions(config.questions)  # before a server has compiled for a minute
     place = contextlib.nullcontext(config.url) if config.url else started(config.server)
     rows = []
     with place as address, Crowd(config.processes) as crowd:

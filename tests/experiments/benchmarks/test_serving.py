@@ -79,6 +79,33 @@ def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_questions_are_asked_as_chats_by_clients_in_processes(tmp_path):
+    """As many questions as there are, and then the first again."""
+    out, questions = tmp_path / "serving.json", tmp_path / "questions.jsonl"
+    lines = [json.dumps({"question": f"What is {number}?"}) for number in range(4)]
+    questions.write_text("\n".join(lines) + "\n\n")
+    with serving() as client:
+        config = small(out, url=address_of(client), questions=questions, processes=2)
+        assert script.main(config) == 0
+    bodies = script.make_requests(config, "stories")
+    asked = [body["messages"] for body in bodies]
+    assert asked[0] == [{"role": "user", "content": "What is 0?"}]
+    assert asked[4:] == asked[:2]
+    wanted = sum(body["max_tokens"] for body in bodies)
+    for row in json.loads(out.read_text())["loads"]:
+        assert (row["requests"], row["failed"], row["tokens"]) == (6, 0, wanted)
+        assert row["first_part_ms"]["median"] > 0
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "[1]\n", "no JSON\n"])
+def test_questions_that_are_none_are_told_before_a_server_is_started(tmp_path, text):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(text)
+    with pytest.raises(dms_jax.ConfigError, match=r"--questions .*questions\.jsonl"):
+        script.main(small(tmp_path / "x.json", server="--model nowhere", questions=path))
+
+
+@pytest.mark.slow
 def test_what_is_refused_is_counted_and_ends_with_a_failure(tmp_path):
     out = tmp_path / "serving.json"
     with serving(max_waiting=0) as client:
