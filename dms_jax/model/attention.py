@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
-from dms_jax.model.layers import Linear, RMSNorm, Stack, residual_gain
+from dms_jax.model.layers import Linear, RMSNorm, Stack, residual_gain, rms_norm
 from dms_jax.model.rope import apply_rope
 from dms_jax.model.split_rows import SplitRow, of_own_tokens, of_whole_rows
 from dms_jax.policies.base import Policy
@@ -59,12 +59,23 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T E"]
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
         """Returns queries, keys and values before rotation."""
-        grouped = self.qkv_proj(x)
+        grouped = self._normed(self.qkv_proj(x))
         q = grouped[..., :-2, :].reshape(*x.shape[:2], -1, grouped.shape[-1])
-        k, v = grouped[..., -2, :], grouped[..., -1, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return q, grouped[..., -2, :], grouped[..., -1, :]
+
+    def _normed(self, grouped: Float[Array, "B T K n D"]) -> Float[Array, "B T K n D"]:
+        """Applies the norms of queries and keys, if there are any.
+
+        All heads are normed where they lie, in one pass, and values stay as they are. Queries and
+        keys that are taken apart first are two slices and two norms to a GPU, in every step.
+        """
+        if self.q_norm is None or self.k_norm is None:
+            return grouped
+        head = jax.lax.broadcasted_iota(jnp.int32, grouped.shape[-2:], 0)
+        group = grouped.shape[-2] - 2
+        scale = jnp.where(head < group, self.q_norm.scale[...], self.k_norm.scale[...])
+        normed = rms_norm(grouped, scale, self.q_norm.epsilon)
+        return jnp.where(head <= group, normed, grouped)
 
 
 @dataclasses.dataclass(frozen=True)

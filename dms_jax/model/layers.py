@@ -216,9 +216,16 @@ class RMSNorm(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.epsilon)
+
+
+def rms_norm(
+    x: Float[Array, "*rows n"], scale: Float[Array, "*some n"], epsilon: float
+) -> Float[Array, "*rows n"]:
+    """Divides by the root of the mean square of the last dimension, and multiplies by a scale."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
+    return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
 @jax.custom_vjp

@@ -6,6 +6,7 @@ Run by `test_launches.py` in a process of its own, with the compiler for GPUs (`
 on its path, which would slow every start of jax. Nothing is executed and no array is made.
 """
 
+import dataclasses
 import json
 import re
 
@@ -40,10 +41,10 @@ _LOOP = re.compile(r" while\(.* body=%([\w.-]+)")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 
 
-def compiled_step(policy: Policy) -> str:
+def compiled_step(policy: Policy, config: ModelConfig) -> str:
     """Returns the text of the program of steps, as it would run on an H200."""
     place = for_h200()
-    given = arguments(policy, CONFIG, batch=BATCH, columns=COLUMNS, place=place)
+    given = arguments(policy, config, batch=BATCH, columns=COLUMNS, place=place)
     traced = programs.decode.on_gpu.trace(*given)
     (device,) = place.mesh.devices.flat
     return compile_ahead(traced.lower(lowering_platforms=("cuda",)), device.device_kind).text
@@ -73,9 +74,9 @@ def layer_loop(text: str) -> tuple[list[str], int]:
     return lines[body], trips
 
 
-def report(policy: Policy) -> dict[str, float]:
+def report(policy: Policy, config: ModelConfig = CONFIG) -> dict[str, float]:
     """Returns the launches of a layer, and the copies of arrays of the pool's size in a turn."""
-    lines, trips = layer_loop(compiled_step(policy))
+    lines, trips = layer_loop(compiled_step(policy, config))
     copied = [
         line
         for line in lines
@@ -86,4 +87,6 @@ def report(policy: Policy) -> dict[str, float]:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
-    print(json.dumps({name: report(policy) for name, policy in POLICIES.items()}))
+    found = {name: report(policy) for name, policy in POLICIES.items()}
+    normed = dataclasses.replace(CONFIG, qk_norm=True, model_type="qwen3")
+    print(json.dumps(found | {"norms of queries and keys": report(Vanilla(), normed)}))
