@@ -155,7 +155,7 @@ class Pool:
         turned, k_pages, v_pages = rotate_and_write(
             self.k_pages,
             self.v_pages,
-            heads.reshape(-1, *heads.shape[-2:]),
+            heads.reshape(-1, *heads.shape[-2:]).astype(self.k_pages.dtype),
             (cos[:, 0], sin[:, 0]),
             *self._places(page_table, slots),
             zeroed=zeroed,

@@ -159,7 +159,7 @@ def _write(
                 tokens.q,
                 tokens.k,
                 tokens.v,
-                chunk.rotation,
+                merged.rotation,
                 zeroed=policy.borrowed(group, tokens.k.shape[-1]),
             )
             k = v = None
