@@ -228,6 +228,39 @@ def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
         assert service.drain(60.0)
 
 
+class Unreadable:
+    """What can be sent, and not be read; or not even be sent."""
+
+    def __init__(self, *, sent: bool):
+        self.sent = sent
+
+    def __reduce__(self):
+        if not self.sent:
+            raise TypeError("it has no pickle")
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_message_that_does_not_arrive_ends_both_sides(sent):
+    """Whoever waits for an answer would wait for ever."""
+    gone = threading.Event()
+    with started() as (server, port):
+        service = make_service()
+        engine = EngineServer(service, server._connection, served(service), gone.set)
+        client, answers = Client(port, service, engine), []
+        assert client.get("/health")[0] == 503  # the engine has not begun, so that the next waits
+        waits = threading.Thread(
+            target=lambda: answers.append(client.ask(status=503, max_tokens=3, **PROMPT))
+        )
+        waits.start()
+        wait_until(lambda: service._jobs)
+        engine._out.put(Unreadable(sent=sent))
+        waits.join(60)
+        assert "The process of the engine has ended." in answers[0]["error"]["message"]
+        assert server._process.wait(60) == 0
+        assert gone.wait(60)
+
+
 def serve(server, service, begin, ended):
     """Serves in this thread, the main one, while `begin` runs in another until it has ended."""
     service.start()
