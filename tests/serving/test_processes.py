@@ -273,6 +273,24 @@ def serve(server, service, begin, ended):
         thread.join(60)
 
 
+def test_an_interrupt_that_was_lost_before_ends_the_server_then():
+    """What is raised in a callback of the garbage collector, which jax has, ends nothing."""
+    before = signal.getsignal(signal.SIGINT)
+    with started() as (server, _):
+        service, ended = make_service(), threading.Event()
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def end():
+            if not ended.wait(10):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(KeyboardInterrupt):
+            serve(server, service, end, ended)
+        assert service.drain(60.0)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 def test_the_server_ends_with_an_error_when_http_has_gone():
     with started() as (server, port):
         service, ended, noticed = make_service(), threading.Event(), []
