@@ -53,13 +53,14 @@ class Server:
             )
 
     def __enter__(self) -> "Server":
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        self._handler = signal.getsignal(signal.SIGINT)
+        if callable(self._handler):  # it is not ignored
             signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if signal.getsignal(signal.SIGINT) == self._interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if callable(self._handler):
+            signal.signal(signal.SIGINT, self._handler)
         self._process.kill()
         self._process.wait()
         self._connection.close()
@@ -68,7 +69,8 @@ class Server:
         # jax is told of garbage collections, often while it traces, and what is raised there is
         # lost: `serve` raises it again.
         self._interrupted = True
-        raise KeyboardInterrupt
+        if callable(self._handler):
+            self._handler(number, frame)
 
     def serve(self, service: Service, served: Served, *, drain_seconds: float) -> bool:
         """Answers until a signal ends it; called in the main thread.
