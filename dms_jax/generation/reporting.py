@@ -37,7 +37,7 @@ def record_peak_bytes(runner: Runner, running: Mapping[int, Request]) -> None:
         request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _News:
     """What is to be told of a request.
 
@@ -152,12 +152,14 @@ class Reporter:
         """Makes the texts of what was kept, and calls back; a callback that raises stops it."""
         if self.on_tokens is None or not self._untold:
             return
-        untold, self._untold = self._untold, []
-        texts = [
-            self.tracker.update(news.request) if news.text is None else news.text for news in untold
-        ]
+        # All is kept until all texts are made: what an interrupt stops is made by the next call.
+        for news in self._untold:
+            if news.text is None:
+                news.text = self.tracker.update(news.request)
         self.tracker.finish()
-        for news, text in zip(untold, texts, strict=True):
-            self.on_tokens(Update(news.request.index, news.tokens, text, news.finished))
+        untold, self._untold = self._untold, []
+        for news in untold:
+            assert news.text is not None
+            self.on_tokens(Update(news.request.index, news.tokens, news.text, news.finished))
         if self.on_told is not None:
             self.on_told()

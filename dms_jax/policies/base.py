@@ -35,7 +35,7 @@ after a decode step. The kept slots are compacted in order, and the freed pages 
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -153,10 +153,11 @@ class Policy(Options):
         """
         return ()
 
+    @final  # steps take what is borrowed to a kernel, and do not come here
     def clear_borrowed(
         self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale: Any = 0.0
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
-        """Multiplies the borrowed neurons by `scale`.
+        """Multiplies the neurons that `borrowed` names by `scale`.
 
         It is applied before rotation, which would mix them into another dimension of their plane,
         and again after rotation, which mixes that dimension into them.

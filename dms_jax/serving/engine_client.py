@@ -1,8 +1,8 @@
 """HTTP's side of a server: the engine of another process, for the coroutines of one event loop."""
 
 import asyncio
-import contextlib
 import itertools
+import logging
 import pickle
 import socket
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from dms_jax.serving.messages import (
 )
 from dms_jax.serving.service import Listener, Piece
 
+_logger = logging.getLogger("dms_jax")
 _MOST_BUFFERED = 2**22  # bytes that wait to be read, where many answers come together
 
 
@@ -108,9 +109,13 @@ class EngineClient:
             del self._replies[message.key]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 self._take(await _next(reader))
+        except (EOFError, OSError):
+            pass
+        except Exception:  # whoever waits would wait for ever
+            _logger.exception("What the engine says cannot be read.")
         self._gone = True
         for reply in self._replies.values():
             if not reply.done():

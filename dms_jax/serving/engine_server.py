@@ -105,9 +105,14 @@ class EngineServer:
     # -- what goes --------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the client has gone, which `_read` says
+        try:
             while (message := self._out.get()) is not None:
                 self._connection.sendall(packed(message))
+        except OSError:  # the client has gone, which `_read` says
+            pass
+        except Exception:  # as of what has no pickle; the client would wait for ever
+            _logger.exception("What HTTP is to be told cannot be sent.")
+            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 def _next(stream: BinaryIO) -> Any:

@@ -27,7 +27,7 @@ _LATE = 10  # seconds after the last answer, in which clients read what they are
 class Server:
     """The process that answers HTTP; it starts at once, and waits for `serve`.
 
-    As a context it is killed at the end, unless it has ended.
+    As a context it is killed at the end, unless it has ended; the context is of the main thread.
 
     Args:
       listening: the socket of its address, which listens when `serve` is called.
@@ -37,7 +37,7 @@ class Server:
     """
 
     def __init__(self, listening: socket.socket):
-        self._listening = listening
+        self._listening, self._interrupted = listening, False
         self._connection, other = socket.socketpair()
         # The search path of this process, so that the same packages are found; and no device.
         path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -53,12 +53,24 @@ class Server:
             )
 
     def __enter__(self) -> "Server":
+        self._handler = signal.getsignal(signal.SIGINT)
+        if callable(self._handler):  # it is not ignored
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if callable(self._handler):
+            signal.signal(signal.SIGINT, self._handler)
         self._process.kill()
         self._process.wait()
         self._connection.close()
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        # jax is told of garbage collections, often while it traces, and what is raised there is
+        # lost: `serve` raises it again.
+        self._interrupted = True
+        if callable(self._handler):
+            self._handler(number, frame)
 
     def serve(self, service: Service, served: Served, *, drain_seconds: float) -> bool:
         """Answers until a signal ends it; called in the main thread.
@@ -72,9 +84,12 @@ class Server:
           Whether all of them ended by themselves.
 
         Raises:
-          KeyboardInterrupt: it was ended by Ctrl-C: in order, or by a second one.
+          KeyboardInterrupt: it was ended by Ctrl-C: in order, or by a second one; or that came
+            before, and was lost.
           OtherProcessError: the process that answers HTTP has ended by itself.
         """
+        if self._interrupted:
+            raise KeyboardInterrupt
         news: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for its end
         with _signals(news):
             engine = EngineServer(service, self._connection, served, lambda: news.put(None))

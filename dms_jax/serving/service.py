@@ -250,8 +250,9 @@ class Service:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a lane."""
-        return max(len(self._jobs) - self._figures.running, 0)
+        """Requests that wait for a lane; those that ended and are yet to be told of it do not."""
+        left = sum(job.request.finish_reason is None for job in list(self._jobs.values()))
+        return max(left - self._figures.running, 0)
 
     def warm(self) -> int:
         """Compiles whatever requests can need, so that none waits for it.

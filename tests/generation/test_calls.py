@@ -1,6 +1,7 @@
 """Interrupted calls keep what is finished, and overlapping calls are refused without harm."""
 
 import dataclasses
+import itertools
 import threading
 import types
 
@@ -13,6 +14,7 @@ from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Engine, Generation
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.runner import Runner
+from dms_jax.generation.text import TextTracker
 from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
@@ -74,6 +76,32 @@ def test_a_callback_that_raises_loses_nothing_of_its_chunk():
     with pytest.raises(KeyboardInterrupt) as caught:
         engine.generate(given, sampling=SHORT, on_tokens=interrupt)
     assert caught.value.finished == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_an_interrupt_while_texts_are_made_leaves_none_of_them_cut(nth, monkeypatch):
+    """Two answers end in one chunk; it comes before the text of the first or of the second."""
+    model = dms_jax.load(dms_jax.assets.path("stories260k"))
+    engine = Engine(model, max_tokens=64, **(SHAPE | {"num_lanes": 2}))
+    given = ["Once upon a time", "Lily"]
+    expected = engine.generate(given, sampling=SHORT)
+    update, ends = TextTracker.update, itertools.count()
+
+    def interrupted(self, request):
+        if not request.remaining and next(ends) == nth:
+            raise KeyboardInterrupt
+        return update(self, request)
+
+    monkeypatch.setattr(TextTracker, "update", interrupted)
+    told = ["", ""]
+
+    def tell(news):
+        told[news.index] += news.text
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.generate(given, sampling=SHORT, on_tokens=tell)
+    assert caught.value.finished == dict(enumerate(expected))
+    assert told == [each.text for each in expected]
 
 
 def test_a_second_interrupt_carries_them_too(monkeypatch):

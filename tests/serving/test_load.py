@@ -210,6 +210,27 @@ def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
     assert len(calls) == 2
 
 
+def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
+    """The end of an answer is told while the next steps of another one run."""
+    service, seen = make_service(num_lanes=2), []
+    runner = service.engine.runner
+    decode = runner.decode
+
+    def looking(*given, **more):
+        seen.append((len(service._jobs), service.figures.running, service.waiting))
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", looking)
+    with service._changed:  # so that they are let in together
+        for most in (5, 13):
+            service.submit(
+                [[1, 70, 90]], Sampling(temperature=0, max_new_tokens=most), lambda piece: None
+            )
+    service.start()
+    assert service.drain(60.0)
+    assert seen[1:] == [(2, 1, 0), (1, 1, 0)]
+
+
 @pytest.mark.slow
 def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     """The pool is full: the younger request waits with a part of its answer, the older outgrows."""

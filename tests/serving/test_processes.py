@@ -228,6 +228,39 @@ def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
         assert service.drain(60.0)
 
 
+class Unreadable:
+    """What can be sent, and not be read; or not even be sent."""
+
+    def __init__(self, *, sent: bool):
+        self.sent = sent
+
+    def __reduce__(self):
+        if not self.sent:
+            raise TypeError("it has no pickle")
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_message_that_does_not_arrive_ends_both_sides(sent):
+    """Whoever waits for an answer would wait for ever."""
+    gone = threading.Event()
+    with started() as (server, port):
+        service = make_service()
+        engine = EngineServer(service, server._connection, served(service), gone.set)
+        client, answers = Client(port, service, engine), []
+        assert client.get("/health")[0] == 503  # the engine has not begun, so that the next waits
+        waits = threading.Thread(
+            target=lambda: answers.append(client.ask(status=503, max_tokens=3, **PROMPT))
+        )
+        waits.start()
+        wait_until(lambda: service._jobs)
+        engine._out.put(Unreadable(sent=sent))
+        waits.join(60)
+        assert "The process of the engine has ended." in answers[0]["error"]["message"]
+        assert server._process.wait(60) == 0
+        assert gone.wait(60)
+
+
 def serve(server, service, begin, ended):
     """Serves in this thread, the main one, while `begin` runs in another until it has ended."""
     service.start()
@@ -238,6 +271,24 @@ def serve(server, service, begin, ended):
     finally:
         ended.set()
         thread.join(60)
+
+
+def test_an_interrupt_that_was_lost_before_ends_the_server_then():
+    """What is raised in a callback of the garbage collector, which jax has, ends nothing."""
+    before = signal.getsignal(signal.SIGINT)
+    with started() as (server, _):
+        service, ended = make_service(), threading.Event()
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def end():
+            if not ended.wait(10):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(KeyboardInterrupt):
+            serve(server, service, end, ended)
+        assert service.drain(60.0)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_the_server_ends_with_an_error_when_http_has_gone():

@@ -248,8 +248,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation: chains that did not fit are let in again for their first chunk",
-        FOLDER + "engine.py",
-        "request.slots = runner.lengths[:, source].copy()",
+        FOLDER + "room.py",
+        "running[lane].slots = runner.lengths[:, source].copy()",
         "pass",
         (f"{SHARED}::test_chains_wait_for_the_memory_that_they_need",),
     ),
