@@ -104,6 +104,18 @@ def test_a_token_that_is_rotated_as_it_is_written(policy, dtype):
     assert len(found) == len(zero) * BATCH * KV_HEADS
 
 
+def test_what_is_rotated_takes_the_type_of_the_pool():
+    """A policy may merge in a wider one."""
+    pool = Pool(jnp.zeros((1, 2, 16), jnp.bfloat16), jnp.zeros((1, 2, 16), jnp.bfloat16))
+    table, slots = jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1), jnp.int32)
+    wide = jnp.full((1, 1, 1, 16), 1.5)
+    nowhere = jnp.ones((1, 1, 8)), jnp.zeros((1, 1, 8))
+    after, q = pool.rotate_and_store(table, slots, wide, wide, 2 * wide, nowhere)
+    chex.assert_type([after.k_pages, after.v_pages, q], jnp.bfloat16)
+    assert (after.k_pages[0, 0] == 1.5).all()
+    assert (after.v_pages[0, 0] == 3).all()
+
+
 def test_a_slot_beyond_the_table_is_not_written():
     pool = jnp.zeros((2, 2, 1))
     slots = jnp.full((1, 1, 1), 9, jnp.int32)
