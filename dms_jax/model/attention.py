@@ -71,6 +71,9 @@ class Attention(nnx.Module):
         """
         if self.q_norm is None or self.k_norm is None:
             return grouped
+        # Rounded as it is stored, which XLA may leave out between a sum of low rank and a norm.
+        info = jnp.finfo(grouped.dtype)
+        grouped = jax.lax.reduce_precision(grouped, info.nexp, info.nmant)
         head = jax.lax.broadcasted_iota(jnp.int32, grouped.shape[-2:], 0)
         group = grouped.shape[-2] - 2
         scale = jnp.where(head < group, self.q_norm.scale[...], self.k_norm.scale[...])
