@@ -124,7 +124,7 @@ class Recording(Policy):
         return self.policy.decide(tokens)
 
     def borrowed(self, group: int, head_dim: int):
-        """See `Policy.borrowed`."""
+        """The neurons that the recorded policy borrows; see `Policy.borrowed`."""
         return self.policy.borrowed(group, head_dim)
 
     def evicted(self, chunk: Chunk):

@@ -22,12 +22,12 @@ class Encoder(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """See `LanguageModel`."""
+        """Turns texts into token ids, with the chat template; None if there is none."""
         ...
 
     @property
     def config(self) -> ModelConfig:
-        """See `LanguageModel`."""
+        """Says how many tokens there are, and how many positions."""
         ...
 
 

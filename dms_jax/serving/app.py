@@ -111,6 +111,7 @@ class _Api:
         news, began = _News(len(prompts)), set()
 
         def listen(piece: Piece | Exception) -> None:
+            news.put(piece)  # first: the client is answered, whatever becomes of the counts
             if isinstance(piece, Exception):
                 self.counts.failed()
             elif piece.tokens and piece.choice not in began:
@@ -118,7 +119,6 @@ class _Api:
                 self.counts.began(since)
             if isinstance(piece, Piece) and piece.completion is not None:
                 self.counts.ended(piece.completion, since)
-            news.put(piece)
 
         key = await self.engine.submit(prompts, ask.sampling, listen)
         replies = Replies(ask, chat, served.name, served.tokenizer)

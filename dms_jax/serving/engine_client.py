@@ -22,7 +22,7 @@ from dms_jax.serving.messages import (
     Submit,
     packed,
 )
-from dms_jax.serving.service import Listener, Piece
+from dms_jax.serving.service import Listener, Piece, call_listener
 
 _logger = logging.getLogger("dms_jax")
 _MOST_BUFFERED = 2**22  # bytes that wait to be read, where many answers come together
@@ -121,7 +121,7 @@ class EngineClient:
             if not reply.done():
                 reply.set_exception(_gone())
         for listening in self._listeners.values():
-            listening.listener(_gone())
+            call_listener(listening.listener, _gone())
         self.on_end(False)
 
     def _take(self, message: Reply | News | End) -> None:
@@ -148,7 +148,7 @@ class EngineClient:
             listening.running -= 1
             if not listening.running:
                 del self._listeners[key]
-        listening.listener(piece)
+        call_listener(listening.listener, piece)
 
 
 class _Listening:

@@ -63,6 +63,14 @@ def _nothing() -> None:
     pass
 
 
+def call_listener(listener: Callable[..., None], *news: Piece | Exception) -> None:
+    """Calls a listener; its own error is logged, and does not end the others' answers."""
+    try:
+        listener(*news)
+    except Exception:  # whatever it does; the others are still to be told
+        _logger.exception("A listener failed.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """What an engine holds between two chunks.
@@ -370,12 +378,12 @@ class Service:
         if update.finished:
             del self._jobs[update.index]
         self._told.add(job.told)
-        self._call(job.listener, piece)
+        call_listener(job.listener, piece)
 
     def _deliver(self) -> None:
         told, self._told = self._told, set()
         for each in told:
-            self._call(each)
+            call_listener(each)
 
     def _fail(self, error: Exception) -> None:
         """Ends the requests that an error stopped; those that wait go on waiting.
@@ -403,12 +411,5 @@ class Service:
 
     def _end(self, request: Request, error: Exception) -> None:
         job = self._jobs.pop(request.index)
-        self._call(job.listener, error)
-        self._call(job.told)
-
-    def _call(self, listener: Callable[..., None], *news: Piece | Exception) -> None:
-        """Calls a listener; its own error is logged, and does not end the others' answers."""
-        try:
-            listener(*news)
-        except Exception:
-            _logger.exception("A listener failed.")
+        call_listener(job.listener, error)
+        call_listener(job.told)

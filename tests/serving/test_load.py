@@ -14,6 +14,7 @@ from dms_jax.generation import Sampling
 from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY
+from dms_jax.serving.metrics import Metrics
 from tests.serving.support import LANES, SHAPE, make_service, serving, wait_until
 from tests.support.models import random_model, tiny_config
 
@@ -208,6 +209,20 @@ def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
     assert [str(error) for error in news[1]] == ["The request was cancelled."]
     assert isinstance(news[0][0], Exception)
     assert len(calls) == 2
+
+
+def test_counts_that_fail_take_nobody_s_answer(monkeypatch):
+    """They are counted where answers come in, for all who ask."""
+
+    def failing(self, completion, since):
+        raise RuntimeError("cannot be counted")
+
+    monkeypatch.setattr(Metrics, "ended", failing)
+    with serving() as client:
+        for stream in (True, False):
+            response = client.send(LONG | {"max_tokens": 3, "stream": stream})
+            assert (response.status, b"length" in response.read()) == (200, True)
+        assert client.get("/health")[0] == 200
 
 
 def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
