@@ -158,8 +158,12 @@ def read_questions(path: pathlib.Path) -> list[str]:
     try:
         lines = path.read_text().splitlines()
         questions = [json.loads(line)["question"] for line in lines if line.strip()]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise dms_jax.ConfigError(f"--questions {path}: {error!r}") from error
+    except OSError as error:
+        raise dms_jax.ConfigError(f"--questions {path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise dms_jax.ConfigError(
+            f'--questions {path}: every line is to be a JSON object with a "question"'
+        ) from error
     if not questions:
         raise dms_jax.ConfigError(f"--questions {path} holds none")
     return questions

@@ -127,6 +127,20 @@ def serving(**more):
             ours.close()
 
 
+def hold_steps(client, monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Returns an event until which every chunk of steps waits, and one that one does."""
+    runner, go_on, waits = client.service.engine.runner, threading.Event(), threading.Event()
+    decode = runner.decode
+
+    def held(*given, **more):
+        waits.set()
+        assert go_on.wait(60)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(runner, "decode", held)
+    return go_on, waits
+
+
 def wait_until(true, seconds=60.0):
     """Waits until a function says so."""
     end = time.monotonic() + seconds

@@ -15,7 +15,7 @@ from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY
 from dms_jax.serving.metrics import Metrics
-from tests.serving.support import LANES, SHAPE, make_service, serving, wait_until
+from tests.serving.support import LANES, SHAPE, hold_steps, make_service, serving, wait_until
 from tests.support.models import random_model, tiny_config
 
 LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
@@ -24,15 +24,7 @@ LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
 @pytest.fixture
 def held(idle, monkeypatch):
     """The client, an event until which every chunk of steps waits, and one that one does."""
-    runner, go_on, waits = idle.service.engine.runner, threading.Event(), threading.Event()
-    decode = runner.decode
-
-    def slow(*given, **more):
-        waits.set()
-        assert go_on.wait(60)
-        return decode(*given, **more)
-
-    monkeypatch.setattr(runner, "decode", slow)
+    go_on, waits = hold_steps(idle, monkeypatch)
     yield idle, go_on, waits
     go_on.set()
 
@@ -345,15 +337,7 @@ def test_a_sequence_has_room_for_a_prompt_and_an_answer():
 def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds):
     drained = []
     with serving() as client:
-        runner, go_on, begun = client.service.engine.runner, threading.Event(), threading.Event()
-        decode = runner.decode
-
-        def slow(*given, **more):
-            begun.set()
-            assert go_on.wait(60)
-            return decode(*given, **more)
-
-        monkeypatch.setattr(runner, "decode", slow)
+        go_on, begun = hold_steps(client, monkeypatch)
         kept = client.connect()
         kept.connect()
         responses, texts = [], []

@@ -20,7 +20,7 @@ from dms_jax.serving.messages import portable
 from dms_jax.serving.protocol import RefusalError
 from dms_jax.serving.server import Server, take_address
 from dms_jax.serving.service import DrainingError
-from tests.serving.support import Client, make_service, served, wait_until
+from tests.serving.support import Client, hold_steps, make_service, served, wait_until
 
 PROMPT = dict(prompt="Once upon a time", temperature=0)
 OURS = [
@@ -149,15 +149,7 @@ def test_errors_of_the_engine_keep_their_status(both, monkeypatch):
 
 def test_a_client_that_goes_away_frees_its_pages(both, monkeypatch):
     client, _ = both
-    runner, go_on, waits = client.service.engine.runner, threading.Event(), threading.Event()
-    decode = runner.decode
-
-    def slow(*given, **more):
-        waits.set()
-        assert go_on.wait(60)
-        return decode(*given, **more)
-
-    monkeypatch.setattr(runner, "decode", slow)
+    go_on, waits = hold_steps(client, monkeypatch)
     connection = client.connect()
     response = client.send(PROMPT | dict(max_tokens=150, stream=True), connection=connection)
     assert waits.wait(60)
