@@ -120,7 +120,7 @@ ENDLESS = {
     "slices": "{{ [1]|slice(10**9)|list }}",
     "blind text": "{{ lipsum(n=10**9) }}",
     "wrapping": "{{ ('x ' * 10**7)|wordwrap(1) }}",
-    "a long chain": "{{ " + "~".join(["1"] * 50_000) + " }}",
+    "a long chain": "{{ " + "~".join(["1"] * 1_000_000) + " }}",
 }
 RENDERED = {
     "plain": ("{{ messages[0].content }}", "x"),
