@@ -50,15 +50,15 @@ def jaxtyped(fn: Any = None, *, typechecker: Callable | None) -> Any:
 
 
 def _checked_later(fn: Callable, typechecker: Callable | None) -> Callable:
-    checked = scope = None
+    @functools.cache
+    def checks():
+        # The scope imports jax, which tests/conftest.py sets up first.
+        return typechecker(fn) if typechecker else fn, _jaxtyped("context")
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
         __tracebackhide__ = True
-        nonlocal checked, scope
-        if checked is None:
-            checked = typechecker(fn) if typechecker else fn
-            scope = _jaxtyped("context")  # imports jax, which tests/conftest.py sets up first
+        checked, scope = checks()
         try:
             with scope:
                 return checked(*args, **kwargs)
