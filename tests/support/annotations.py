@@ -15,6 +15,7 @@ sizes of its own; where an argument is wrong, jaxtyping's own checks are made to
 import dataclasses
 import functools
 import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,14 @@ def _checked_later(fn: Callable, typechecker: Callable | None) -> Callable:
     @functools.cache
     def checks():
         # The scope imports jax, which tests/conftest.py sets up first.
-        return typechecker(fn) if typechecker else fn, _jaxtyped("context")
+        scope = _jaxtyped("context")
+        if typechecker is None:
+            return fn, scope
+        try:
+            typing.get_type_hints(fn)
+        except NameError:  # imported for type checkers alone: jaxtyping checks the other arguments
+            return _jaxtyped(fn, typechecker=typechecker), scope
+        return typechecker(fn), scope
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):

@@ -35,6 +35,11 @@ def twice(x: Float[np.ndarray, "B T"]):
 
 
 @checked
+def named(x: Float[np.ndarray, "B T"], other: "Nowhere | None" = None):  # noqa: F821
+    return x
+
+
+@checked
 @dataclasses.dataclass
 class Holder:
     x: Float[np.ndarray, "B T"]
@@ -55,7 +60,9 @@ class Below(Holder):
     """Inherits what makes it."""
 
 
-@pytest.mark.parametrize("function", [rows, Holder, Below, Holder.of, checked(staticmethod(rows))])
+@pytest.mark.parametrize(
+    "function", [rows, named, Holder, Below, Holder.of, checked(staticmethod(rows))]
+)
 def test_what_is_wrong_is_refused_at_the_first_call_and_later(function):
     for _ in range(2):
         with pytest.raises(TypeCheckError, match=r"parameters"):
