@@ -16,7 +16,15 @@ SLOW = pytest.mark.slow
 # Cases of one process: enough to make up for its start, few enough to share the cores.
 TOGETHER = 13
 # One case of each feature.
-MMA = ["base", "group16_head_dim256", "head_dim96", "float8_page16", "page16", "one_long_row"]
+MMA = [
+    "base",
+    "group16_head_dim256",
+    "head_dim96",
+    "float8_page16",
+    "float8_float16",
+    "page16",
+    "one_long_row",
+]
 
 # Rows of float8 pages that are long are read in tiles of two pages.
 LONG_TILE = ["float8", "float8_one_long_row", "float8_group8_head_dim64", "float8_page16"]
