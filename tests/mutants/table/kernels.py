@@ -25,7 +25,23 @@ WRITE = "pallas_kernels/update/"
 WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_with_the_oracle"
 SERVING = "tests/pallas_kernels/test_serving.py::test_on_a_gpu"
 
+SHARED = "tests/pallas_kernels/decode/test_shared_memory.py"
+
 MUTANTS = [
+    Mutant(
+        "kernels: programs share a core that it has no memory for",
+        DECODE + "gpu.py",
+        '"programs_per_core": max(1, min(wanted, fit))',
+        '"programs_per_core": wanted',
+        (f"{SHARED}::test_as_many_programs_share_a_core_as_fit",),
+    ),
+    Mutant(
+        "kernels: what sums over threads take is not counted",
+        DECODE + "spec.py",
+        "for size in each) + REDUCTION_BYTES",
+        "for size in each)",
+        (f"{SHARED}::test_the_form_of_ampere_takes_the_bytes_that_are_counted",),
+    ),
     Mutant(
         "kernels: a key is rotated by the angles of another sequence",
         WRITE + "gpu.py",
