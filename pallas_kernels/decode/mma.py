@@ -21,8 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode.operands import per_column
 from pallas_kernels.decode.plan import walk_rows
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.decode.spec import LOG2_E, LOWEST, REDUCTION_BYTES, Spec, mma_operands
+from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec, mma_operands
 from pallas_kernels.mma import ACC, LHS, RHS, mma
+from pallas_kernels.shared_memory import REDUCTION_BYTES
 from pallas_kernels.stores import store
 
 _PER_COLUMN = ACC.reduce(0)

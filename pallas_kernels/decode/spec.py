@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.shared_memory import REDUCTION_BYTES, laid_out
+
 LOG2_E = math.log2(math.e)
 # The initial running maximum: below every score, and its differences are finite, unlike -inf's.
 LOWEST = -1e30
@@ -16,8 +18,6 @@ QUERY_STEP = 2.0**-3
 CONVERTED = 2
 
 
-# Shared memory that Mosaic takes for sums over threads: its default, which kernels ask for by name.
-REDUCTION_BYTES = 2048
 # The largest group that kernels for GPUs serve, padded (`Spec.columns`).
 MOST_COLUMNS = 16
 
@@ -31,9 +31,9 @@ def mma_operands(tile: int, head_dim: int, columns: int) -> tuple[tuple[int, int
 
 
 def mma_bytes(tile: int, head_dim: int, columns: int) -> int:
-    """Returns the shared memory of a program with Ampere's products; arrays are aligned to 1 KB."""
-    each = (2 * rows * width for rows, width in mma_operands(tile, head_dim, columns))
-    return sum(-(-size // 1024) * 1024 for size in each) + REDUCTION_BYTES
+    """Returns the shared memory of a program with Ampere's products."""
+    operands = mma_operands(tile, head_dim, columns)
+    return laid_out(2 * rows * width for rows, width in operands) + REDUCTION_BYTES
 
 
 @dataclass(frozen=True)
