@@ -25,10 +25,18 @@ WRITE = "pallas_kernels/update/"
 WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_with_the_oracle"
 SERVING = "tests/pallas_kernels/test_serving.py::test_on_a_gpu"
 
+DISPATCH = "tests/pallas_kernels/decode/test_dispatch.py"
 TRAINING_MEMORY = "tests/pallas_kernels/training/test_shared_memory.py"
 SHARED = "tests/pallas_kernels/decode/test_shared_memory.py"
 
 MUTANTS = [
+    Mutant(
+        "kernels: Ampere's form of decoding refuses groups that it has served",
+        DECODE + "gpu.py",
+        "if q.shape[1] > 16:",
+        "if q.shape[1] > 8:",
+        (f"{DISPATCH}::test_every_form_serves_the_cases_that_it_is_to_serve",),
+    ),
     Mutant(
         "kernels: programs share a core that it has no memory for",
         DECODE + "gpu.py",

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import decode_attention, decode_plan
+from pallas_kernels import decode_attention, decode_plan, dispatch
 from pallas_kernels.decode import cases, gpu, tpu
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import GPU, Implementation, Operation
+from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import (
     as_arrays,
     decode_inputs,
@@ -159,6 +160,27 @@ def test_other_generations_of_gpus(card, name, marker, monkeypatch):
     text = lower_for_cuda(function, **shapes)
     assert marker in text
     assert (XLA in text) == (marker == XLA)
+
+
+H200 = dispatch.DEFAULT_GPU
+FORMS = {
+    "mosaic_gpu": gpu.why_not_mosaic,
+    "mosaic_mma": gpu.why_not_mma,
+    "mosaic_tpu": tpu.why_not,
+}
+
+
+@pytest.mark.parametrize("card", [T4, A100, L4, H200, B200], ids=lambda card: card.kind)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_serves_the_cases_that_it_is_to_serve(card, form, monkeypatch):
+    """And refuses the others in words; what is served is run by the other tests."""
+    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    for case in (*cases.CONTRACT, *cases.XLA_ONLY):
+        with jax.enable_x64(case.dtype == "float64"):
+            said = FORMS[form](*split_rows(structs(case)), plan=None)
+        want = refusal(case, form, card.capability)
+        assert (said is None) == (want is None), (case.name, said)
+        assert (want or "") in (said or ""), (case.name, said)
 
 
 @pytest.mark.parametrize(
