@@ -235,6 +235,24 @@ def test_pages_too_large_for_a_tpu_are_refused(page_size):
     assert "needs two buffers" in str(tpu.why_not(q, rows, None))
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "served"),
+    [
+        (2, 1007 * 128, True),  # "widest" of `compile_for_tpu`
+        (2, 1007 * 128 + 1, False),
+        (240_000, 128, True),
+        (262_144, 128, False),
+    ],
+)
+def test_rows_and_tables_are_within_the_scalar_memory_of_a_tpu(rows, columns, served):
+    """The compiler fails where they are not, and XLA serves them."""
+    of = jax.ShapeDtypeStruct
+    pages = of((4, 16, 128), jnp.bfloat16)
+    table, lengths = of((rows, columns), jnp.int32), of((rows,), jnp.int32)
+    said = tpu.why_not(of((rows, 4, 128), jnp.bfloat16), Rows(pages, pages, table, lengths), None)
+    assert said is None if served else "bytes of scalar memory" in str(said)
+
+
 def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(gpu, "target_gpu", lambda: T4)
     function, shapes = decode(cases.BASE, ("mosaic_gpu", "mosaic_mma"))
