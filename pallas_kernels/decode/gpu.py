@@ -286,20 +286,21 @@ def _round(x, finfo):
 def query_operands(q, spec: Spec):
     """Writes queries as operands of the matrix unit (see `operands`), [parts, R, G, D].
 
-    Those of float8 clamp what is out of range.
+    Those of float8 clamp what is out of the range of each; together they reach 65408.
     """
     if spec.query_parts == 1:
         return q.astype(spec.query)[None]
-    finfo, step = jnp.finfo(spec.query), 1.0
-    rest = q.astype(jnp.float32)
-    if spec.scaled:
-        rest = jnp.clip(rest, float(finfo.min), float(finfo.max))
-        step = 1 / QUERY_STEP
-    pieces = []
+    finfo, step = jnp.finfo(spec.query), 1 / QUERY_STEP if spec.scaled else 1.0
+
+    def within(x):
+        return jnp.clip(x, float(finfo.min), float(finfo.max)) if spec.scaled else x
+
+    rest, pieces = q.astype(jnp.float32), []
     for _ in range(spec.query_parts - 1):
-        rounded = _round(rest, finfo)
+        rounded = _round(within(rest), finfo)
         pieces.append(rounded)
         rest = (rest - rounded) * step
+    rest = within(rest)
     # One kernel, that writes each operand where it belongs.
     part = lax.broadcasted_iota(jnp.int32, (spec.query_parts, 1, 1, 1), 0)
     return functools.reduce(
