@@ -284,6 +284,13 @@ class GPU:
             return 163 * 1024
         return (227 if self.capability[0] in (9, 10, 11) else 99) * 1024
 
+    def programs_a_core(self, shared_bytes: int) -> int:
+        """Returns how many programs that take so many bytes of shared memory a core holds.
+
+        A core has 1 KB more than one program can have, and each program takes 1 KB beside its own.
+        """
+        return (self.shared_bytes + 1024) // (shared_bytes + 1024)
+
 
 # What kernels are planned for where there is no local GPU.
 DEFAULT_GPU = GPU("NVIDIA H200", 132, (9, 0))

@@ -3,6 +3,7 @@
 import abc
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
@@ -21,5 +22,19 @@ class Format(abc.ABC):
         """Returns the vectors that stored ones stand for."""
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns vectors in the frame of what is stored, or those of that frame in their own."""
+        """Returns vectors in the frame of what is stored, in a dtype that has room for them."""
         return x
+
+    def rotate_back(self, x: Float[Array, "*slots D"], dtype: Any) -> Float[Array, "*slots D"]:
+        """Returns vectors of the frame of what is stored in their own."""
+        return x.astype(dtype)
+
+
+def within(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+    """Returns numbers in a dtype; one beyond its largest becomes that.
+
+    What stands for a number that a dtype has may lie beyond what it has: 65504 is 66000 in 4 bits,
+    which is infinite in float16.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)

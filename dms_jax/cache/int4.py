@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dms_jax.cache.format import Format
+from dms_jax.cache.format import Format, within
 from pallas_kernels.four_bits import pack, scaled
 
 _LEAST_SCALE = 2.0**-120  # scales stay normal numbers
@@ -60,11 +60,20 @@ class Int4(Format):
     def dequantize(self, values: Array, scales: Array, dtype: Any) -> Float[Array, "*slots D"]:
         """Returns the numbers that quantized slots stand for, rotated back."""
         wide = scaled(values, scales, jnp.promote_types(dtype, jnp.float32))
-        return self._turn(wide).astype(dtype)
+        return self.rotate_back(wide, dtype)
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns vectors in the rotated frame of the pages, or of that frame in their own."""
-        return self._turn(x).astype(x.dtype)
+        """Returns vectors in the rotated frame of the pages.
+
+        Those of float16 become float32: a rotated number may be sqrt(D) times the largest one. As
+        queries they make attention compute in float32, whose keys and values are as large.
+        """
+        turned = self._turn(x)
+        return turned if x.dtype == jnp.float16 else turned.astype(x.dtype)
+
+    def rotate_back(self, x: Float[Array, "*slots D"], dtype: Any) -> Float[Array, "*slots D"]:
+        """Returns vectors of the rotated frame in their own."""
+        return within(self._turn(x), dtype)
 
     def _turn(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         """Returns rotated vectors, in float32 at least; twice gives the vectors."""

@@ -52,12 +52,12 @@ class Pool:
         return self.k_pages.shape[1]
 
     def rotate(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
-        """Returns queries as the pool's keys want them, or outputs of the pool's values as usual.
-
-        The pool of 4 bits stores vectors in a frame of its own, and the rotation into it is its own
-        inverse.
-        """
+        """Returns queries in the frame that the pool stores vectors in: 4 bits have their own."""
         return x if self.format is None else self.format.rotate(x)
+
+    def rotate_back(self, x: Float[Array, "*shape D"], dtype: Any) -> Float[Array, "*shape D"]:
+        """Returns outputs of the pool's values, of queries in that frame, in the usual one."""
+        return x if self.format is None else self.format.rotate_back(x, dtype)
 
     def store(
         self,

@@ -7,7 +7,8 @@
 448 is the largest e4m3 number. A floating-point format gains no precision from a scale that fills
 its range exactly, so the scale is a power of two: the dequantized x' is exact in bfloat16, and
 quantizing x' again gives x'. With three bits of mantissa the error is at most 1/16 of a number, and
-2^-10 scale near zero.
+2^-10 scale near zero. Of a dtype's largest numbers, which this would round beyond it (65504 to
+65536), the dequantized ones are the largest of 4 significant bits (61440).
 """
 
 import dataclasses
@@ -33,6 +34,9 @@ class Float8(Format):
     def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Float[Array, "*slots D"], Array]:
         """Returns (e4m3 numbers, float32 scale of each slot)."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # The largest number of x's dtype with the significant bits of an e4m3 number.
+        largest = 1.875 * 2.0 ** (jnp.finfo(x.dtype).maxexp - 1)
+        wide = jnp.where(jnp.isinf(wide), wide, jnp.clip(wide, -largest, largest))
         mantissa, exponent = jnp.frexp(jnp.abs(wide).max(-1))  # mantissa in [1/2, 1)
         exponent = exponent - 9 + (mantissa > _LARGEST / 2**9)
         scales = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, _LEAST_EXPONENT))

@@ -255,7 +255,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
                 weights = weights.reshape(*placement.lengths.shape, -1, scores.shape[-1])
             else:
                 out = result
-            out = cache.pool.rotate(out)
+            out = cache.pool.rotate_back(out, q.dtype)
             if reads is None and reading.lengths is not placement.lengths:
                 reads = reading.lengths.sum(-1, dtype=jnp.int32)
     return Attended(

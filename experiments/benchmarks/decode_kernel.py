@@ -38,6 +38,7 @@ from experiments.benchmarks.kernel_timing import (
     require_gpu,
     time_chain,
 )
+from experiments.benchmarks.settings import check_numbers
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 
@@ -336,6 +337,9 @@ class Config:
     """Seed of the random queries, keys and values."""
     picture: pathlib.Path | None = None
     """A folder with decode.json: time nothing, draw it into --out."""
+
+    def __post_init__(self):
+        check_numbers(self, may_be_zero=("seed",))
 
 
 def main(config: Config) -> None:

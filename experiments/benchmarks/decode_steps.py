@@ -37,7 +37,8 @@ from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
 from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
-from experiments.benchmarks.shapes import SHAPES, Shape, check_sizes, model_of
+from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        check_sizes(self, may_be_zero=("window",))
+        check_numbers(self, may_be_zero=("window",))
         check_ratios(self.ratios, self.context, self.window)
 
 

@@ -57,7 +57,8 @@ from dms_jax.model.caching import tree_bytes
 from experiments.benchmarks import traces
 from experiments.benchmarks.decode_steps import median_seconds, read_rate
 from experiments.benchmarks.kernel_timing import environment
-from experiments.benchmarks.shapes import Shape, check_sizes, model_of
+from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.shapes import Shape, model_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +102,13 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        check_sizes(self)
+        dms_jax.Sampling(temperature=self.temperature, top_p=self.top_p)
+        check_numbers(self, may_be_zero=("temperature",))
         if self.prompts[0] > self.prompts[1]:
             raise dms_jax.ConfigError(f"prompts {self.prompts}: the shortest comes first.")
         if self.device not in DEVICES:
             known = ", ".join(DEVICES)
             raise dms_jax.ConfigError(f"device {self.device!r} is unknown; known are {known}.")
-        dms_jax.Sampling(temperature=self.temperature, top_p=self.top_p)
 
 
 class Clients:

@@ -34,6 +34,7 @@ from experiments.benchmarks.decode_steps import (
     time_runner,
 )
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, model_of
 
 NEAR_DENSE = 0.95
@@ -63,6 +64,9 @@ class Config:
     """Times that everything is timed; the mean counts, and the spread is shown."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
+
+    def __post_init__(self):
+        check_numbers(self, may_be_zero=("window",))
 
     def steps(self) -> Steps:
         """The same settings for the benchmark of decode steps."""

@@ -28,6 +28,7 @@ from dms_jax.command_line.running import command, run
 from dms_jax.config import ModelConfig
 from dms_jax.training.recipe import Recipe, Stage
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
 
 # Model dim, layers, vocabulary.
 SHAPES = {"120m": (1024, 8, 16384), "tiny": (64, 2, 64)}
@@ -50,6 +51,9 @@ class Config:
     """Tokens of a step."""
     out: pathlib.Path = pathlib.Path("runs/export_pause.json")
     """JSON file for the figures, with device, versions, date and command."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def config_of(shape: str) -> ModelConfig:

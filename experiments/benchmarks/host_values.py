@@ -51,6 +51,7 @@ from experiments.benchmarks.host_value_parts import (
     seconds,
 )
 from experiments.benchmarks.kernel_timing import require_gpu
+from experiments.benchmarks.settings import check_numbers
 from pallas_kernels import fetch_rows
 
 
@@ -337,6 +338,9 @@ class Config:
     """One way in this process, printed as JSON."""
     limit: float = 45.0
     """Seconds that a way may take."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def main(config: Config) -> None:

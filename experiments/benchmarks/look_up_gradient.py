@@ -25,6 +25,7 @@ from dms_jax.command_line.running import command, run
 from dms_jax.json_text import json_text
 from dms_jax.model import layers
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
 
 # Vocabulary, columns, tokens.
 SHAPES = {
@@ -59,6 +60,9 @@ class Config:
     """After which nothing more is begun."""
     out: pathlib.Path = pathlib.Path("runs/look_up.json")
     """Where the figures go, as they come."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def draw(size: int, columns: int, count: int) -> tuple[jax.Array, jax.Array]:

@@ -28,6 +28,7 @@ from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.step import ScheduleValues, TrainState, make_optimizer, make_update
 from experiments.benchmarks.decode_steps import read_rate
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.training import SHAPES
 
 LEAST_BYTES = 32  # a parameter
@@ -44,6 +45,9 @@ class Config:
     """Rounds of five updates of which the median counts."""
     out: pathlib.Path = pathlib.Path("runs/optimizer_update.json")
     """Where the figures go, as they come."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def time_update(shape: str, rounds: int) -> dict[str, Any]:

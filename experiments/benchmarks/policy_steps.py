@@ -40,6 +40,7 @@ from experiments.benchmarks.decode_steps import (
     read_rate,
     roofline,
 )
+from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
 CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
@@ -65,11 +66,7 @@ class Config:
     """Folder for the figures, speed.json."""
 
     def __post_init__(self):
-        for name in ("context", "batch"):
-            if getattr(self, name) < 1:
-                raise dms_jax.ConfigError(f"--{name} must be at least 1.")
-        if not self.ratios:
-            raise dms_jax.ConfigError("--ratios wants at least one.")
+        check_numbers(self)
 
 
 @dataclasses.dataclass(frozen=True)

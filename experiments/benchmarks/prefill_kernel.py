@@ -27,6 +27,7 @@ from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
 from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import command_line, environment, require_gpu
+from experiments.benchmarks.settings import check_numbers
 from pallas_kernels import prefill_attention
 
 CHUNK, PAST, HEADS, KV_HEADS, DIM, PAGE, WINDOW = 2048, 30720, 32, 8, 128, 64, 512
@@ -96,6 +97,9 @@ class Config:
     """Timed rounds; the median counts."""
     implementation: str = "mosaic_gpu"
     """What serves the prompts: mosaic_gpu, mosaic_mma or xla."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def main(config: Config) -> None:

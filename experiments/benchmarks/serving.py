@@ -41,6 +41,7 @@ import numpy as np
 import dms_jax
 from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import FAILED, run
+from experiments.benchmarks.settings import check_numbers
 
 ADDRESS = re.compile(r" at (http://\S+)/v1$")
 LONGEST = 600  # seconds that a client waits for the next part of an answer
@@ -80,16 +81,9 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        for name in ("clients", "prompts", "answers"):
-            if min(getattr(self, name)) < 1:
-                raise dms_jax.ConfigError(f"--{name} must be positive numbers")
-        for name in ("requests", "vocabulary", "processes"):
-            if getattr(self, name) < 1:
-                raise dms_jax.ConfigError(f"--{name} must be positive, got {getattr(self, name)}")
+        check_numbers(self, may_be_zero=("long", "temperature", "seed"))
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise dms_jax.ConfigError(f"--url {self.url}: it begins with http:// or https://")
-        if self.long < 0:
-            raise dms_jax.ConfigError(f"--long must be 0 or positive, got {self.long}")
         for name in ("prompts", "answers"):
             least, most = getattr(self, name)
             if least > most:

@@ -1,6 +1,5 @@
-"""Models that benchmarks time: real shapes, random weights, made on the device; sizes checked."""
+"""Models that benchmarks time: real shapes, random weights, made on the device."""
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -63,24 +62,6 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         head_dim=16,
     ),
 }
-
-
-def check_sizes(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError unless the whole numbers of a script's settings are at least 1.
-
-    Args:
-      config: the settings; an option of several numbers has at least one.
-      may_be_zero: options that may be 0.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value == ():
-            raise dms_jax.ConfigError(f"{field.name}: give at least one.")
-        least = 0 if field.name in may_be_zero else 1
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(type(each) is int and each < least for each in numbers):  # no bool
-            must = "not be negative" if least == 0 else "be positive"
-            raise dms_jax.ConfigError(f"{field.name} must {must}, got {value}")
 
 
 def model_of(shape: Shape, dtype: Any) -> dms_jax.LanguageModel:

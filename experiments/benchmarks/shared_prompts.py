@@ -26,7 +26,8 @@ from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine, Sampling, Update
 from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import environment
-from experiments.benchmarks.shapes import SHAPES, Shape, check_sizes, random_model
+from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.shapes import SHAPES, Shape, random_model
 
 POLICIES = {
     "Vanilla": dms_jax.Vanilla(),
@@ -64,7 +65,7 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        check_sizes(self)
+        check_numbers(self)
 
 
 def seconds_to_first_tokens(engine: Engine, prompts: list[list[int]], config: Config) -> float:

@@ -25,7 +25,8 @@ from dms_jax.command_line.running import run
 from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, traces
 from experiments.benchmarks.kernel_timing import command_line, environment
-from experiments.benchmarks.shapes import Shape, check_sizes, model_of
+from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.shapes import Shape, model_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        check_sizes(self)
+        check_numbers(self)
 
 
 def launches_a_layer(kernels: list[dict[str, Any]], steps: int, num_layers: int) -> float:

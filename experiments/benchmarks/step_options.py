@@ -32,6 +32,7 @@ from dms_jax.generation.runner import Runner
 from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
 
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -109,6 +110,9 @@ class Config:
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")
     """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_numbers(self, may_be_zero=("window",))
 
 
 @contextlib.contextmanager

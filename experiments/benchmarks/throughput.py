@@ -35,6 +35,7 @@ from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
 
 Part = Literal["batch", "prompt", "kcache"]
 LLAMA_2_7B: dict[str, Any] = dict(
@@ -85,8 +86,8 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        shapes.check_sizes(self, may_be_zero=("window",))
         check("memory", self.memory, Annotated[float, Range(0, 1, above=True)])
+        check_numbers(self, may_be_zero=("window",))
         for tokens in self.contexts if "batch" in self.parts else ():
             decode_steps.check_ratios(self.ratios, tokens, self.window)
 

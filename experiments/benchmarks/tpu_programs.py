@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.command_line.running import run
+from experiments.benchmarks.settings import check_numbers
 from pallas_kernels import decode_attention, fetch_rows, prefill_attention, select_largest
 
 # Llama-3.1-8B: 8 KV heads, each with 4 query heads, of 128 numbers.
@@ -40,6 +41,9 @@ class Config:
     """Slots or scores of a row, or rows of the store; of a prompt the slots of its past."""
     part: int = 64
     """Page size, or number of scores to select."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def shapes_of(config: Config):

@@ -40,6 +40,7 @@ from dms_jax.training import compiling, losses
 from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Recipe, Stage
 from experiments.benchmarks.kernel_timing import device_events, environment
+from experiments.benchmarks.settings import check_numbers
 
 
 def llama(hidden: int, mlp: int, layers: int, head: int, **fields: Any) -> ModelConfig:
@@ -176,6 +177,9 @@ class Config:
     """Whether one more step is profiled."""
     out: pathlib.Path = pathlib.Path("runs/training.json")
     """Where the figures go, as they come."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def recipe_of(case: Case) -> Recipe:

@@ -30,6 +30,7 @@ from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
 from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import command_line, require_gpu, versions
+from experiments.benchmarks.settings import check_numbers
 from pallas_kernels.training import cases, reference, retrofit_attention
 from pallas_kernels.training.inputs import Inputs
 
@@ -278,6 +279,9 @@ class Config:
     """Also read the memory of compiled programs, and draw the figure."""
     flex: bool = True
     """Also time FlexAttention, where PyTorch is installed."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def main(config: Config) -> None:

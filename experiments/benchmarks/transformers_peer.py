@@ -16,7 +16,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,7 @@ from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling
 from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import command_line, environment
+from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, model_of
 
 
@@ -46,14 +47,17 @@ class Config:
     """Temperature that tokens are drawn at."""
     runs: int = 2
     """Timed calls after the first, which compiles; the best counts."""
-    forms: tuple[str, ...] = ("loop", "generate")
+    forms: tuple[Literal["loop", "generate"], ...] = ("loop", "generate")
     """Forms of transformers: "loop" over its compiled step, "generate" as users call it."""
     most_seconds: float = 55
     """Seconds after which a form of transformers is given up."""
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/peer.json")
     """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def timed(config: Config, call: Callable[[], Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from dms_jax.command_line.running import run
 from experiments.benchmarks.kernel_timing import require_gpu, save_settings
 from pallas_kernels.prefill import gpu as prompt
 from pallas_kernels.prefill.chunk import Chunk, Past
+from pallas_kernels.shared_memory import REDUCTION_BYTES
 from pallas_kernels.training import gpu_forward, gpu_key_gradient, gpu_query_gradient
 from pallas_kernels.training.gpu_tiles import TILE, Problem, Ring, fits
 from pallas_kernels.training.inputs import Inputs, Residuals
@@ -52,17 +53,18 @@ def problem_of(dim: int) -> Problem:
 
 def rings_of(part: str, problem: Problem) -> list[Ring]:
     """List the rings worth a try: those that fit, in shared memory and in registers."""
-    resident = {
-        "forward": gpu_forward.RESIDENT,
-        "query_gradient": gpu_query_gradient.RESIDENT,
-        "key_gradient": gpu_key_gradient.resident(problem),
-        "prompt": gpu_forward.RESIDENT,
+    kernel = {
+        "forward": gpu_forward,
+        "query_gradient": gpu_query_gradient,
+        "key_gradient": gpu_key_gradient,
+        "prompt": prompt,
     }[part]
+    reductions = gpu_query_gradient.REDUCTIONS if part == "query_gradient" else REDUCTION_BYTES
     # The key gradients keep two tiles of scores and two of results in registers.
     wide_scores = part != "key_gradient" or problem.D <= 64
     blocks = (TILE,) if part == "prompt" else (64, 128) if wide_scores else (64,)
     rings = (Ring(block, stages) for block, stages in itertools.product(blocks, range(1, 7)))
-    return [ring for ring in rings if fits(ring, problem, resident)]
+    return [ring for ring in rings if fits(kernel.scratch_of, problem, ring, reductions)]
 
 
 def operands_of(part: str, problem: Problem) -> tuple:

@@ -71,7 +71,8 @@ def decode_attention(
         at unread slots. The attention weights are `exp(scores - lse)`.
       k_scales: with float8 (e4m3) pages, the factor of each slot's key. With pages of 4 bits, uint8
         [N, P, D / 2] as `four_bits` packs them, [N, P, D / g]: one factor for each g numbers of a
-        key. Only "xla" reads 4 bits.
+        key. Only "xla" reads 4 bits. What numbers and factors stand for must lie within q's dtype,
+        which most implementations round it to.
       v_scales: the same of each slot's value; positive, and on Hopper at least 2^-100.
       plan: the plan that `decode_plan` returns for these lengths; index a plan of several layers by
         the layer first. None makes the plan here. On platforms whose kernel needs no plan it has no

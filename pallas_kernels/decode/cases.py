@@ -92,6 +92,9 @@ CONTRACT: tuple[DecodeCase, ...] = (
     # Weights times such scales are zero in float16.
     replace(BASE, name="float8_group8_head_dim64", pages_dtype="float8_e4m3fn", group=8,
             head_dim=64, value_scale=2.0**-40),
+    # Values of up to 37000: near the largest number of float16.
+    replace(BASE, name="float8_float16", dtype="float16", pages_dtype="float8_e4m3fn",
+            value_scale=2.0**12),
     replace(BASE, name="float8_page16", pages_dtype="float8_e4m3fn", page_size=16,
             lengths=(0, 1, 15, 16, 17, 83)),
     replace(BASE, name="page32", page_size=32, lengths=(0, 1, 31, 32, 33, 101)),

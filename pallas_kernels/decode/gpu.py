@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import tuned
 from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.decode.spec import LOG2_E, QUERY_STEP, Spec
+from pallas_kernels.decode.spec import LOG2_E, MOST_COLUMNS, QUERY_STEP, Spec, mma_bytes
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
 from pallas_kernels.four_bits import PACKED
 from pallas_kernels.padding import pad_axis
@@ -94,7 +94,10 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     if found is not None:
         return found
     if implementation == "mosaic_mma":
-        return {"programs_per_core": 4 if head_dim <= 128 else 2, "stages": 1}
+        # More programs than these have too few registers. Of groups, the largest takes the most.
+        wanted = 4 if head_dim <= 128 else 2
+        fit = target_gpu().programs_a_core(mma_bytes(tile, head_dim, MOST_COLUMNS))
+        return {"programs_per_core": max(1, min(wanted, fit)), "stages": 1}
     if tile > max(_TILE, page_size):
         return {"programs_per_core": 1, "stages": 3}
     stage = 2 * tile * head_dim * size
@@ -283,20 +286,21 @@ def _round(x, finfo):
 def query_operands(q, spec: Spec):
     """Writes queries as operands of the matrix unit (see `operands`), [parts, R, G, D].
 
-    Those of float8 clamp what is out of range.
+    Those of float8 clamp what is out of the range of each; together they reach 65408.
     """
     if spec.query_parts == 1:
         return q.astype(spec.query)[None]
-    finfo, step = jnp.finfo(spec.query), 1.0
-    rest = q.astype(jnp.float32)
-    if spec.scaled:
-        rest = jnp.clip(rest, float(finfo.min), float(finfo.max))
-        step = 1 / QUERY_STEP
-    pieces = []
+    finfo, step = jnp.finfo(spec.query), 1 / QUERY_STEP if spec.scaled else 1.0
+
+    def within(x):
+        return jnp.clip(x, float(finfo.min), float(finfo.max)) if spec.scaled else x
+
+    rest, pieces = q.astype(jnp.float32), []
     for _ in range(spec.query_parts - 1):
-        rounded = _round(rest, finfo)
+        rounded = _round(within(rest), finfo)
         pieces.append(rounded)
         rest = (rest - rounded) * step
+    rest = within(rest)
     # One kernel, that writes each operand where it belongs.
     part = lax.broadcasted_iota(jnp.int32, (spec.query_parts, 1, 1, 1), 0)
     return functools.reduce(

@@ -21,8 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode.operands import per_column
 from pallas_kernels.decode.plan import walk_rows
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec
+from pallas_kernels.decode.spec import LOG2_E, LOWEST, Spec, mma_operands
 from pallas_kernels.mma import ACC, LHS, RHS, mma
+from pallas_kernels.shared_memory import REDUCTION_BYTES
 from pallas_kernels.stores import store
 
 _PER_COLUMN = ACC.reduce(0)
@@ -204,14 +205,14 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
     )
     operand = functools.partial(plgpu.SMEM, dtype=spec.dtype)
     swizzle = _swizzle(spec)
-    page = operand(
-        (spec.tile, spec.head_dim),
-        transforms=(
-            plgpu.TilingTransform((8, swizzle // 2)),
-            plgpu.SwizzleTransform(swizzle),
-        ),
-    )
-    weights = operand((spec.tile, spec.columns))
+    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    queries, keys, values, weights = mma_operands(spec.tile, spec.head_dim, spec.columns)
+    scratch = [
+        operand(queries),
+        operand(keys, transforms=transforms),
+        operand(values, transforms=transforms),
+        operand(weights),
+    ]
 
     def body(*refs):
         _body(spec, refs[:-4], refs[-4:], interpret is not None)
@@ -219,10 +220,12 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types=[operand((spec.columns, spec.head_dim)), page, page, weights],
+        scratch_types=scratch,
         grid=(spec.programs,),
         grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES
+        ),
         interpret=interpret,
         kernel_name="decode_attention_mma",
     )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.shared_memory import REDUCTION_BYTES, laid_out
+
 LOG2_E = math.log2(math.e)
 # The initial running maximum: below every score, and its differences are finite, unlike -inf's.
 LOWEST = -1e30
@@ -14,6 +16,24 @@ LEAST_SCALE = -100.0
 QUERY_STEP = 2.0**-3
 # Number of tiles of float8 values that are held converted.
 CONVERTED = 2
+
+
+# The largest group that kernels for GPUs serve, padded (`Spec.columns`).
+MOST_COLUMNS = 16
+
+
+def mma_operands(tile: int, head_dim: int, columns: int) -> tuple[tuple[int, int], ...]:
+    """Returns the shapes of what a program with Ampere's products keeps in shared memory.
+
+    They are 16-bit numbers: the queries, the keys and the values of a tile, and its weights.
+    """
+    return (columns, head_dim), (tile, head_dim), (tile, head_dim), (tile, columns)
+
+
+def mma_bytes(tile: int, head_dim: int, columns: int) -> int:
+    """Returns the shared memory of a program with Ampere's products."""
+    operands = mma_operands(tile, head_dim, columns)
+    return laid_out(2 * rows * width for rows, width in operands) + REDUCTION_BYTES
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,7 @@ class Spec:
     @property
     def columns(self) -> int:
         """N, the size of the group padded to a size that the matrix unit accepts."""
-        return 8 if self.group <= 8 else 16
+        return 8 if self.group <= 8 else MOST_COLUMNS
 
     @property
     def operand(self) -> jnp.dtype:
@@ -140,10 +160,9 @@ class Spec:
 
     @property
     def shared_bytes(self) -> int:
-        """Approximate shared memory of one program, in bytes."""
-        if not self.copies:  # keys and values of a tile, the queries, the weights
-            numbers = 2 * self.tile * self.head_dim + self.columns * (self.head_dim + self.tile)
-            return 2 * numbers + 8192
+        """Shared memory of one program in bytes; of Hopper's form up to 8 KB more than it takes."""
+        if not self.copies:
+            return mma_bytes(self.tile, self.head_dim, self.columns)
         page = self.tile * self.head_dim * self.pages_dtype.itemsize
         ring = 2 * self.stages * (page + (4 * self.tile if self.scaled else 0))
         widths = self.stage_keys * self.head_dim

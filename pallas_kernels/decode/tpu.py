@@ -45,6 +45,8 @@ _MOST_BUFFERS, _VMEM_BYTES = 9, 8 << 20
 # Rows of the page table in scalar memory at most, and bytes of all of them: more than blocks are
 # copied ahead, so that a row's table is there before its first block.
 _MOST_TABLES, _SMEM_BYTES = 16, 128 << 10
+# What tables and lengths may take of the 1 MiB of scalar memory; the compiler takes some itself.
+_MOST_SCALAR_BYTES = (1 << 20) - (16 << 10)
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,24 @@ def why_not(q, rows: Rows, plan, **static):
             f"needs two buffers of {least} bytes for pages of {page_size} x {head_dim} x "
             f"{rows.k_pages.dtype}, there are {_VMEM_BYTES}"
         )
+    tables, all_columns = _tables(rows.page_table.shape[1])
+    scalars = 4 * (-(-q.shape[0] // _CORES) * _CORES + tables * all_columns)
+    if scalars > _MOST_SCALAR_BYTES:
+        return (
+            f"needs {scalars} bytes of scalar memory for {q.shape[0]} rows of "
+            f"{rows.page_table.shape[1]} pages, there are {_MOST_SCALAR_BYTES}"
+        )
     return None
+
+
+def _tables(columns: int) -> tuple[int, int]:
+    """Returns how many rows of the page table are held, a power of two, and their width.
+
+    Copies to scalar memory take whole planes of lanes.
+    """
+    all_columns = -(-columns // _LANES) * _LANES
+    tables = min(max(2, _SMEM_BYTES // (4 * all_columns)), _MOST_TABLES)
+    return 1 << (tables.bit_length() - 1), all_columns
 
 
 def _slot_bytes(head_dim: int, dtype) -> int:
@@ -319,9 +338,7 @@ def decode_attention_tpu(
     pages_a_block = max(1, wanted // whole) * whole // page_size
     block_bytes = pages_a_block * page_size * slot_bytes
     buffers = min(1 + -(-_BYTES_AHEAD // block_bytes), _MOST_BUFFERS, _VMEM_BYTES // block_bytes)
-    # Copies to scalar memory take whole planes of lanes.
-    all_columns = -(-columns // _LANES) * _LANES
-    tables = min(max(2, _SMEM_BYTES // (4 * all_columns)), _MOST_TABLES)
+    tables, all_columns = _tables(columns)
     rows_a_core = -(-row_count // _CORES)
     all_rows = rows_a_core * _CORES
     packing = _packing(q.dtype)
@@ -332,7 +349,7 @@ def decode_attention_tpu(
         pages_a_block=pages_a_block,
         buffers=max(2, buffers),
         columns=all_columns,
-        tables=1 << (tables.bit_length() - 1),
+        tables=tables,
         scale=scale,
         precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         return_lse=return_lse,

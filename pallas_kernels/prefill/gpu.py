@@ -18,7 +18,6 @@ from pallas_kernels.padding import pad_axis
 from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, order_by_sort
 from pallas_kernels.training import gpu_tiles
-from pallas_kernels.training.gpu_forward import RESIDENT
 from pallas_kernels.training.gpu_tiles import (
     COMPUTE,
     HIDDEN,
@@ -56,9 +55,31 @@ def why_no_kernel(q, past: Past, scale: float) -> str | None:
     return None
 
 
+def scratch_of(problem: Problem, ring: Ring, parts: int = 1) -> dict[str, Any]:
+    """Returns what a program keeps in shared memory, by name; a tile is copied in `parts`."""
+    stages = ring.stages
+    query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, problem.D), problem.dtype)
+    key_tile = gpu_tiles.tile_memory((stages, TILE, problem.D), problem.dtype)
+    scratch = {
+        "q_tiles": query_tile,
+        "k_tiles": key_tile,
+        "v_tiles": key_tile,
+        "intervals": plgpu.SMEM((stages, 2, TILE), jnp.int32),
+        "q_ready": plgpu.Barrier(num_barriers=COMPUTE),
+        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=2 + parts),
+        "v_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=parts),
+        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+        "v_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+        "turn": plgpu.Barrier(num_arrivals=COMPUTE),
+    }
+    if problem.interpret:
+        scratch["staging"] = gpu_tiles.tile_memory((COMPUTE, ROWS, TILE), problem.dtype)
+    return scratch
+
+
 def ring_of(problem: Problem) -> Ring:
     """Returns how the kernel streams keys and values."""
-    return find_ring("prefill_attention", "forward", problem, RESIDENT, Ring(TILE, 4))
+    return find_ring("prefill_attention", "forward", problem, Ring(TILE, 4), scratch_of)
 
 
 def problem_of(q, chunk: Chunk, window: int, scale: float, interpret: bool) -> Problem:
@@ -101,34 +122,16 @@ def prefill(
       interpret: run in the interpreter, for tests.
       ring: how to stream keys and values, in tiles of TILE; None takes the result of `ring_of`.
     """
-    length, dim = q.shape[1], q.shape[3]
+    length = q.shape[1]
     padded = pad_axis(q, 1, TILE)
     problem = problem_of(padded, chunk, window, scale, interpret)
-    dtype = problem.dtype
     plan = make_plan(chunk, past, window, problem.rows, order_by_sort)
-    stages = (ring or ring_of(problem)).stages
-    query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, dim), dtype)
-    key_tile = gpu_tiles.tile_memory((stages, TILE, dim), dtype)
     page = past.page_size
-    parts = max(1, TILE // page)
-    scratch = {
-        "q_tiles": query_tile,
-        "k_tiles": key_tile,
-        "v_tiles": key_tile,
-        "intervals": plgpu.SMEM((stages, 2, TILE), jnp.int32),
-        "q_ready": plgpu.Barrier(num_barriers=COMPUTE),
-        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=2 + parts),
-        "v_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=parts),
-        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
-        "v_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
-        "turn": plgpu.Barrier(num_arrivals=COMPUTE),
-    }
-    if interpret:
-        scratch["staging"] = gpu_tiles.tile_memory((COMPUTE, ROWS, TILE), dtype)
+    scratch = scratch_of(problem, ring or ring_of(problem), parts=max(1, TILE // page))
     operands = [padded, chunk.counts.astype(jnp.int32), *plan]
     if plan.since.shape[0] > plan.dense_k.shape[1]:
         operands += [past.k_pages, past.v_pages]
-    out_type = jax.ShapeDtypeStruct(padded.shape, dtype)
+    out_type = jax.ShapeDtypeStruct(padded.shape, problem.dtype)
     program = functools.partial(_program, page=page)
     output = gpu_tiles.run_over_queries(problem, program, operands, out_type, scratch, "prefill")
     return output[:, :length]

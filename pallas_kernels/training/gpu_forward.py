@@ -5,6 +5,8 @@ the first visible one to the diagonal with a running maximum and sum. The two co
 take turns on the tensor cores: one multiplies while the other exponentiates.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,14 +27,36 @@ from pallas_kernels.training.gpu_tiles import (
 )
 from pallas_kernels.training.inputs import Inputs
 
-# Number of rows of D elements that a program keeps in shared memory: its queries.
-RESIDENT = COMPUTE * ROWS
+
+def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
+    """Returns what a program keeps in shared memory, by name."""
+    block, stages = ring.block, ring.stages
+    key_tile = tiles.tile_memory((stages, block, problem.D), problem.dtype)
+    scratch = {
+        "q_tiles": tiles.tile_memory((COMPUTE, ROWS, problem.D), problem.dtype),
+        "k_tiles": key_tile,
+        "v_tiles": key_tile,
+        "bias_tiles": plgpu.SMEM((stages, block), jnp.float32),
+        "lse_rows": plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
+        "q_ready": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=1 + problem.packed),
+        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=2 + problem.packed),
+        "v_ready": plgpu.Barrier(num_barriers=stages),
+        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+        "v_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+        "turn": plgpu.Barrier(num_arrivals=COMPUTE),
+    }
+    if problem.packed:
+        scratch["query_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
+        scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
+    if problem.interpret:
+        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), problem.dtype)
+    return scratch
 
 
 def ring_of(problem: Problem) -> Ring:
     """Returns how the kernel streams keys and values."""
     wanted = Ring(TILE if problem.D <= 128 else ROWS, 4)
-    return find_ring("retrofit_attention", "forward", problem, RESIDENT, wanted)
+    return find_ring("retrofit_attention", "forward", problem, wanted, scratch_of)
 
 
 def forward(
@@ -46,35 +70,16 @@ def forward(
       ring: how to stream keys and values; None takes the result of `ring_of`.
     """
     ring = ring or ring_of(problem)
-    block, stages = ring.block, ring.stages
-    dtype = inputs.q.dtype
     out_type = (
-        jax.ShapeDtypeStruct(inputs.q.shape, dtype),
+        jax.ShapeDtypeStruct(inputs.q.shape, problem.dtype),
         jax.ShapeDtypeStruct((problem.B, problem.H, problem.T), jnp.float32),
     )
-    scratch = {
-        "q_tiles": tiles.tile_memory((COMPUTE, ROWS, problem.D), dtype),
-        "k_tiles": tiles.tile_memory((stages, block, problem.D), dtype),
-        "v_tiles": tiles.tile_memory((stages, block, problem.D), dtype),
-        "bias_tiles": plgpu.SMEM((stages, block), jnp.float32),
-        "lse_rows": plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
-        "q_ready": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=1 + problem.packed),
-        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=2 + problem.packed),
-        "v_ready": plgpu.Barrier(num_barriers=stages),
-        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
-        "v_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
-        "turn": plgpu.Barrier(num_arrivals=COMPUTE),
-    }
     operands = [inputs.q, inputs.k, inputs.v, inputs.bias]
     if problem.packed:
-        memory, packed = tiles.segment_operands(problem, inputs, ring)
-        scratch |= memory
-        operands += packed
+        operands += tiles.segment_operands(problem, inputs, ring)
     if problem.placed:
         operands.append(inputs.start)
-    if problem.interpret:
-        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
-    name = "retrofit_forward"
+    scratch, name = scratch_of(problem, ring), "retrofit_forward"
     return tiles.run_over_queries(problem, _program, operands, out_type, scratch, name)
 
 

@@ -11,6 +11,7 @@ warpgroups take the same 64 keys, and each accumulates one of dk and dv: see `gp
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem, Ring, find_ring
-from pallas_kernels.training.gpu_wide_gradients import WEIGHT_ROWS, Walk, compute_wide, wide_memory
+from pallas_kernels.training.gpu_wide_gradients import Walk, compute_wide, wide_memory
 from pallas_kernels.training.inputs import Inputs, Residuals
 
 
@@ -32,25 +33,10 @@ def _keys(problem: Problem) -> int:
     return ROWS if _is_wide(problem) else ROWS * COMPUTE
 
 
-def resident(problem: Problem) -> int:
-    """Returns how many rows of D elements a program keeps: keys, values, and weights to share."""
-    return 2 * _keys(problem) + (WEIGHT_ROWS if _is_wide(problem) else 0)
-
-
-def ring_of(problem: Problem) -> Ring:
-    """Returns how the kernel streams queries and the gradients of their outputs."""
-    part = "key_gradient"
-    return find_ring("retrofit_attention", part, problem, resident(problem), Ring(ROWS, 2))
-
-
-def key_gradients(
-    problem: Problem, inputs: Inputs, residuals: Residuals, ring: Ring | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes dk, dv [B, T, K, D] and dbias [B, K, T]; `ring` streams the queries."""
-    ring = ring or ring_of(problem)
-    block, stages = ring.block, ring.stages
-    keys, dtype = _keys(problem), inputs.q.dtype
-    parts = keys // ROWS
+def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
+    """Returns what a program keeps in shared memory, by name."""
+    block, stages, dtype = ring.block, ring.stages, problem.dtype
+    parts = _keys(problem) // ROWS
     key_tile = tiles.tile_memory((parts, ROWS, problem.D), dtype)
     query_tile = tiles.tile_memory((stages, block, problem.D), dtype)
     scratch = {
@@ -64,28 +50,44 @@ def key_gradients(
         "q_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=4 + problem.packed),
         "q_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
     }
-    operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
     if _is_wide(problem):
         scratch |= wide_memory(block)
     if problem.packed:
         scratch["key_segments"] = plgpu.SMEM((COMPUTE, ROWS), jnp.int32)
         scratch["query_segments"] = plgpu.SMEM((stages, block), jnp.int32)
+    if problem.interpret:
+        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
+    return scratch
+
+
+def ring_of(problem: Problem) -> Ring:
+    """Returns how the kernel streams queries and the gradients of their outputs."""
+    return find_ring("retrofit_attention", "key_gradient", problem, Ring(ROWS, 2), scratch_of)
+
+
+def key_gradients(
+    problem: Problem, inputs: Inputs, residuals: Residuals, ring: Ring | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes dk, dv [B, T, K, D] and dbias [B, K, T]; `ring` streams the queries."""
+    ring = ring or ring_of(problem)
+    keys = _keys(problem)
+    operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
+    if problem.packed:
         others, own = inputs.query_segments, inputs.segments
-        overlap = tiles.segment_overlap(own, others, keys, block)
+        overlap = tiles.segment_overlap(own, others, keys, ring.block)
         last = overlap.shape[-1] - jnp.argmax(overlap[..., ::-1], axis=-1)
         operands += [others, own, last.astype(jnp.int32)]
     if problem.placed:
         operands.append(inputs.start)
-    if problem.interpret:
-        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
     out_type = (
-        jax.ShapeDtypeStruct(inputs.k.shape, dtype),
-        jax.ShapeDtypeStruct(inputs.v.shape, dtype),
+        jax.ShapeDtypeStruct(inputs.k.shape, problem.dtype),
+        jax.ShapeDtypeStruct(inputs.v.shape, problem.dtype),
         jax.ShapeDtypeStruct(inputs.bias.shape, jnp.float32),
     )
     # The first keys have the most queries: the first keys of all heads start first, so that no long
     # program is left for the end.
     grid = {"keys": problem.S // keys, "heads": problem.K}
+    scratch = scratch_of(problem, ring)
     return tiles.run(problem, _program, operands, out_type, scratch, grid, "retrofit_dkv")
 
 

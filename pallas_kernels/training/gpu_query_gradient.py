@@ -9,6 +9,8 @@ step and values only to the middle, so there the ring has a second tile of keys,
 barriers of their own: a tile of values arrives while dq and the next scores are computed.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,14 +21,39 @@ from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, TILE, Problem, Ring, find_ring
 from pallas_kernels.training.inputs import Inputs, Residuals
 
-# Number of rows of D elements that a program keeps: queries, and the gradients of their outputs.
-RESIDENT = 2 * COMPUTE * ROWS
+# What a program sums, it sums in the products.
+REDUCTIONS = 0
+
+
+def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
+    """Returns what a program keeps in shared memory, by name."""
+    early, block = _early_values(problem), ring.block
+    stages = ring.stages + early
+    query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), problem.dtype)
+    scratch = {
+        "q_tiles": query_tile,
+        "do_tiles": query_tile,
+        "k_tiles": tiles.tile_memory((stages, block, problem.D), problem.dtype),
+        "v_tiles": tiles.tile_memory((ring.stages, block, problem.D), problem.dtype),
+        "bias_tiles": plgpu.SMEM((stages, block), jnp.float32),
+        "q_ready": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=2),
+        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=3 - early + problem.packed),
+        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
+    }
+    if early:
+        scratch["v_ready"] = plgpu.Barrier(num_barriers=ring.stages, num_arrivals=1)
+        scratch["v_consumed"] = plgpu.Barrier(num_barriers=ring.stages, num_arrivals=COMPUTE)
+    if problem.packed:
+        scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
+    if problem.interpret:
+        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), problem.dtype)
+    return scratch
 
 
 def ring_of(problem: Problem) -> Ring:
     """Returns how the kernel streams keys and values."""
-    wanted = Ring(TILE if problem.D <= 128 else ROWS, 4)
-    return find_ring("retrofit_attention", "query_gradient", problem, RESIDENT, wanted)
+    wanted, part = Ring(TILE if problem.D <= 128 else ROWS, 4), "query_gradient"
+    return find_ring("retrofit_attention", part, problem, wanted, scratch_of, REDUCTIONS)
 
 
 def _early_values(problem: Problem) -> bool:
@@ -39,34 +66,20 @@ def query_gradient(
 ) -> jax.Array:
     """Computes dq [B, T, H, D]; `ring` is the same as for `gpu_forward.forward`."""
     ring = ring or ring_of(problem)
-    early, block = _early_values(problem), ring.block
-    stages = ring.stages + early
-    dtype = inputs.q.dtype
-    query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), dtype)
-    scratch = {
-        "q_tiles": query_tile,
-        "do_tiles": query_tile,
-        "k_tiles": tiles.tile_memory((stages, block, problem.D), dtype),
-        "v_tiles": tiles.tile_memory((ring.stages, block, problem.D), dtype),
-        "bias_tiles": plgpu.SMEM((stages, block), jnp.float32),
-        "q_ready": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=2),
-        "k_ready": plgpu.Barrier(num_barriers=stages, num_arrivals=3 - early + problem.packed),
-        "k_consumed": plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTE),
-    }
-    if early:
-        scratch["v_ready"] = plgpu.Barrier(num_barriers=ring.stages, num_arrivals=1)
-        scratch["v_consumed"] = plgpu.Barrier(num_barriers=ring.stages, num_arrivals=COMPUTE)
     operands = [inputs.q, inputs.k, inputs.v, inputs.bias, *residuals]
     if problem.packed:
-        _, packed = tiles.segment_operands(problem, inputs, ring)
-        scratch["key_segments"] = plgpu.SMEM((stages, block), jnp.int32)
-        operands += packed
+        operands += tiles.segment_operands(problem, inputs, ring)
     if problem.placed:
         operands.append(inputs.start)
-    if problem.interpret:
-        scratch["staging"] = tiles.tile_memory((COMPUTE, ROWS, block), dtype)
-    out_type = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
-    return tiles.run_over_queries(problem, _program, operands, out_type, scratch, "retrofit_dq")
+    return tiles.run_over_queries(
+        problem,
+        _program,
+        operands,
+        jax.ShapeDtypeStruct(inputs.q.shape, problem.dtype),
+        scratch_of(problem, ring),
+        "retrofit_dq",
+        reductions=REDUCTIONS,
+    )
 
 
 def _program(problem: Problem, inputs, outputs, memory):

@@ -12,8 +12,10 @@ Each zone has its own loop, so that far and near tiles, nearly all of the work, 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.dispatch import target_gpu
+from pallas_kernels.shared_memory import REDUCTION_BYTES, shared_bytes
 from pallas_kernels.training.inputs import Inputs
 
 ROWS = 64  # number of rows of one wgmma, and so of one computing warpgroup
@@ -34,8 +37,6 @@ LOG2E = math.log2(math.e)
 # no key adds nothing to that row.
 HIDDEN = -1e30
 LOWEST = -1e20
-# Shared memory of a program, and the part of it for barriers, reductions and values per row.
-SHARED_BYTES, SPARE_BYTES = 227 * 1024, 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -89,29 +90,43 @@ class Ring:
     stages: int
 
 
-def fits(ring: Ring, problem: Problem, resident: int) -> bool:
-    """Returns whether a ring of pairs of tiles fits beside `resident` rows of D elements."""
-    row = problem.D * problem.dtype.itemsize
-    streamed = 2 * ring.stages * ring.block * (row + 4)
-    return resident * row + streamed <= SHARED_BYTES - SPARE_BYTES
+# What a kernel keeps in shared memory, by name, with a ring of tiles: see `run`.
+ScratchOf = Callable[[Problem, Ring], dict[str, Any]]
 
 
-def find_ring(operation: str, part: str, problem: Problem, resident: int, wanted: Ring) -> Ring:
+def fits(
+    scratch_of: ScratchOf, problem: Problem, ring: Ring, reductions: int = REDUCTION_BYTES
+) -> bool:
+    """Returns whether a GPU has the shared memory of a program; only the interpreter stages."""
+    scratch = scratch_of(replace(problem, interpret=False), ring)
+    return shared_bytes(scratch, reductions) <= target_gpu().shared_bytes
+
+
+def find_ring(
+    operation: str,
+    part: str,
+    problem: Problem,
+    wanted: Ring,
+    scratch_of: ScratchOf,
+    reductions: int = REDUCTION_BYTES,
+) -> Ring:
     """Returns the ring measured for this kind of GPU, else the wanted one with stages that fit.
 
     Args:
       operation: name of the operation in the files of settings.
       part: name of the kernel in the files of settings.
       problem: the static parameters.
-      resident: number of rows of D elements that a program keeps in shared memory.
       wanted: the ring to use where none was measured.
+      scratch_of: what the kernel keeps in shared memory.
+      reductions: see `run`.
     """
     shape = {"part": part, "head_dim": problem.D}
-    found = tuned.lookup(target_gpu().kind, f"{operation}/mosaic_gpu", **shape)
-    if found is not None:
-        return Ring(**found)
-    rings = (Ring(wanted.block, stages) for stages in range(wanted.stages, 0, -1))
-    return next((ring for ring in rings if fits(ring, problem, resident)), Ring(wanted.block, 1))
+    measured = tuned.lookup(target_gpu().kind, f"{operation}/mosaic_gpu", **shape)
+    if measured is not None:
+        return Ring(**measured)
+    rings = (Ring(wanted.block, stages) for stages in range(wanted.stages, 1, -1))
+    fit = (ring for ring in rings if fits(scratch_of, problem, ring, reductions))
+    return next(fit, Ring(wanted.block, 1))
 
 
 def tile_memory(shape: tuple[int, ...], dtype):
@@ -276,19 +291,15 @@ def segment_overlap(of_rows: jax.Array, of_columns: jax.Array, rows: int, column
     return (low[0] <= high[1]) & (low[1] <= high[0])
 
 
-def segment_operands(problem: Problem, inputs: Inputs, ring: Ring) -> tuple[dict, list]:
-    """Returns the shared memory and the operands that packed documents add to a kernel over keys.
+def segment_operands(problem: Problem, inputs: Inputs, ring: Ring) -> list:
+    """Returns the operands that packed documents add to a kernel over keys.
 
-    The operands are the segment ids of queries and of keys and, for each program, the first tile of
-    keys to visit.
+    They are the segment ids of queries and of keys and, for each program, the first tile of keys to
+    visit.
     """
-    scratch = {
-        "query_segments": plgpu.SMEM((COMPUTE, ROWS), jnp.int32),
-        "key_segments": plgpu.SMEM((ring.stages, ring.block), jnp.int32),
-    }
     own, others = inputs.query_segments, inputs.segments
     overlap = segment_overlap(own, others, problem.rows, ring.block)
-    return scratch, [own, others, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
+    return [own, others, jnp.argmax(overlap, axis=-1).astype(jnp.int32)]
 
 
 def segment_references(problem: Problem, rest) -> tuple[list, list]:
@@ -309,11 +320,11 @@ def head_and_query(problem: Problem, warpgroup):
     return heads, q0 + warpgroup * ROWS, q0
 
 
-def run_over_queries(problem: Problem, program, operands, out_type, scratch, name: str):
+def run_over_queries(problem: Problem, program, operands, out_type, scratch, name, **options):
     """Runs one program for every `rows` queries and `heads_per_program` heads; see `run`."""
     heads, queries = problem.H // problem.heads_per_program, problem.T // problem.rows
     grid = {"heads": heads, "queries": queries}
-    return run(problem, program, operands, out_type, scratch, grid, name)
+    return run(problem, program, operands, out_type, scratch, grid, name, **options)
 
 
 def run(
@@ -325,6 +336,7 @@ def run(
     grid: dict[str, int],
     name: str,
     warpgroups: int = COMPUTE + 1,
+    reductions: int = REDUCTION_BYTES,
 ):
     """Runs a kernel over (batch, *grid), the last axis fastest.
 
@@ -338,6 +350,7 @@ def run(
       grid: sizes of the grid's axes, by name.
       name: name of the kernel in profiles.
       warpgroups: number of warpgroups of a program.
+      reductions: bytes of shared memory for sums and maxima over threads; 0 if there are none.
     """
     interpret = plgpu.InterpretGPUParams(detect_races=True) if problem.interpret else None
     count = len(operands)
@@ -353,7 +366,7 @@ def run(
         grid_names=("batch", *grid),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reductions),
         interpret=interpret,
         kernel_name=name,
     )

@@ -22,9 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training.gpu_tiles import LOG2E, ROWS, Problem
 
-# Size of the weights of 64 queries in float32, in rows of 256 elements of 16 bits.
-WEIGHT_ROWS = 32
-
 
 @dataclass(frozen=True)
 class Walk:

@@ -193,6 +193,34 @@ def lower_for_cuda(function, **shapes):
     return text
 
 
+def launched_with(card, function, **shapes) -> list[int]:
+    """Return the bytes of shared memory that each kernel of a function is launched with on a card.
+
+    They are what Mosaic lays out when it lowers the kernel, and not what a plan says.
+    """
+    from unittest import mock
+
+    import jax
+    from jax.experimental.mosaic.gpu import core, utils
+
+    from pallas_kernels import dispatch
+
+    sizes, launch = [], core._gpu_ops_gen.LaunchOp
+
+    def note(*arguments, dynamicSharedMemorySize, **options):
+        constant = dynamicSharedMemorySize.owner.attributes["value"]
+        sizes.append(core.ir.IntegerAttr(constant).value)
+        return launch(*arguments, dynamicSharedMemorySize=dynamicSharedMemorySize, **options)
+
+    told = mock.patch.object(core._gpu_ops_gen, "LaunchOp", note)
+    there = mock.patch.object(dispatch, "_local_gpu", return_value=card)
+    written_for = mock.patch.object(utils, "_infer_arch", return_value=card.capability)
+    with told, there, written_for:
+        jax.clear_caches()
+        lower_for_cuda(function, **shapes)
+    return sizes
+
+
 def run_apart(script, *arguments, **environment):
     """Run a script in a process of its own, which must end well: the lines that it printed."""
     finished = subprocess.run(

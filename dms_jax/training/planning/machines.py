@@ -1,7 +1,7 @@
 """The machines that a plan is made for, by name, and the topology that stands for each.
 
     v5p-128            a TPU slice by its type: v5p counts cores, two a chip; v5e and v6e chips
-    8xh200, h200       GPUs, eight to a host
+    8xh200, h200       GPUs, eight to a host; or chips (4xv5p), whether a slice has so many or not
 
 TPU programs are compiled for their own topology, and those of H100 and H200 by their own compiler
 where it is installed (`gpu_compiler`) or where the GPUs are. Otherwise the plan of GPUs compiles
@@ -21,6 +21,10 @@ from dms_jax.training.planning import gpu_compiler
 
 GPUS_A_HOST = 8
 _CORES_A_CHIP = {"v5p": 2, "v5e": 1, "v6e": 1}
+# The slices that Google offers, in chips; larger ones of v5p are whole cubes of 4 x 4 x 4 chips
+# (cloud.google.com/tpu/docs: v5p, v5e, v6e).
+_SLICES = {"v5p": (4, 8, 16, 32)} | dict.fromkeys(("v5e", "v6e"), (1, 4, 8, 16, 32, 64, 128, 256))
+_CUBES = {"v5p": 64}
 _OTHER_NAMES = {"v5litepod": "v5e"}
 _STAND_IN = "v5p"
 _LARGEST = 4096
@@ -108,20 +112,48 @@ def find_machine(name: str) -> Machine:
       ConfigError: there is no such machine.
     """
     text = str(name).strip().lower()
-    kinds = ", ".join(DEVICES)
     if found := re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z]+\w*)", text):
-        count, kind = int(found[1] or 1), found[2]
-    elif found := re.fullmatch(r"(\w+)-(\d+)", text):
-        kind, count = _OTHER_NAMES.get(found[1], found[1]), int(found[2])
-        count = -(-count // _CORES_A_CHIP.get(kind, 1))
+        kind, count = _kind(found[2]), int(found[1] or 1)
+    elif (found := re.fullmatch(r"(\w+)-(\d+)", text)) and _kind(found[1]) in _SLICES:
+        kind = _kind(found[1])
+        count = _chips(str(name), kind, int(found[2]))
     else:
         kind, count = text, 0
     if kind not in DEVICES or not 1 <= count <= _LARGEST:
+        kinds = ", ".join(DEVICES)
         raise ConfigError(
             f"There is no machine {name!r}. Give a TPU slice ('v5p-128', 'v6e-256') or a number of "
             f"devices ('8xh200'), up to {_LARGEST}, of {kinds}."
         )
     return Machine(str(name), kind, count)
+
+
+def _kind(name: str) -> str:
+    return _OTHER_NAMES.get(name, name)
+
+
+def _chips(name: str, kind: str, size: int) -> int:
+    """Returns the chips of a slice whose type ends in `size`.
+
+    Raises:
+      ConfigError: there is no such slice.
+    """
+    cores, cube = _CORES_A_CHIP[kind], _CUBES.get(kind)
+    chips, rest = divmod(size, cores)
+    cubes = cube is not None and chips % cube == 0 and 0 < chips <= _LARGEST
+    if not rest and (cubes or chips in _SLICES[kind]):
+        return chips
+    *sizes, last = (str(cores * each) for each in _SLICES[kind])
+    counted = "cores, two a chip," if cores == 2 else "chips,"
+    known = f"{', '.join(sizes)} or {last}"
+    if cube is not None:
+        known = f"{', '.join([*sizes, last])} or a multiple of {cores * cube} up to "
+        known += f"{cores * _LARGEST}"
+    given = not rest and 0 < chips <= _LARGEST
+    other = f" For so many chips give '{chips}x{kind}'." if given else ""
+    raise ConfigError(
+        f"There is no TPU slice {name!r}. A {kind}-N has N {counted} and N is {known}.{other}"
+    )
 
 
 def _grid(count: int, dimensions: int) -> str:

@@ -141,7 +141,20 @@ def _time(plan: "Plan") -> list[str]:
         if all(_sending_known(plan, stage) for stage in plan.stages)
         else f"at least {_hours(least)}, {least * count:,.0f}"
     )
-    return [*lines, f"The run (estimated): {took} device-hours"]
+    lines.append(f"The run (estimated): {took} device-hours")
+    return [*lines, _share_of_peak(plan)]
+
+
+def _share_of_peak(plan: "Plan") -> str:
+    """Says where the seconds of computing come from."""
+    from dms_jax.training.planning.api import MEASURED, SHARE_OF_PEAK
+
+    kind = plan.machine.kind
+    seen = "" if kind in MEASURED else f"; a {kind} is taken to reach as much, and was not measured"
+    return (
+        f"Operations are taken to run at {SHARE_OF_PEAK:.0%} of the peak: an H200 was measured at "
+        f"46% to 58%{seen}"
+    )
 
 
 def _step(plan: "Plan", stage: "StagePlan", which: str) -> list[str]:

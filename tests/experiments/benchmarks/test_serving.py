@@ -152,7 +152,7 @@ def test_an_address_may_have_a_path_and_be_a_secure_one():
         (dict(clients=(0,)), "--clients must be positive"),
         (dict(requests=0), "--requests must be positive, got 0"),
         (dict(url="localhost:8000"), "--url localhost:8000: it begins with http://"),
-        (dict(long=-1), "--long must be 0 or positive, got -1"),
+        (dict(long=-1), "--long must not be negative, got -1"),
         (dict(prompts=(9, 3)), "--prompts 9 3: the fewest come first"),
     ],
 )

@@ -1,18 +1,60 @@
 """What scripts about steps cannot measure is refused before a model is made."""
 
+import dataclasses
+import importlib
+import math
+import pathlib
+
 import pytest
 
 import dms_jax
-from experiments.benchmarks import decode_steps, step_launches, step_options, throughput
+from experiments import benchmarks
+from experiments.benchmarks import decode_steps, step_options, throughput
 
-SCRIPTS = (decode_steps, step_launches, throughput)
+ROOT = pathlib.Path(benchmarks.__file__).parent
+SCRIPTS = [
+    name
+    for name in sorted(path.stem for path in ROOT.glob("*.py"))
+    if "class Config" in (ROOT / f"{name}.py").read_text(encoding="utf-8")
+]
+# Options that may be 0.
+ZERO = {"window", "seed", "long", "temperature"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rsplit(".", 1)[-1])
-def test_every_size_is_at_least_one(script):
-    script.Config()
-    with pytest.raises(dms_jax.ConfigError, match="repeats must be positive, got 0"):
-        script.Config(repeats=0)
+def numbers(config) -> list[dataclasses.Field]:
+    """The settings that are numbers, or several of them."""
+
+    def is_number(value) -> bool:
+        return type(value) in (int, float)
+
+    fields = dataclasses.fields(config)
+    several = [x for x in fields if isinstance(x.default, tuple) and x.default]
+    return [x for x in fields if is_number(x.default)] + [
+        x for x in several if all(map(is_number, x.default))
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_of_every_script_is_checked_before_anything_is_made(script):
+    config = importlib.import_module(f"experiments.benchmarks.{script}").Config
+    config()
+    for field in numbers(config):
+        for wrong in (-1, math.nan, *(() if field.name in ZERO else (0,))):
+            value = (*field.default[:-1], wrong) if type(field.default) is tuple else wrong
+            with pytest.raises(dms_jax.ConfigError, match=field.name.replace("_", ".")):
+                config(**{field.name: value})
+
+
+def test_scripts_with_numbers_are_found():
+    assert len(SCRIPTS) > 20
+    peer = importlib.import_module("experiments.benchmarks.transformers_peer").Config
+    assert {field.name for field in numbers(peer)} == {
+        *("batch", "prompt", "new_tokens", "temperature", "runs", "most_seconds")
+    }
+    with pytest.raises(dms_jax.ConfigError, match="--batch must be positive, got 0"):
+        peer(batch=0)
+    with pytest.raises(dms_jax.ConfigError, match="--temperature must be positive, got 0"):
+        peer(temperature=0.0)  # logits are divided by it
 
 
 def test_one_number_of_several_counts_too():

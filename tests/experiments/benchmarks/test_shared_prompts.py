@@ -44,5 +44,6 @@ def test_three_kinds_of_calls_are_timed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["layers", "prompt", "chains", "new_tokens", "repeats"])
 def test_every_size_is_at_least_one(name):
-    with pytest.raises(dms_jax.ConfigError, match=f"{name} must be positive, got 0"):
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(dms_jax.ConfigError, match=f"{option} must be positive, got 0"):
         script.Config(**{name: 0})

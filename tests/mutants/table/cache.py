@@ -57,6 +57,22 @@ MUTANTS = [
         ("tests/cache/test_quantization.py::test_numbers_by_hand",),
     ),
     Mutant(
+        "cache: 65504 in 8 bits is rounded to what float16 does not have",
+        FOLDER + "quantization.py",
+        "jnp.clip(wide, -largest, largest)",
+        "wide",
+        (
+            "tests/cache/test_quantization.py::test_the_largest_numbers_in_8_bits_stay_within_their_type",
+        ),
+    ),
+    Mutant(
+        "cache: queries of float16 in the frame of 4 bits are of float16",
+        FOLDER + "int4.py",
+        "return turned if x.dtype == jnp.float16 else turned.astype(x.dtype)",
+        "return turned.astype(x.dtype)",
+        ("tests/cache/test_quantization.py::test_steps_and_prompts_of_the_largest_numbers",),
+    ),
+    Mutant(
         "cache: the sign of a 4-bit scale is lost",
         FOLDER + "int4.py",
         "extreme / -8)",

@@ -25,7 +25,32 @@ WRITE = "pallas_kernels/update/"
 WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_with_the_oracle"
 SERVING = "tests/pallas_kernels/test_serving.py::test_on_a_gpu"
 
+DISPATCH = "tests/pallas_kernels/decode/test_dispatch.py"
+TRAINING_MEMORY = "tests/pallas_kernels/training/test_shared_memory.py"
+SHARED = "tests/pallas_kernels/decode/test_shared_memory.py"
+
 MUTANTS = [
+    Mutant(
+        "kernels: Ampere's form of decoding refuses groups that it has served",
+        DECODE + "gpu.py",
+        "if q.shape[1] > 16:",
+        "if q.shape[1] > 8:",
+        (f"{DISPATCH}::test_every_form_serves_the_cases_that_it_is_to_serve",),
+    ),
+    Mutant(
+        "kernels: programs share a core that it has no memory for",
+        DECODE + "gpu.py",
+        '"programs_per_core": max(1, min(wanted, fit))',
+        '"programs_per_core": wanted',
+        (f"{SHARED}::test_as_many_programs_share_a_core_as_fit",),
+    ),
+    Mutant(
+        "kernels: what sums over threads take is not counted",
+        DECODE + "spec.py",
+        "in operands) + REDUCTION_BYTES",
+        "in operands)",
+        (f"{SHARED}::test_the_form_of_ampere_takes_the_bytes_that_are_counted",),
+    ),
     Mutant(
         "kernels: a key is rotated by the angles of another sequence",
         WRITE + "gpu.py",
@@ -133,10 +158,17 @@ MUTANTS = [
     ),
     Mutant(
         "kernels: a ring of tiles counts keys without their values",
-        TRAINING + "gpu_tiles.py",
-        "streamed = 2 * ring.stages * ring.block * (row + 4)",
-        "streamed = ring.stages * ring.block * (row + 4)",
-        (f"{TILES}::test_a_ring_fits_beside_what_stays",),
+        "pallas_kernels/shared_memory.py",
+        'for x in scratch.values() if hasattr(x, "shape")]',
+        'for name, x in scratch.items() if hasattr(x, "shape") and name != "v_tiles"]',
+        (TRAINING_MEMORY,),
+    ),
+    Mutant(
+        "kernels: barriers are not counted among what a program takes",
+        "pallas_kernels/shared_memory.py",
+        "+ barriers * _BARRIER_BYTES",
+        "",
+        (TRAINING_MEMORY,),
     ),
     Mutant(
         "kernels: Ampere's forward forgets to shrink what it has summed",

@@ -1,7 +1,8 @@
 """Compile the TPU kernel for a TPU that is not there; prints one line a case.
 
 Usage: compile_for_tpu.py TOPOLOGY CASE... ; "large" is a step of 512 rows of 1024 pages, "wide" one
-of 8192 small pages a row, "page48" and "page192" have pages of sizes that are no powers of two.
+of 8192 small pages a row and "widest" one of as many as there may be, "page48" and "page192" have
+pages of sizes that are no powers of two.
 "base+" is the case called base with all results: log-sum-exp and scores.
 """
 
@@ -22,7 +23,9 @@ from tests.support.ahead import compile_ahead
 LARGE = cases.DecodeCase("large", (100,) * 512, spare_columns=1022)
 WIDE = cases.DecodeCase("wide", (100,) * 64, page_size=16, spare_columns=8185)
 PAGES = [cases.DecodeCase(f"page{size}", (0, 1, 40 * size), page_size=size) for size in (48, 192)]
-OWN = {case.name: case for case in (LARGE, WIDE, *PAGES)}
+# Two rows of tables of 4 bytes a page fill scalar memory, but for 16 KiB that are left alone.
+WIDEST = cases.DecodeCase("widest", (100,) * 2, page_size=16, spare_columns=1007 * 128 - 7)
+OWN = {case.name: case for case in (LARGE, WIDE, WIDEST, *PAGES)}
 
 
 def main(topology, names):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import decode_attention, decode_plan
+from pallas_kernels import decode_attention, decode_plan, dispatch
 from pallas_kernels.decode import cases, gpu, tpu
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import GPU, Implementation, Operation
+from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import (
     as_arrays,
     decode_inputs,
@@ -161,6 +162,27 @@ def test_other_generations_of_gpus(card, name, marker, monkeypatch):
     assert (XLA in text) == (marker == XLA)
 
 
+H200 = dispatch.DEFAULT_GPU
+FORMS = {
+    "mosaic_gpu": gpu.why_not_mosaic,
+    "mosaic_mma": gpu.why_not_mma,
+    "mosaic_tpu": tpu.why_not,
+}
+
+
+@pytest.mark.parametrize("card", [T4, A100, L4, H200, B200], ids=lambda card: card.kind)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_serves_the_cases_that_it_is_to_serve(card, form, monkeypatch):
+    """And refuses the others in words; what is served is run by the other tests."""
+    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    for case in (*cases.CONTRACT, *cases.XLA_ONLY):
+        with jax.enable_x64(case.dtype == "float64"):
+            said = FORMS[form](*split_rows(structs(case)), plan=None)
+        want = refusal(case, form, card.capability)
+        assert (said is None) == (want is None), (case.name, said)
+        assert (want or "") in (said or ""), (case.name, said)
+
+
 @pytest.mark.parametrize(
     ("card", "pages", "served"),
     [
@@ -211,6 +233,24 @@ def test_pages_too_large_for_a_tpu_are_refused(page_size):
     """Whole lanes of scores are eight of the first, and one of the second."""
     q, rows = split_rows(structs(replace(cases.BASE, page_size=page_size, lengths=(1,))))
     assert "needs two buffers" in str(tpu.why_not(q, rows, None))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "served"),
+    [
+        (2, 1007 * 128, True),  # "widest" of `compile_for_tpu`
+        (2, 1007 * 128 + 1, False),
+        (240_000, 128, True),
+        (262_144, 128, False),
+    ],
+)
+def test_rows_and_tables_are_within_the_scalar_memory_of_a_tpu(rows, columns, served):
+    """The compiler fails where they are not, and XLA serves them."""
+    of = jax.ShapeDtypeStruct
+    pages = of((4, 16, 128), jnp.bfloat16)
+    table, lengths = of((rows, columns), jnp.int32), of((rows,), jnp.int32)
+    said = tpu.why_not(of((rows, 4, 128), jnp.bfloat16), Rows(pages, pages, table, lengths), None)
+    assert said is None if served else "bytes of scalar memory" in str(said)
 
 
 def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):

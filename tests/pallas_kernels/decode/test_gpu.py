@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode_attention, decode_plan
-from pallas_kernels.decode import cases, gpu
+from pallas_kernels.decode import cases
+from pallas_kernels.dispatch import target_gpu
+from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import (
     TOLERANCE,
     as_arrays,
@@ -18,7 +20,6 @@ from tests.pallas_kernels.support import (
     float8_score_bound,
     poison_free_memory,
     relative_error,
-    split_rows,
 )
 
 pytestmark = pytest.mark.gpu
@@ -29,10 +30,9 @@ SCALE = 0.1
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_mma"])
 @pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda c: c.name)
 def test_every_case_agrees_with_the_oracle(case, implementation):
-    arrays = as_arrays(decode_inputs(case, seed=11))
-    why_not = {"mosaic_gpu": gpu.why_not_mosaic, "mosaic_mma": gpu.why_not_mma}[implementation]
-    if reason := why_not(*split_rows(arrays), plan=None):
+    if (reason := refusal(case, implementation, target_gpu().capability)) is not None:
         pytest.skip(reason)
+    arrays = as_arrays(decode_inputs(case, seed=11))
     run = jax.jit(
         lambda arrays: decode_attention(
             **arrays,

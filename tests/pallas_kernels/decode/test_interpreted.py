@@ -8,22 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.decode import cases, tpu
-from tests.pallas_kernels.support import TOLERANCE, interpret, split_rows, structs
+from pallas_kernels.decode import cases
+from tests.pallas_kernels.decode.served import refusal
+from tests.pallas_kernels.support import TOLERANCE, interpret
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
 SLOW = pytest.mark.slow
 # Cases of one process: enough to make up for its start, few enough to share the cores.
 TOGETHER = 13
 # One case of each feature.
-MMA = ["base", "group16_head_dim256", "head_dim96", "float8_page16", "page16", "one_long_row"]
+MMA = [
+    "base",
+    "group16_head_dim256",
+    "head_dim96",
+    "float8_page16",
+    "float8_float16",
+    "page16",
+    "one_long_row",
+]
 
 # Rows of float8 pages that are long are read in tiles of two pages.
 LONG_TILE = ["float8", "float8_one_long_row", "float8_group8_head_dim64", "float8_page16"]
-
-
-def tpu_serves(case) -> bool:
-    return tpu.why_not(*split_rows(structs(case)), plan=None) is None
 
 
 def groups() -> list:
@@ -31,7 +36,7 @@ def groups() -> list:
     served = {
         "mosaic_gpu": [case.name for case in cases.CONTRACT],
         "mosaic_mma": MMA,
-        "mosaic_tpu": [case.name for case in cases.CONTRACT if tpu_serves(case)],
+        "mosaic_tpu": [case.name for case in cases.CONTRACT if refusal(case, "mosaic_tpu") is None],
     }
     # The first case has a process of its own, which is not slow.
     return [

@@ -1,6 +1,7 @@
 """Every GPU kernel is lowered for an H200, up to the compiler that only the card's machine has."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,10 @@ import pytest
 from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 from pallas_kernels.decode.plan import make_plan
+from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import lower_for_cuda, structs
 from tests.support.instances import first_of_each, slow_but
 
-# Float32 pages of 256 with their bfloat16 parts do not fit in shared memory; 16 scales are too few
-# for the copy engine, which reports a misaligned address on the card alone.
-NOT_FOR_HOPPER = {
-    "float32_head_dim256": "bytes of shared memory",
-    "float8_page16": "copies scales",
-}
 # One case of each feature of the form with Ampere's products.
 MMA = ("base", "group16_head_dim256", "head_dim96", "float8_page16", "group7_head_dim64_page16")
 
@@ -44,7 +40,7 @@ KERNELS = list({kernel_of(case): case for case in reversed(cases.CONTRACT)}.valu
 def feature_of(case) -> tuple:
     """Groups of 9 to 15 heads are no tiles of eight, in which the copy engine takes them."""
     padded = 8 < case.group < 16
-    return case.dtype, case.pages_dtype, NOT_FOR_HOPPER.get(case.name), padded
+    return case.dtype, case.pages_dtype, refusal(case, "mosaic_gpu"), padded
 
 
 # One case of each dtype of queries and pages, and those that do not fit a Hopper card.
@@ -54,8 +50,8 @@ def feature_of(case) -> tuple:
     ids=lambda c: c.name,
 )
 def test_lowers_with_all_results(case):
-    if case.name in NOT_FOR_HOPPER:
-        with pytest.raises(NotImplementedError, match=NOT_FOR_HOPPER[case.name]):
+    if (reason := refusal(case, "mosaic_gpu")) is not None:
+        with pytest.raises(NotImplementedError, match=re.escape(reason)):
             lowered(case, "mosaic_gpu")
         return
     text = lowered(case, "mosaic_gpu")

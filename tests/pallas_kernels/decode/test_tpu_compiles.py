@@ -24,6 +24,7 @@ CASES = (
     "page192+",
     "large+",
     "wide+",
+    "widest+",
     "base",
     "head_dim64",
     "float32",

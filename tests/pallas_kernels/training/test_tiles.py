@@ -85,23 +85,6 @@ def test_blocks_of_one_document_meet(rows, columns):
     assert (np.asarray(found) >= meeting(segments, rows, columns)).all()
 
 
-def gpu_problem(**changes):
-    options = dict(B=1, T=256, S=256, H=4, K=2, D=128, window=16, scale=1.0, interpret=True)
-    options |= dict(dtype=jnp.dtype("bfloat16"), packed=False, placed=False)
-    return gpu_tiles.Problem(**(options | changes))
-
-
-def test_a_ring_fits_beside_what_stays():
-    """227 KB less 8 KB: two stages of 128 keys and values of 256 bytes, and 4 for each token."""
-    room = 219 * 1024 - 2 * 2 * 128 * (256 + 4)
-    ring = gpu_tiles.Ring(block=128, stages=2)
-    assert gpu_tiles.fits(ring, gpu_problem(), room // 256)
-    assert not gpu_tiles.fits(ring, gpu_problem(), room // 256 + 1)
-    wide = gpu_problem(D=256)  # 2 * 3 * 128 * 516 bytes are more than there are
-    assert not gpu_tiles.fits(gpu_tiles.Ring(block=128, stages=3), wide, 0)
-    assert gpu_tiles.fits(gpu_tiles.Ring(block=64, stages=3), wide, 0)
-
-
 def tpu_problem(T=1024, H=8, K=2, D=128, window=100, dtype="bfloat16", packed=False):
     q, k = (jax.ShapeDtypeStruct((1, T, heads, D), jnp.dtype(dtype)) for heads in (H, K))
     segments = jax.ShapeDtypeStruct((1, T), jnp.int32) if packed else None

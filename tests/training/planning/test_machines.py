@@ -11,10 +11,15 @@ from dms_jax.training.planning import find_machine
     [
         ("v5p-128", "v5p", 64, "v5p:4x4x4"),  # the type counts cores, two a chip
         ("v5p-8", "v5p", 4, "v5p:2x2x1"),
+        ("v5p-32", "v5p", 16, "v5p:2x2x4"),
+        ("v5p-384", "v5p", 192, "v5p:4x8x8"),  # on the first 192 of 256
+        ("v5p-8192", "v5p", 4096, "v5p:16x16x16"),
         ("v6e-256", "v6e", 256, "v6e:16x16"),
         ("v6e-8", "v6e", 8, "v6e:2x4"),
         ("v5litepod-16", "v5e", 16, "v5e:4x4"),
         ("v5e-1", "v5e", 1, "v5e:2x2"),
+        ("4xv5litepod", "v5e", 4, "v5e:2x2"),
+        ("3xv5p", "v5p", 3, "v5p:2x2x1"),  # a number of chips, of no slice
         ("8xh200", "h200", 8, "v5p:2x2x2"),
         ("32 x H200", "h200", 32, "v5p:2x4x4"),
         ("h100", "h100", 1, "v5p:2x2x1"),
@@ -27,10 +32,34 @@ def test_machines(name, kind, count, topology):
     assert machine.is_tpu == kind.startswith("v")
 
 
-@pytest.mark.parametrize("name", ["h300", "0xh200", "9999999xh200", "v6e-0", "", "h200-x"])
+@pytest.mark.parametrize(
+    "name", ["h300", "0xh200", "9999999xh200", "", "h200-x", "h200-8", "v4-8", "v2-8"]
+)
 def test_there_is_no_such_machine(name):
     with pytest.raises(ConfigError, match=r"There is no machine .* h200"):
         find_machine(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v5p-3", "A v5p-N has N cores, two a chip, and N is 8, 16, 32, 64 or a multiple of 128"),
+        ("v5p-2", "'1xv5p'"),  # as many chips
+        ("v5p-12", "'6xv5p'"),
+        ("v5p-127", "A v5p-N has N cores"),
+        ("v5p-192", "'96xv5p'"),
+        ("v5p-8320", "up to 8192"),
+        ("v5e-2", "A v5e-N has N chips, and N is 1, 4, 8, 16, 32, 64, 128 or 256"),
+        ("v5litepod-3", "A v5e-N has N chips"),
+        ("v6e-2", "A v6e-N has N chips, and N is 1, 4, 8, 16, 32, 64, 128 or 256"),
+        ("v6e-512", "'512xv6e'"),
+        ("v6e-0", "A v6e-N has N chips"),
+    ],
+)
+def test_slices_that_google_does_not_have(name, said):
+    with pytest.raises(ConfigError, match=f"There is no TPU slice '{name}'") as refusal:
+        find_machine(name)
+    assert said in str(refusal.value)
 
 
 def test_gpus_of_several_hosts_send_through_the_network():

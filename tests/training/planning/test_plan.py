@@ -61,6 +61,19 @@ def test_seconds():
     assert hosts.communication_seconds(hosts.stages[0]) == pytest.approx(0.9)  # the network
 
 
+@pytest.mark.parametrize(
+    ("machine", "measured"),
+    [("8xh200", True), ("8xh100", True), ("8xb200", False), ("8xa100", False), ("v5p-16", False)],
+)
+def test_what_computes_at_half_of_the_peak_was_measured_or_is_not_known(machine, measured):
+    plan = planned(machine)
+    peak = plan.machine.device.peak
+    assert plan.compute_seconds(plan.stages[0]) == pytest.approx(8 * 989e12 / (8 * peak * 0.5))
+    (said,) = (line for line in str(plan).splitlines() if "of the peak: an H200" in line)
+    assert "run at 50% of the peak: an H200 was measured at 46% to 58%" in said
+    assert ("was not measured" in said) == (not measured)
+
+
 def test_every_stage_counts_by_itself():
     """The first takes the most memory, the second the most time, a third is like the second."""
     wide = dataclasses.replace(MEMORY, temporaries=100e9)

@@ -1,0 +1,25 @@
+"""The numbers of a script's settings, which are checked before anything is made."""
+
+import dataclasses
+import math
+from typing import Any
+
+import dms_jax
+
+
+def check_numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError unless the numbers of a script's settings are finite and positive.
+
+    Args:
+      config: the settings; an option of several numbers has at least one.
+      may_be_zero: options that may be 0.
+    """
+    for field in dataclasses.fields(config):
+        value, option = getattr(config, field.name), f"--{field.name.replace('_', '-')}"
+        if value == () and field.default != ():
+            raise dms_jax.ConfigError(f"{option}: give at least one.")
+        least = 0 if field.name in may_be_zero else math.ulp(0.0)
+        for each in value if isinstance(value, tuple) else (value,):
+            if type(each) in (int, float) and not least <= each < math.inf:  # no bool
+                must = "not be negative" if least == 0 else "be positive"
+                raise dms_jax.ConfigError(f"{option} must {must}, got {value}")

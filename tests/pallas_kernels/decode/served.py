@@ -1,0 +1,48 @@
+"""Which cases each kernel of decode attention serves, written down apart from the kernels.
+
+Tests run what is served and never ask a kernel for it: one that refused a case that it has served
+before would not be run with it any more, and nobody would see.
+"""
+
+from pallas_kernels.decode.cases import DecodeCase
+
+# Beside pages of the queries' own type, and never: float64, and the shapes of toy models.
+_NO_KERNEL = {"float64": "float64", "head_dim8": "", "page5": ""}
+_FLOAT32 = "multiplies 16-bit numbers, not float32"
+_REFUSED = {
+    "mosaic_gpu": {
+        # With its bfloat16 parts beside it.
+        "float32_head_dim256": "bytes of shared memory",
+        # 16 scales are too few for the copy engine, whose misaligned address a card alone reports.
+        "float8_page16": "copies scales for float8 pages of at least 32 tokens",
+    },
+    "mosaic_mma": {
+        "float32": _FLOAT32,
+        "float32_group8_head_dim96": _FLOAT32,
+        "float32_head_dim256": _FLOAT32,
+    },
+    "mosaic_tpu": {"float16": "serves bfloat16 and float32, not float16"},
+}
+
+
+def refusal(
+    case: DecodeCase, implementation: str, capability: tuple[int, int] = (9, 0)
+) -> str | None:
+    """Words of the refusal of a case, or None where it is served.
+
+    Args:
+      case: one of `CONTRACT` or `XLA_ONLY`.
+      implementation: "mosaic_gpu", "mosaic_mma" or "mosaic_tpu".
+      capability: the compute capability of the GPU.
+    """
+    if implementation == "mosaic_gpu" and capability != (9, 0):
+        return r"needs compute capability 9.0 (Hopper)"
+    if implementation == "mosaic_mma" and capability < (8, 0):
+        return "needs compute capability 8.0 (Ampere)"
+    if case.name in _NO_KERNEL:
+        return _NO_KERNEL[case.name]
+    if case.pages_dtype and implementation == "mosaic_tpu":
+        return "does not read float8 pages"
+    if case.pages_dtype and implementation == "mosaic_mma" and capability < (8, 9):
+        return "float8 needs compute capability 8.9 (Ada)"
+    return _REFUSED[implementation].get(case.name)

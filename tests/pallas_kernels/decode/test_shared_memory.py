@@ -1,0 +1,127 @@
+"""The shared memory of the decode kernels: what plans count with is what Mosaic lays out."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import decode_attention, decode_plan, dispatch
+from pallas_kernels.decode import cases, gpu
+from pallas_kernels.dispatch import GPU
+from tests.pallas_kernels.support import launched_with, split_rows, structs
+from tests.support.instances import first_of_each
+
+KB = 1024
+A100 = GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0))
+# Shared memory of a core by compute capability (CUDA's programming guide, its table of technical
+# specifications), of which each program that is there takes 1 KB beside its own.
+OF_A_CORE = {
+    A100: 164 * KB,
+    GPU("NVIDIA A10", 72, (8, 6)): 100 * KB,
+    GPU("Jetson AGX Orin", 16, (8, 7)): 164 * KB,
+    GPU("NVIDIA L4", 58, (8, 9)): 100 * KB,
+    GPU("NVIDIA L40S", 142, (8, 9)): 100 * KB,
+    GPU("NVIDIA H100 80GB HBM3", 132, (9, 0)): 228 * KB,
+    GPU("NVIDIA H200", 132, (9, 0)): 228 * KB,
+    GPU("NVIDIA B200", 148, (10, 0)): 228 * KB,
+    GPU("NVIDIA Thor", 20, (11, 0)): 228 * KB,
+    GPU("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, (12, 0)): 100 * KB,
+}
+# Four programs of 128 threads have 128 registers a thread, and wider heads take more.
+MOST = {64: 4, 96: 4, 128: 4, 256: 2}
+HEAD_DIMS, PAGE_SIZES, GROUPS = (64, 96, 128, 256), (16, 64, 128), (8, 16)
+
+
+def attention(case, implementation):
+    """The attention kernel's bytes, and those that are counted for it."""
+    function = functools.partial(
+        decode_attention,
+        scale=0.1,
+        return_lse=True,
+        return_scores=True,
+        implementation=implementation,
+    )
+    shapes = structs(case)
+    launched = launched_with(dispatch.DEFAULT_GPU, function, **shapes)
+    q, rows = split_rows(shapes)
+    shape = gpu._shape(q, rows)
+    spec = gpu.spec_of(
+        q,
+        rows.k_pages,
+        gpu.settings_of(implementation, shape),
+        tile=gpu.tile_of(implementation, shape),
+        copies=implementation == "mosaic_gpu",
+        programs=1,
+        scale=0.1,
+        return_lse=True,
+        return_scores=True,
+    )
+    # On Hopper the plan is launched before it, and in all forms the merge of rows after it.
+    return launched[implementation == "mosaic_gpu"], spec.shared_bytes
+
+
+def shapes():
+    for head_dim, page_size, group in itertools.product(HEAD_DIMS, PAGE_SIZES, GROUPS):
+        yield replace(
+            cases.BASE,
+            name=f"head_dim{head_dim}_page{page_size}_group{group}",
+            head_dim=head_dim,
+            page_size=page_size,
+            group=group,
+        )
+
+
+@pytest.mark.parametrize(
+    "case",
+    first_of_each(shapes(), by=lambda case: case.head_dim),
+    ids=lambda case: case.name,
+)
+def test_the_form_of_ampere_takes_the_bytes_that_are_counted(case):
+    launched, counted = attention(case, "mosaic_mma")
+    assert launched == counted
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["float8", "group16_head_dim256", "float32", "float32_group8_head_dim96", "head_dim96"],
+)
+def test_the_form_of_hopper_takes_no_more_than_is_counted(name):
+    launched, counted = attention(cases.by_name(name), "mosaic_gpu")
+    assert counted - 8 * KB <= launched <= counted
+
+
+@pytest.mark.parametrize("card", OF_A_CORE, ids=lambda card: card.kind)
+def test_as_many_programs_share_a_core_as_fit(card, monkeypatch):
+    """Of the group that takes the most: a plan does not know the group."""
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: card)
+    there_are = OF_A_CORE[card]
+    for head_dim, page_size in itertools.product(HEAD_DIMS, PAGE_SIZES):
+        case = replace(cases.BASE, head_dim=head_dim, page_size=page_size, group=16)
+        q, rows = split_rows(structs(case))
+        plan = decode_plan(
+            jnp.zeros(3, jnp.int32),
+            columns=4,
+            page_size=page_size,
+            head_dim=head_dim,
+            dtype="bfloat16",
+            implementation="mosaic_mma",
+        )
+        tile, numbers = max(64, page_size), 0
+        for shape in ((tile, head_dim), (tile, head_dim), (16, head_dim), (16, tile)):
+            numbers += -(-np.prod(shape) // 512) * 512  # whole KB of 16-bit numbers
+        each = 2 * int(numbers) + 2 * KB + KB
+        fit = there_are // each
+        assert (gpu.why_not_mma(q, rows, None) is None) == (fit > 0), case
+        if fit:
+            assert plan.programs == card.cores * min(MOST[head_dim], fit), (case, each)
+
+
+def test_two_programs_of_large_pages_do_not_fit_a_core_of_ampere(monkeypatch):
+    """139 KB each, of 164."""
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: A100)
+    lengths = jnp.zeros(3, jnp.int32)
+    plan = decode_plan(lengths, columns=4, page_size=128, head_dim=256, dtype="bfloat16")
+    assert plan.programs == 108
