@@ -122,7 +122,7 @@ class Engine:
         self._end_tokens = model.generation.eos_token_ids
         self._launched = Launched(self.runner, self._end_tokens)
         self._reading = Reading(self._shapes, takes_turns=False)
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(num_lanes)
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
     # -- public -----------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Engine:
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
-            self._arrivals = Arrivals(incoming)
+            self._arrivals = Arrivals(len(self._keys), incoming)
             self._run(requests, sampling, on_tokens, on_told, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
@@ -338,7 +338,7 @@ class Engine:
         source_of = self._reading.take_complete()
         if not source_of:
             return
-        rule = self._arrivals.filter(sampling, self._running, len(self._keys))
+        rule = self._arrivals.filter(sampling, self._running)
         self._launched.draw_first(source_of, self._running, self._keys, rule)
         shared = {lane: source for lane, source in source_of.items() if lane != source}
         if shared:  # its lengths are waited for
@@ -388,7 +388,7 @@ class Engine:
         """Runs a chunk of steps, and those that are launched before the one before them is read."""
         extra = np.minimum(self._launched.remaining(self._decoding()), num_steps)
         self._reserve_or_preempt(extra, waiting, prompt=False)
-        rule = self._arrivals.filter(sampling, self._running, len(self._keys))
+        rule = self._arrivals.filter(sampling, self._running)
         chunk = (self._keys, rule, num_steps)
         joined = self._arrivals.incoming is not None
         self._launched.decode(self._decoding(), *chunk)

@@ -1,5 +1,6 @@
 """Requests that come while a call runs, each with its own sampling."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine
 from dms_jax.generation.requests import make_request
+from dms_jax.generation.sampling import Sampling
 from tests.generation.support import GREEDY, SHAPE, engine_for, model_for, prompts
 
 SETTINGS = [
@@ -48,6 +50,22 @@ def test_requests_join_those_that_run_and_draw_as_they_do_alone(monkeypatch):
     assert max(together) == 2  # and the third one came while these ran
     assert engine.runner.allocator.pages_in_use == 0
     assert not engine.running
+
+
+@pytest.mark.slow
+def test_what_a_lane_asks_is_looked_at_once(monkeypatch):
+    """With 256 lanes it took half a millisecond a program, for which the device waited."""
+    looked, own = collections.Counter(), Sampling.filter.func
+
+    def counted(self):
+        looked[self.seed] += 1
+        return own(self)
+
+    monkeypatch.setattr(Sampling, "filter", property(counted))
+    engine, given = engine_for("vanilla"), prompts()[:3]
+    samplings = [dataclasses.replace(GREEDY, seed=100 + each) for each in range(3)]
+    joined_while_it_decodes(engine, given, samplings)
+    assert [looked[each.seed] for each in samplings] == [1, 1, 1]
 
 
 @pytest.mark.slow
