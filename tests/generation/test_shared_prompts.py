@@ -163,11 +163,13 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
     """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
 
     Admission sees what the policy keeps in any case, so all four are let in; when the prompt is
-    read, those that do not fit wait, and then for the whole of it.
+    read, those that do not fit wait, and then for the whole of it. The page that is left while the
+    first two decode, between their two chunks, holds no more than its first tokens.
     """
     (prompt,) = prompts([30])
-    memory = 7 * 20 * 2 * 16 * 8 * 4
+    memory = 8 * 20 * 2 * 16 * 8 * 4  # what policies keep of each lane takes a part of a page
     engine = engine_with(KEEPS_ALL, memory=memory)
+    assert engine.runner.allocator.pages_per_shard // 20 == 7
     preempted, fits = [], engine._reserve_or_preempt
 
     def watched(*arguments, **options):
@@ -177,7 +179,8 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
         return done
 
     engine._reserve_or_preempt = watched
-    found = engine.generate([prompt] * 4, sampling=SAMPLED)
+    two_chunks = dataclasses.replace(SAMPLED, max_new_tokens=1 + 2 * SHAPE["chunk"])
+    found = engine.generate([prompt] * 4, sampling=two_chunks)
     assert prefilled(found) == [30, 0, 30, 0]
     assert sum(ran) == 60
     assert preempted == []
