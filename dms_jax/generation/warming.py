@@ -176,11 +176,19 @@ class _Calls:
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
-    """Compiles programs for their arguments in threads; returns how many there are."""
+    """Compiles programs for their arguments in threads; returns how many there are.
+
+    An error or an interrupt waits for those that are being compiled, and for none that has not
+    begun.
+    """
     calls = list(calls)
     threads = max(4, os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool, use_mesh(runner.model.mesh):
-        running = [pool.submit(program.lower(*given).compile) for program, given in calls]
-        for each in running:
-            each.result()
+        try:
+            running = [pool.submit(program.lower(*given).compile) for program, given in calls]
+            for each in concurrent.futures.as_completed(running):
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return len(calls)

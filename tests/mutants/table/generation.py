@@ -18,6 +18,7 @@ ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 READING = "tests/generation/test_reading.py"
 TALK = "tests/generation/test_conversation.py"
+WARMING = "tests/generation/test_warming.py"
 
 MUTANTS = [
     Mutant(
@@ -252,6 +253,13 @@ MUTANTS = [
         "running[lane].slots = runner.lengths[:, source].copy()",
         "pass",
         (f"{SHARED}::test_chains_wait_for_the_memory_that_they_need",),
+    ),
+    Mutant(
+        "generation: an interrupt waits for every program that is to be compiled",
+        FOLDER + "warming.py",
+        "pool.shutdown(wait=False, cancel_futures=True)",
+        "pass",
+        (f"{WARMING}::test_what_stops_compilations_waits_for_none_that_has_not_begun[interrupt]",),
     ),
     Mutant(
         "generation: a question is answered in the conversation itself",
