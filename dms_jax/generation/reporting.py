@@ -127,10 +127,14 @@ class Reporter:
         self.reading.keep(running)
         if ended and not self.keep:
             runner.clear(ended)
-        for request in [each for each in waiting if each.index in cancelled]:
-            request.finish_reason = "cancelled"
+        for request in waiting:
+            if request.index in cancelled and request.remaining:
+                request.finish_reason = "cancelled"
+            elif len(request.generated) == request.reported_tokens:
+                continue  # else its first token, drawn from a prompt whose copy did not fit
             self._keep(request)
-            record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
+            if request.finish_reason is not None:
+                record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
         for _ in range(len(waiting)):  # once around: the others keep their order
             request = waiting.popleft()
             if request.finish_reason is None:

@@ -255,6 +255,20 @@ MUTANTS = [
         (f"{SHARED}::test_chains_wait_for_the_memory_that_they_need",),
     ),
     Mutant(
+        "generation: something is put back while an answer of one token fills the pool",
+        FOLDER + "engine.py",
+        "if self._launched.drawn:  # those",
+        "if False:  # those",
+        (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
+    ),
+    Mutant(
+        "generation: a chain that waits is not told that its first token ended it",
+        FOLDER + "reporting.py",
+        "elif len(request.generated) == request.reported_tokens:\n                continue",
+        "else:\n                continue",
+        (f"{SHARED}::test_a_chain_that_its_first_token_ends_waits_for_no_memory",),
+    ),
+    Mutant(
         "generation: an interrupt waits for every program that is to be compiled",
         FOLDER + "warming.py",
         "pool.shutdown(wait=False, cancel_futures=True)",
@@ -271,8 +285,8 @@ MUTANTS = [
     Mutant(
         "generation: requests that wait outlive their cancellation",
         FOLDER + "reporting.py",
-        "for request in [each for each in waiting if each.index in cancelled]:",
-        "for request in []:",
+        "for request in waiting:\n            if request.index in cancelled and",
+        "for request in waiting:\n            if False and",
         ("tests/generation/test_cancel.py::test_running_and_waiting_requests_end[vanilla]",),
     ),
 ]
