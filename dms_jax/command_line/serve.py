@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 import dms_jax
+from dms_jax import compilation
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.serving import Service
@@ -72,8 +73,9 @@ def main(config: Config) -> None:
         service = make_service(config)
         console.print("Compiling whatever requests can need ...")
         start = time.monotonic()
-        programs = service.warm()
-        console.print(f"Compiled {programs} programs in {time.monotonic() - start:.0f} s.")
+        with compilation.watched() as made:
+            service.warm()
+        console.print(f"{made} in {time.monotonic() - start:.0f} s.")
         service.start()
         service.check()
         name = config.name or pathlib.PurePath(config.model).name

@@ -70,7 +70,9 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     thread.join(60)
     waits, compiled = found["early"].splitlines()[:2]  # it may take a minute, and is said before
     assert waits == "Compiling whatever requests can need ..."
-    assert re.fullmatch(r"Compiled \d+ programs in \d+ s\.", compiled)
+    assert re.fullmatch(
+        r"\d+ programs? (compiled|read)( and \d+ read)?( from the cache)? in \d+ s\.", compiled
+    )
     assert found["health"] == (200, {"status": "ok"})
     assert found["answer"][1]["usage"]["completion_tokens"] == 6
     assert found["default"][1]["usage"]["completion_tokens"] == 9
