@@ -19,6 +19,8 @@ AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 READING = "tests/generation/test_reading.py"
 TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_warming.py"
+TEXT = "tests/generation/test_text.py"
+STOPS = "tests/generation/test_stop_strings.py"
 
 MUTANTS = [
     Mutant(
@@ -267,6 +269,20 @@ MUTANTS = [
         "elif len(request.generated) == request.reported_tokens:\n                continue",
         "else:\n                continue",
         (f"{SHARED}::test_a_chain_that_its_first_token_ends_waits_for_no_memory",),
+    ),
+    Mutant(
+        "generation: a stop string that overlaps with itself is missed",
+        FOLDER + "stop_strings.py",
+        "matched = self._shorter_than(matched)",
+        "matched = 0",
+        (f"{STOPS}::test_they_are_found_where_a_search_finds_them",),
+    ),
+    Mutant(
+        "generation: each token of a large chunk is decoded with all before it",
+        FOLDER + "text.py",
+        "self._commit(stream, tokens, end)  # so",
+        "pass  # so",
+        (f"{TEXT}::test_a_stop_string_in_a_large_chunk_is_found_by_short_windows",),
     ),
     Mutant(
         "generation: an interrupt waits for every program that is to be compiled",

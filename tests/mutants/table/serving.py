@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "serving: a request that goes on after an error has its text sent again",
         "dms_jax/generation/text.py",
-        "stream.shown = _safe_length(request.text, stop)",
+        "stream.shown = len(request.text) - earlier.held",
         "stream.shown = 0",
         (f"{LOAD}::test_what_was_put_back_goes_on_when_another_one_does_not_fit",),
     ),
