@@ -96,6 +96,27 @@ def test_wrong_settings_end_with_2(options, said, stories, monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_it_ends_when_http_dies_while_the_model_compiles(stories, monkeypatch, capsys):
+    servers, enter = [], Server.__enter__
+
+    def kept(self):
+        servers.append(self)
+        return enter(self)
+
+    def warm(self):
+        servers[0]._process.kill()
+        threading.Event().wait(60)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(serve.Config, "load", lambda self: stories)
+    monkeypatch.setattr(Server, "__enter__", kept)
+    monkeypatch.setattr(serve.Service, "warm", warm)
+    assert main(["serve", "--port", str(free_port()), *SHAPE]) == 1
+    told = capsys.readouterr()
+    assert "The process that answers HTTP has ended (status -9)" in told.err
+    assert told.out == "Compiling whatever requests can need ...\n"
+
+
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     imported = builtins.__import__
 

@@ -18,7 +18,7 @@ from dms_jax.generation.requests import NotNumbersError
 from dms_jax.serving.engine_server import EngineServer
 from dms_jax.serving.messages import portable
 from dms_jax.serving.protocol import RefusalError
-from dms_jax.serving.server import Server, take_address
+from dms_jax.serving.server import _AGAIN, Server, take_address
 from dms_jax.serving.service import DrainingError
 from tests.serving.support import Client, hold_steps, make_service, served, wait_until
 
@@ -32,8 +32,12 @@ OURS = [
 
 @contextlib.contextmanager
 def started():
-    """The process that answers HTTP, and its port, before it was told of a model."""
+    """The process that answers HTTP, and its port, before it was told of a model.
+
+    Its end interrupts no test: most have it end, and do not serve in the main thread.
+    """
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
+        server._watched = False
         taken.listen()
         yield server, taken.getsockname()[1]
 
@@ -196,6 +200,21 @@ def test_http_ends_when_the_engine_has_gone_before_there_is_a_model():
     with started() as (server, _):
         server._connection.shutdown(socket.SHUT_RDWR)
         assert server._process.wait(60) == 0
+
+
+def test_the_end_of_http_interrupts_what_comes_before_serving():
+    """A model may compile for minutes; what is raised in a callback of jax is lost."""
+    before = signal.getsignal(signal.SIGURG)
+    said = pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)")
+    compiled = threading.Event()
+    with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
+        server._process.kill()
+        with said:
+            compiled.wait(60)
+        with said:  # the first was lost
+            compiled.wait(60)
+    assert signal.getsignal(signal.SIGURG) == before
+    time.sleep(2 * _AGAIN)  # nothing comes after the end
 
 
 def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
