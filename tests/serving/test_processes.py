@@ -16,7 +16,7 @@ import dms_jax
 from dms_jax import errors
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.serving.engine_server import EngineServer
-from dms_jax.serving.messages import portable
+from dms_jax.serving.messages import LENGTH, portable
 from dms_jax.serving.protocol import RefusalError
 from dms_jax.serving.server import _AGAIN, Server, take_address
 from dms_jax.serving.service import DrainingError
@@ -270,6 +270,18 @@ def test_a_message_that_does_not_arrive_ends_both_sides(sent):
         assert "The process of the engine has ended." in answers[0]["error"]["message"]
         assert server._process.wait(60) == 0
         assert gone.wait(60)
+
+
+def test_what_http_says_and_nobody_can_read_ends_both_sides():
+    gone, service = threading.Event(), make_service()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        EngineServer(service, ours, served(service), gone.set)
+        theirs.sendall(LENGTH.pack(3) + b"abc")
+        assert gone.wait(60)
+        theirs.settimeout(60)
+        while theirs.recv(2**16):  # what is served, and then the end
+            pass
 
 
 def serve(server, service, begin, ended):
