@@ -117,6 +117,21 @@ def test_it_ends_when_http_dies_while_the_model_compiles(stories, monkeypatch, c
     assert told.out == "Compiling whatever requests can need ...\n"
 
 
+def test_what_comes_before_it_serves_ends_the_engine(stories, monkeypatch):
+    """Python cannot end while the engine's thread computes: it aborts."""
+    services = []
+
+    def interrupted(self):
+        services.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve.Config, "load", lambda self: stories)
+    monkeypatch.setattr(serve.Service, "warm", lambda self: 0)
+    monkeypatch.setattr(serve.Service, "check", interrupted)
+    assert main(["serve", "--port", str(free_port()), *SHAPE]) == 130
+    assert not services[0].alive
+
+
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     imported = builtins.__import__
 
