@@ -266,8 +266,8 @@ MUTANTS = [
     Mutant(
         "generation: a chain that waits is not told that its first token ended it",
         FOLDER + "reporting.py",
-        "elif len(request.generated) == request.reported_tokens:\n                continue",
-        "else:\n                continue",
+        "news = [each for each in put_back if len(each.generated) > each.reported_tokens]",
+        "news = []",
         (f"{SHARED}::test_a_chain_that_its_first_token_ends_waits_for_no_memory",),
     ),
     Mutant(
@@ -301,8 +301,8 @@ MUTANTS = [
     Mutant(
         "generation: requests that wait outlive their cancellation",
         FOLDER + "reporting.py",
-        "for request in waiting:\n            if request.index in cancelled and",
-        "for request in waiting:\n            if False and",
+        "asked = [each for each in waiting if each.index in cancelled] if cancelled else []",
+        "asked = []",
         ("tests/generation/test_cancel.py::test_running_and_waiting_requests_end[vanilla]",),
     ),
 ]
