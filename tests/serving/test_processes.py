@@ -296,9 +296,16 @@ def serve(server, service, begin, ended):
         thread.join(60)
 
 
-def test_an_interrupt_that_was_lost_before_ends_the_server_then():
+@pytest.fixture
+def interrupted_by_ctrl_c():
+    """Python's own handler; a shell has what it starts in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_that_was_lost_before_ends_the_server_then(interrupted_by_ctrl_c):
     """What is raised in a callback of the garbage collector, which jax has, ends nothing."""
-    before = signal.getsignal(signal.SIGINT)
     with started() as (server, _):
         service, ended = make_service(), threading.Event()
         with contextlib.suppress(KeyboardInterrupt):
@@ -311,7 +318,7 @@ def test_an_interrupt_that_was_lost_before_ends_the_server_then():
         with pytest.raises(KeyboardInterrupt):
             serve(server, service, end, ended)
         assert service.drain(60.0)
-    assert signal.getsignal(signal.SIGINT) == before
+    assert signal.getsignal(signal.SIGINT) == interrupted_by_ctrl_c
 
 
 def test_the_server_ends_with_an_error_when_http_has_gone():
