@@ -12,6 +12,7 @@ Nobody whom you do not trust may be able to write there: what is found is run.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import math
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -34,8 +36,19 @@ LEAST_SECONDS = 0.2
 REPORTED_SECONDS = 3.0
 
 _logger = logging.getLogger("dms_jax")
-_compiled: list[tuple[float, float]] = []  # when every program of this process began and ended
 _listening = threading.Event()
+
+
+class _Program(NamedTuple):
+    """When jax began and ended to make a program, and whether it read it from the cache."""
+
+    begin: float
+    end: float
+    read: bool
+
+
+_programs: list[_Program] = []  # of this process
+_thread = threading.local()
 
 
 def prepare() -> None:
@@ -69,28 +82,66 @@ def _keep_compiled() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
 
 
+@dataclasses.dataclass
+class Made:
+    """The programs that were made while a context ran, or run until now.
+
+    Attributes:
+      compiled: how many were compiled.
+      read: how many were read from the cache on disk.
+      seconds: in which at least one was being compiled or read.
+    """
+
+    compiled: int = 0
+    read: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.read and not self.compiled:
+            return f"{_counted(self.read)} read from the cache"
+        also = f" and {self.read} read from the cache" if self.read else ""
+        return f"{_counted(self.compiled)} compiled{also}"
+
+
+def _counted(programs: int) -> str:
+    return f"{programs} program{'' if programs == 1 else 's'}"
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Made]:
+    """Gives what the context made; it is known when the context has ended."""
+    if not _listening.is_set():
+        _listening.set()
+        jax.monitoring.register_event_listener(_hear)
+        jax.monitoring.register_event_duration_secs_listener(_listen)
+    made, before = Made(), len(_programs)
+    try:
+        yield made
+    finally:
+        programs = _programs[before:]
+        made.read = sum(each.read for each in programs)
+        made.compiled = len(programs) - made.read
+        made.seconds = covered((each.begin, each.end) for each in programs)
+
+
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
     """Says in one line how long programs compiled inside the context, if that took long.
 
     The line is logged ("dms_jax", INFO), and written to standard error where that is a terminal.
     """
-    if not _listening.is_set():
-        _listening.set()
-        jax.monitoring.register_event_duration_secs_listener(_listen)
-    before, start = len(_compiled), time.monotonic()
+    start = time.monotonic()
+    made = Made()
     try:
-        yield
+        with watched() as made:
+            yield
     finally:
-        programs = _compiled[before:]
-        seconds = covered(programs)
-        if seconds >= REPORTED_SECONDS:
+        if made.seconds >= REPORTED_SECONDS:
             kept = jax.config.jax_enable_compilation_cache
             directory = jax.config.jax_compilation_cache_dir if kept else None
             line = (
-                f"{what}: {len(programs)} programs compiled in {seconds:.0f} s, of "
-                f"{time.monotonic() - start:.0f} s in all"
-                + (f"; they are kept in {directory}." if directory else ".")
+                f"{what}: {made} in {made.seconds:.0f} s, of {time.monotonic() - start:.0f} s in "
+                "all" + (f"; they are kept in {directory}." if directory else ".")
             )
             _logger.info(line)
             if sys.stderr.isatty():
@@ -106,7 +157,13 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def _hear(event: str, **_: object) -> None:
+    if event == "/jax/compilation_cache/cache_hits":  # of the program that this thread waits for
+        _thread.read = True
+
+
 def _listen(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         now = time.monotonic()
-        _compiled.append((now - duration_secs, now))
+        _programs.append(_Program(now - duration_secs, now, getattr(_thread, "read", False)))
+        _thread.read = False

@@ -5,7 +5,9 @@ import pathlib
 import pwd
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from dms_jax import compilation
 
@@ -108,8 +110,28 @@ def test_long_compilations_are_said_in_one_line(caplog, monkeypatch):
     with compilation.reported("Generation"):
         jax.jit(lambda x: x * 3 + 41)(1)
     (record,) = caplog.records
-    assert record.getMessage().startswith("Generation: ")
-    assert "programs compiled in" in record.getMessage()
+    assert record.getMessage().startswith("Generation: 1 program compiled in ")
+
+
+def test_programs_that_are_read_from_the_cache_are_not_counted_as_compiled(settings, tmp_path):
+    """A second process finds them, as this one does: a function anew is a program anew."""
+    settings.setenv(compilation.SWITCH, str(tmp_path))
+    compilation_cache.reset_cache()
+    compilation.prepare()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    said = []
+    for constants in ((47,), (47, 53, 59), (47,)):
+        with compilation.watched() as made:
+            for constant in constants:
+                jax.jit(lambda x, constant=constant: x * 7 + constant)(np.float32(1))
+        said.append((made.compiled, made.read, str(made)))
+    compilation_cache.reset_cache()
+    assert said == [
+        (1, 0, "1 program compiled"),
+        (2, 1, "2 programs compiled and 1 read from the cache"),
+        (0, 1, "1 program read from the cache"),
+    ]
+    assert made.seconds > 0
 
 
 def test_programs_that_compile_at_the_same_time_take_their_time_once():

@@ -23,8 +23,11 @@ from dms_jax.policies.values import AdapterShape
 
 # Published checkpoints have at most ten; every step of generation compares with each.
 MAX_END_TOKENS = 64
-# The hub's names begin with a letter or a digit; ./model and ../model are paths.
+# The hub's names begin with a letter or a digit; ./model and ../model are paths, and so is what
+# ends as a file of weights does.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+_WEIGHTS = (".gguf", ".safetensors")
+_PATH = ("/", "./", "../", "~")
 # Repositories often contain the same weights twice, in a folder or under this name.
 _NOT_HUB_FILES = ["*/*", "consolidated*"]
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
@@ -105,7 +108,10 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
         raise CheckpointError(
             f"{directory} is a file and no GGUF; give the directory that holds config.json"
         )
-    if not isinstance(path, str) or not _HUB_ID.fullmatch(path):
+    if not isinstance(path, str) or path.startswith(_PATH) or path.lower().endswith(_WEIGHTS):
+        kind = "file" if directory.suffix.lower() in _WEIGHTS else "directory or file"
+        raise CheckpointError(f"there is no {kind} {directory.absolute()}")
+    if not _HUB_ID.fullmatch(path):
         raise CheckpointError(
             f"no directory or file {directory}, and it is not a hub id (owner/name)"
         )

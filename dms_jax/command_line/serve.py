@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 import dms_jax
+from dms_jax import compilation
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.serving import Service
@@ -72,17 +73,21 @@ def main(config: Config) -> None:
         service = make_service(config)
         console.print("Compiling whatever requests can need ...")
         start = time.monotonic()
-        programs = service.warm()
-        console.print(f"Compiled {programs} programs in {time.monotonic() - start:.0f} s.")
+        with compilation.watched() as made:
+            service.warm()
+        console.print(f"{made} in {time.monotonic() - start:.0f} s.")
         service.start()
-        service.check()
-        name = config.name or pathlib.PurePath(config.model).name
-        served = Served.of(service, name, sampling, config.seed)
-        host, port = taken.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        taken.listen()  # whoever sees the address may come at once, and waits until it is answered
-        console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
-        drained = server.serve(service, served, drain_seconds=seconds)
+        try:
+            service.check()
+            name = config.name or pathlib.PurePath(config.model).name
+            served = Served.of(service, name, sampling, config.seed)
+            host, port = taken.getsockname()[:2]
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            taken.listen()  # whoever sees the address may come at once, and waits for the answer
+            console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
+            drained = server.serve(service, served, drain_seconds=seconds)
+        finally:
+            service.drain(0.0)  # at most a chunk: Python cannot end while one is computed
     console.print("All requests had ended." if drained else "Requests were cut off.")
 
 

@@ -14,22 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Filter, Sampling, lanes_filter
+from dms_jax.generation.sampling import Filter, LanesFilter, Sampling
 
 # Returns the requests that came since it was last called, or None when no more will come. If it is
 # called with True, nothing else is to be done, and it may wait until some come.
 Incoming = Callable[[bool], Sequence[Request] | None]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Arrivals:
     """What comes during one call of an engine.
 
     Attributes:
+      num_lanes: number of lanes.
       incoming: gives requests; None if all are given at the start and share one sampling.
     """
 
+    num_lanes: int
     incoming: Incoming | None = None
+
+    def __post_init__(self):
+        self._filter = LanesFilter(self.num_lanes)
 
     def receive(
         self,
@@ -58,14 +63,13 @@ class Arrivals:
             each.sampling.stop_strings for each in requests
         )
 
-    def filter(self, sampling: Sampling, running: Mapping[int, Request], num_lanes: int) -> Filter:
+    def filter(self, sampling: Sampling, running: Mapping[int, Request]) -> Filter:
         """Returns the filter of the next program.
 
         Args:
           sampling: that of the call.
           running: lane -> its request.
-          num_lanes: number of lanes.
         """
         if self.incoming is None:
             return sampling.filter
-        return lanes_filter({lane: each.sampling for lane, each in running.items()}, num_lanes)
+        return self._filter.of({lane: each.sampling for lane, each in running.items()})

@@ -122,7 +122,7 @@ class Engine:
         self._end_tokens = model.generation.eos_token_ids
         self._launched = Launched(self.runner, self._end_tokens)
         self._reading = Reading(self._shapes, takes_turns=False)
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(num_lanes)
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
     # -- public -----------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Engine:
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
-            self._arrivals = Arrivals(incoming)
+            self._arrivals = Arrivals(len(self._keys), incoming)
             self._run(requests, sampling, on_tokens, on_told, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
@@ -250,7 +250,7 @@ class Engine:
                     if takes_turns or not self._reading.parts:
                         self._admit(waiting)
                     if self._reading.parts:
-                        self._read(waiting, sampling)
+                        self._read(waiting, sampling, reporter)
                         if self._reading.parts and not takes_turns:
                             reporter.tell()
                             continue
@@ -279,7 +279,7 @@ class Engine:
         """Moves waiting requests into free lanes, where they read their prompts."""
         if not waiting or len(self._running) == len(self._keys):
             return
-        extra = self._extra_of_all()
+        extra = self._room.extra(self._running, self._reading.parts)
         started: dict[int, Request] = {}
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
         taken = self._running.keys() | self._bases
@@ -314,14 +314,16 @@ class Engine:
         if continued:
             sharing.fork(self.runner, continued)
 
-    def _read(self, waiting: collections.deque[Request], sampling: Sampling) -> None:
+    def _read(
+        self, waiting: collections.deque[Request], sampling: Sampling, reporter: Reporter
+    ) -> None:
         """Launches the next tokens of prompts, and the draws after those that are complete."""
         runner = self.runner
         while batch := self._reading.next_batch():
             extra = np.zeros(len(runner.seen), np.int64)
             for lane, tokens in batch.tokens.items():
                 extra[lane] = len(tokens)
-            if not self._reserve_or_preempt(extra, waiting, prompt=batch.prompt):
+            if not self._reserve_or_preempt(extra, waiting, reporter, prompt=batch.prompt):
                 continue  # with those that are left, before others come
             extended = runner.extend(
                 batch.tokens,
@@ -338,30 +340,29 @@ class Engine:
         source_of = self._reading.take_complete()
         if not source_of:
             return
-        rule = self._arrivals.filter(sampling, self._running, len(self._keys))
+        rule = self._arrivals.filter(sampling, self._running)
         self._launched.draw_first(source_of, self._running, self._keys, rule)
         shared = {lane: source for lane, source in source_of.items() if lane != source}
         if shared:  # its lengths are waited for
-            without = self._room.fork(shared, self._running, self._extra_of_all())
+            extra = self._room.extra(self._running, self._reading.parts)
+            without = self._room.fork(shared, self._running, extra)
             waiting.extendleft(self._running.pop(lane) for lane in without)
 
-    def _extra_of_all(self) -> np.ndarray:
-        """Returns the slots [L, B, K] that lanes need besides those that they hold."""
-        extra = np.zeros(self.runner.allocator.reserved.shape, np.int64)
-        for lane, request in self._running.items():
-            extra[:, lane] = min(self.chunk, request.remaining)
-        for lane, part in self._reading.parts.items():
-            extra[:, lane] = self._room.rest(part.request, part.done, part.left)
-        return extra
-
     def _reserve_or_preempt(
-        self, extra: np.ndarray, waiting: collections.deque[Request], *, prompt: bool
+        self,
+        extra: np.ndarray,
+        waiting: collections.deque[Request],
+        reporter: Reporter,
+        *,
+        prompt: bool,
     ) -> bool:
-        """Reserves pages, preempting the youngest requests until they fit; False if any was."""
+        """Reserves pages, preempting the youngest until they fit; False if any left its lane."""
         before = len(self._running)
         while not self.runner.fits(extra, prompt=prompt):
-            if ended := self._launched.ended(self._running):
-                extra[ended] = 0
+            if self._launched.drawn:  # those that a first token ended make room themselves
+                self._launched.read()
+                reporter.settle(self._running, waiting)
+                extra[[lane for lane in range(len(extra)) if lane not in self._running]] = 0
                 continue
             youngest = next(reversed(self._running))
             if len(self._running) == 1:
@@ -387,8 +388,8 @@ class Engine:
     ) -> None:
         """Runs a chunk of steps, and those that are launched before the one before them is read."""
         extra = np.minimum(self._launched.remaining(self._decoding()), num_steps)
-        self._reserve_or_preempt(extra, waiting, prompt=False)
-        rule = self._arrivals.filter(sampling, self._running, len(self._keys))
+        self._reserve_or_preempt(extra, waiting, reporter, prompt=False)
+        rule = self._arrivals.filter(sampling, self._running)
         chunk = (self._keys, rule, num_steps)
         joined = self._arrivals.incoming is not None
         self._launched.decode(self._decoding(), *chunk)

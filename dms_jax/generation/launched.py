@@ -59,16 +59,6 @@ class Launched:
         self.drawn = frozenset()
         self.runner.read_prompts()
 
-    def ended(self, running: Mapping[int, Request]) -> list[int]:
-        """Reads, and returns the lanes that need no room because their first token ended them."""
-        drawn = self.drawn
-        self.read()
-        return [
-            lane
-            for lane, request in running.items()
-            if lane in drawn and request.generated[-1] in self.end_tokens
-        ]
-
     def remaining(self, running: Mapping[int, Request]) -> Int[np.ndarray, " B"]:
         """Returns the most tokens that each lane may generate after what was launched."""
         remaining = np.zeros(len(self.runner.seen), np.int64)

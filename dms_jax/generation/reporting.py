@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 
 from dms_jax.generation.programs import Steps
@@ -127,14 +128,29 @@ class Reporter:
         self.reading.keep(running)
         if ended and not self.keep:
             runner.clear(ended)
-        for request in [each for each in waiting if each.index in cancelled]:
-            request.finish_reason = "cancelled"
+        self._settle_waiting(waiting, cancelled)
+
+    def _settle_waiting(self, waiting: collections.deque[Request], cancelled: set[int]) -> None:
+        """Does the same for those that wait; chains that left their lane have a first token.
+
+        What was put back in this call waits before all others, of which there may be thousands.
+        """
+        put_back = itertools.takewhile(lambda each: each.slots is not None, waiting)
+        news = [each for each in put_back if len(each.generated) > each.reported_tokens]
+        asked = [each for each in waiting if each.index in cancelled] if cancelled else []
+        for request in asked:
+            if request.remaining:
+                request.finish_reason = "cancelled"  # unless that token ends it itself
+            if len(request.generated) == request.reported_tokens:
+                news.append(request)
+        for request in news:
             self._keep(request)
-            record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
-        for _ in range(len(waiting)):  # once around: the others keep their order
-            request = waiting.popleft()
-            if request.finish_reason is None:
-                waiting.append(request)
+            if request.finish_reason is not None:
+                record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
+        if any(request.finish_reason is not None for request in news):
+            left = [each for each in waiting if each.finish_reason is None]
+            waiting.clear()
+            waiting.extend(left)
 
     def _keep(self, request: Request) -> None:
         """Keeps the news of a request, whose end is known then."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from dms_jax.errors import CapacityError
 from dms_jax.generation import sharing
+from dms_jax.generation.reading import Part
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 
@@ -92,6 +93,20 @@ class Room:
                 return lane
             extra[:, lane] = 0
         return None
+
+    def extra(self, running: Mapping[int, Request], parts: Mapping[int, Part]) -> np.ndarray:
+        """Returns the slots [L, B, K] that lanes need besides those that they hold.
+
+        Args:
+          running: lane -> its request.
+          parts: lane -> what it reads, if it does not decode yet.
+        """
+        extra = np.zeros(self.runner.allocator.reserved.shape, np.int64)
+        for lane, request in running.items():
+            extra[:, lane] = min(self.chunk, request.remaining)
+        for lane, part in parts.items():
+            extra[:, lane] = self.rest(part.request, part.done, part.left)
+        return extra
 
     def rest(self, request: Request, done: int, left: int) -> np.ndarray:
         """Returns the slots [L, K] that a request needs which has read some tokens.

@@ -151,29 +151,52 @@ class Sampling(Options):
         )
 
 
-def lanes_filter(samplings: Mapping[int, Sampling], num_lanes: int) -> Filter:
-    """Returns the filter of lanes that differ in their sampling: one program for whatever they ask.
+class LanesFilter:
+    """The filter of lanes that differ in their sampling: one program for whatever they ask.
 
-    It draws as the filter of each lane alone does, and returns log-probabilities.
+    It draws as the filter of each lane alone does, and returns log-probabilities. From one program
+    to the next only lanes that changed are set anew: a device would wait for all 256 to be.
 
     Args:
-      samplings: lane -> its sampling; the other lanes are idle.
       num_lanes: number of lanes (B).
     """
-    filters = {lane: sampling.filter for lane, sampling in samplings.items()}
-    idle = Sampling().filter
 
-    def values(name: str, dtype: Any) -> np.ndarray:
-        own = [getattr(filters.get(lane, idle), name) for lane in range(num_lanes)]
-        return np.asarray(own, dtype)[:, None]
+    def __init__(self, num_lanes: int):
+        self._samplings: dict[int, Sampling] = {}
+        self._idle = Sampling()
+        idle = self._idle.filter
+        self._filter = Filter(
+            temperature=np.full((num_lanes, 1), idle.temperature, np.float32),
+            top_k=np.full((num_lanes, 1), idle.top_k, np.int32),
+            top_p=np.full((num_lanes, 1), idle.top_p, np.float32),
+            log_min_p=np.full((num_lanes, 1), idle.log_min_p, np.float32),
+            greedy=np.full(num_lanes, idle.switches.greedy),
+            searched=np.full(num_lanes, idle.switches.search),
+            switches=Switches(greedy=False, top_k=True, top_p=True, min_p=True, search=True),
+            logprobs=True,
+        )
 
-    return Filter(
-        temperature=values("temperature", np.float32),
-        top_k=values("top_k", np.int32),
-        top_p=values("top_p", np.float32),
-        log_min_p=values("log_min_p", np.float32),
-        greedy=np.array([filters.get(lane, idle).switches.greedy for lane in range(num_lanes)]),
-        searched=np.array([filters.get(lane, idle).switches.search for lane in range(num_lanes)]),
-        switches=Switches(greedy=False, top_k=True, top_p=True, min_p=True, search=True),
-        logprobs=True,
-    )
+    def of(self, samplings: Mapping[int, Sampling]) -> Filter:
+        """Returns the filter for what the lanes ask now.
+
+        Args:
+          samplings: lane -> its sampling; the other lanes are idle.
+        """
+        before, self._samplings = self._samplings, dict(samplings)
+        changed = {lane: each for lane, each in samplings.items() if each is not before.get(lane)}
+        changed |= {lane: self._idle for lane in before if lane not in samplings}
+        if not changed:
+            return self._filter
+        lanes, filters = list(changed), [sampling.filter for sampling in changed.values()]
+        values: dict[str, Any] = {
+            name: [[getattr(each, name)] for each in filters]
+            for name in ("temperature", "top_k", "top_p", "log_min_p")
+        }
+        values["greedy"] = [each.switches.greedy for each in filters]
+        values["searched"] = [each.switches.search for each in filters]
+        arrays: dict[str, np.ndarray] = {}
+        for name, new in values.items():
+            arrays[name] = getattr(self._filter, name).copy()  # a program may still read the old
+            arrays[name][lanes] = new
+        self._filter = dataclasses.replace(self._filter, **arrays)
+        return self._filter

@@ -23,6 +23,7 @@ import re
 from typing import Any
 
 from dms_jax.generation.requests import Request
+from dms_jax.generation.stop_strings import StopStrings
 
 _INCOMPLETE = "\ufffd"
 # The most tokens that may be pending; then every complete character is committed.
@@ -38,6 +39,7 @@ class _Stream:
       before: a token of the prompt, or none.
       start, committed: s and c of the module docstring; s is -1 if the window begins with `before`.
       prefix: length of the text of tokens[s:c].
+      stops: the stop strings in its text.
       text: text of tokens[:c].
       seen: number of tokens processed.
       shown: number of characters returned.
@@ -46,6 +48,7 @@ class _Stream:
     before: list[int]
     start: int
     prefix: int
+    stops: StopStrings
     committed: int = 0
     text: str = ""
     seen: int = 0
@@ -98,11 +101,13 @@ class TextTracker:
         stream = self._streams.get(request.index)
         if stream is None:  # a request with text goes on from an earlier call
             stream = self._begin(request)
-            stream.shown = _safe_length(request.text, stop)
+            earlier = StopStrings(stop)
+            earlier.add(request.text)
+            stream.shown = len(request.text) - earlier.held
             self._streams[request.index] = stream
         # An end token is not text, whether or not the tokenizer calls it special.
         tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
-        found = self._find_stop(stream, tokens, stop) if stop else None
+        found = self._find_stop(stream, tokens) if stop else None
         if found is not None:
             kept, text = found
             del request.generated[kept:], request.logprobs[kept:]
@@ -111,11 +116,11 @@ class TextTracker:
         elif request.finish_reason is not None:
             text = self._text(stream, tokens, len(tokens))
         else:
-            self._commit(stream, tokens)
+            self._commit(stream, tokens, len(tokens))
             text = stream.text
         stream.seen = len(tokens)
         request.text = text
-        safe = len(text) if request.finish_reason else _safe_length(text, stop)
+        safe = len(text) - (0 if request.finish_reason else stream.stops.held)
         shown = text[stream.shown : safe]
         stream.shown = max(safe, stream.shown)
         if request.finish_reason is not None:
@@ -137,7 +142,8 @@ class TextTracker:
     def _begin(self, request: Request) -> _Stream:
         """Returns the state before the first token."""
         before = self._last_with_text(request.prompt)
-        return _Stream(before, start=-len(before), prefix=len(self._decode(before)))
+        stops = StopStrings(request.sampling.stop_strings)
+        return _Stream(before, start=-len(before), prefix=len(self._decode(before)), stops=stops)
 
     def _last_with_text(self, prompt: list[int]) -> list[int]:
         """Returns the last token of a prompt that has a text of its own; none behind a special one.
@@ -157,21 +163,25 @@ class TextTracker:
 
     def _text(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the text of tokens[:end], incomplete characters included."""
+        return stream.text + self._behind(stream, tokens, end)
+
+    def _behind(self, stream: _Stream, tokens: list[int], end: int) -> str:
+        """Returns the part of the text of tokens[:end] that is not committed."""
         window = tokens[max(stream.start, 0) : end]
         window = stream.before + window if stream.start < 0 else window
-        return stream.text + self._decode(window)[stream.prefix :]
+        return self._decode(window)[stream.prefix :]
 
-    def _commit(self, stream: _Stream, tokens: list[int]) -> None:
-        """Commits every token whose text cannot change any more."""
-        end = len(tokens)
+    def _commit(self, stream: _Stream, tokens: list[int], most: int) -> None:
+        """Commits every one of tokens[:most] whose text cannot change any more."""
+        end = most
         while end > stream.committed:
             if not self._may_continue(tokens[end - 1]):
-                text = self._text(stream, tokens, end)
+                text = self._behind(stream, tokens, end)
                 if not text.endswith(_INCOMPLETE):
                     break
             end -= 1
-            if len(tokens) - end > _MOST_PENDING:
-                end, text = self._last_complete(stream, tokens)
+            if most - end > _MOST_PENDING:
+                end, text = self._last_complete(stream, tokens, most)
                 break
         else:
             return
@@ -180,16 +190,17 @@ class TextTracker:
         elif prefix := len(self._decode(tokens[stream.committed : end])):
             stream.start, stream.prefix = stream.committed, prefix
         else:  # only special tokens or a stripped space, and a window needs some text
-            stream.prefix += len(text) - len(stream.text)
-        stream.committed, stream.text = end, text
+            stream.prefix += len(text)
+        stream.committed, stream.text = end, stream.text + text
+        stream.stops.add(text)
 
-    def _last_complete(self, stream: _Stream, tokens: list[int]) -> tuple[int, str]:
-        """Returns the most tokens that end a character, and their text; all if they end none.
+    def _last_complete(self, stream: _Stream, tokens: list[int], most: int) -> tuple[int, str]:
+        """Returns how many of tokens[:most] end a character, and the text that is not committed.
 
-        No character has more than four tokens of one byte each.
+        All are if none of the last ends one. No character has more than four tokens of one byte.
         """
-        ends = range(len(tokens), len(tokens) - 4, -1)
-        texts = [(end, self._text(stream, tokens, end)) for end in ends]
+        ends = range(most, most - 4, -1)
+        texts = [(end, self._behind(stream, tokens, end)) for end in ends]
         return next((each for each in texts if not each[1].endswith(_INCOMPLETE)), texts[0])
 
     def _may_continue(self, token: int) -> bool:
@@ -206,37 +217,19 @@ class TextTracker:
             self._alone[token] = 0 if _INCOMPLETE in text else len(text)
         return self._alone[token]
 
-    def _find_stop(
-        self, stream: _Stream, tokens: list[int], stop: tuple[str, ...]
-    ) -> tuple[int, str] | None:
+    def _find_stop(self, stream: _Stream, tokens: list[int]) -> tuple[int, str] | None:
         """Returns the fewest tokens whose text holds a stop string, and the text before it.
 
         The result does not depend on the chunks: every token is checked as if it came alone.
         """
-        text = self._text(stream, tokens, len(tokens))
-        since = max(len(stream.text) - max(map(len, stop)) + 1, 0)
+        behind = self._behind(stream, tokens, len(tokens))
         # A stop string may appear and vanish again while a character is incomplete.
-        if _first_stop(text, stop, since) is None and _INCOMPLETE not in text[since:]:
+        if stream.stops.find(behind) is None and _INCOMPLETE not in behind:
             return None
         for end in range(stream.seen + 1, len(tokens) + 1):
-            text = self._text(stream, tokens, end)
-            position = _first_stop(text, stop, since)
+            behind = self._behind(stream, tokens, end)
+            position = stream.stops.find(behind)
             if position is not None:
-                return end, text[:position]
+                return end, (stream.text + behind)[: len(stream.text) + position]
+            self._commit(stream, tokens, end)  # so that the next window is short
         return None
-
-
-def _first_stop(text: str, stop: tuple[str, ...], since: int) -> int | None:
-    found = [text.find(each, since) for each in stop]
-    return min((position for position in found if position >= 0), default=None)
-
-
-def _safe_length(text: str, stop: tuple[str, ...]) -> int:
-    """Returns the length of the text without a suffix that may become a stop string."""
-    starts = [len(text)]
-    for each in stop:
-        for length in range(min(len(each) - 1, len(text)), 0, -1):
-            if text.endswith(each[:length]):
-                starts.append(len(text) - length)
-                break
-    return min(starts)

@@ -19,7 +19,7 @@ from dms_jax.generation import programs, sharing
 from dms_jax.generation.batches import Shapes
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Filter, lanes_filter
+from dms_jax.generation.sampling import Filter, LanesFilter
 from dms_jax.model.language_model import use_mesh
 
 # A program (jitted, or a `compiling.Program`) and the arguments that it is compiled for.
@@ -86,7 +86,7 @@ def compile_all(runner: Runner, shapes: Shapes, num_steps: int, end_tokens: tupl
       end_tokens: token ids that end an answer.
     """
     num_lanes = len(runner.seen)
-    calls = _Calls(runner, lanes_filter({}, num_lanes))
+    calls = _Calls(runner, LanesFilter(num_lanes).of({}))
     classes = (True, False) if runner.policy.parallel == "prompts" else (True,)
     prompts = [
         calls.extend(width, entries, pages, prompt=prompt)
@@ -176,11 +176,19 @@ class _Calls:
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
-    """Compiles programs for their arguments in threads; returns how many there are."""
+    """Compiles programs for their arguments in threads; returns how many there are.
+
+    An error or an interrupt waits for those that are being compiled, and for none that has not
+    begun.
+    """
     calls = list(calls)
     threads = max(4, os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool, use_mesh(runner.model.mesh):
-        running = [pool.submit(program.lower(*given).compile) for program, given in calls]
-        for each in running:
-            each.result()
+        try:
+            running = [pool.submit(program.lower(*given).compile) for program, given in calls]
+            for each in concurrent.futures.as_completed(running):
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return len(calls)

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dms_jax.checks import show
 from dms_jax.errors import (
     BusyError,
     CapacityError,
@@ -164,7 +165,7 @@ class _Api:
 
     def _unknown(self, name: Any) -> RefusalError:
         return RefusalError(
-            f"There is no model {name!r} here, only {self.served.name!r}.",
+            f"There is no model {show(name)} here, only {self.served.name!r}.",
             status=404,
             param="model",
             code="model_not_found",

@@ -65,9 +65,16 @@ class EngineServer:
     # -- what comes -------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError), self._connection.makefile("rb") as stream:
-            while (message := _next(stream)) is not None:
-                self._take(message)
+        try:
+            with self._connection.makefile("rb") as stream:
+                while (message := _next(stream)) is not None:
+                    self._take(message)
+        except OSError:  # the client has gone
+            pass
+        except Exception:  # whoever asks would wait for ever
+            _logger.exception("What HTTP says cannot be read.")
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
         self._out.put(None)
         self._gone()
 

@@ -13,6 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,12 +24,15 @@ from dms_jax.serving.messages import Served
 from dms_jax.serving.service import Service
 
 _LATE = 10  # seconds after the last answer, in which clients read what they are told
+_AGAIN = 1.0  # seconds after which the main thread is told once more
 
 
 class Server:
     """The process that answers HTTP; it starts at once, and waits for `serve`.
 
     As a context it is killed at the end, unless it has ended; the context is of the main thread.
+    If the process ends before `serve` is called, OtherProcessError is raised in that thread,
+    whatever it does: it may take minutes to load a model and to compile its programs.
 
     Args:
       listening: the socket of its address, which listens when `serve` is called.
@@ -37,7 +42,7 @@ class Server:
     """
 
     def __init__(self, listening: socket.socket):
-        self._listening, self._interrupted = listening, False
+        self._listening, self._interrupted, self._watched = listening, False, False
         self._connection, other = socket.socketpair()
         # The search path of this process, so that the same packages are found; and no device.
         path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -56,9 +61,15 @@ class Server:
         self._handler = signal.getsignal(signal.SIGINT)
         if callable(self._handler):  # it is not ignored
             signal.signal(signal.SIGINT, self._interrupt)
+        # A signal that means nothing to others: where it is not handled, it is ignored.
+        self._urgent = signal.signal(signal.SIGURG, self._hear)
+        self._watched = True
+        threading.Thread(target=self._watch, name="dms_jax HTTP", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._watched = False
+        signal.signal(signal.SIGURG, self._urgent)
         if callable(self._handler):
             signal.signal(signal.SIGINT, self._handler)
         self._process.kill()
@@ -71,6 +82,24 @@ class Server:
         self._interrupted = True
         if callable(self._handler):
             self._handler(number, frame)
+
+    def _watch(self) -> None:
+        """Tells the main thread that the process has ended, until it hears of it."""
+        self._process.wait()
+        main = threading.main_thread().ident
+        while self._watched and main is not None:
+            signal.pthread_kill(main, signal.SIGURG)
+            time.sleep(_AGAIN)  # what is raised may be lost, as after Ctrl-C
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if self._watched:
+            raise self._has_ended()
+
+    def _has_ended(self) -> OtherProcessError:
+        return OtherProcessError(
+            f"The process that answers HTTP has ended (status {self._process.returncode}), and "
+            "the server with it. What it said stands above."
+        )
 
     def serve(self, service: Service, served: Served, *, drain_seconds: float) -> bool:
         """Answers until a signal ends it; called in the main thread.
@@ -90,6 +119,7 @@ class Server:
         """
         if self._interrupted:
             raise KeyboardInterrupt
+        self._watched = False  # from now on whoever reads from the process hears of its end
         news: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for its end
         with _signals(news):
             engine = EngineServer(service, self._connection, served, lambda: news.put(None))
@@ -104,10 +134,7 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LATE)
         if ended_by is None or self._process.returncode:
-            raise OtherProcessError(
-                f"The process that answers HTTP has ended (status {self._process.returncode}), and "
-                "the server with it. What it said stands above."
-            )
+            raise self._has_ended()
         if ended_by == signal.SIGINT:
             raise KeyboardInterrupt
         return drained

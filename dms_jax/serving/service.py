@@ -397,8 +397,8 @@ class Service:
             requests = [job.request for job in self._jobs.values()]
             new = {request.index for request in self._new}
             ran = {request.index for request in self.engine.running}
-            if isinstance(error, NotNumbersError):
-                ran &= error.indices
+            if isinstance(error, NotNumbersError):  # also of chains that left their lane meanwhile
+                ran = error.indices
             stopped = [each for each in requests if each.index in ran]
             stopped = stopped or sorted(requests, key=lambda each: each.index in new)[:1]
             gone = {request.index for request in stopped}

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import re
 import struct
 
 import chex
@@ -221,6 +223,26 @@ def test_from_the_hub(llama, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(CheckpointError, match="could not be fetched from the hub: no route"):
         load("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("models/missing.gguf", "file"),
+        ("models/Missing.GGUF", "file"),
+        ("models/model.safetensors", "file"),
+        ("/models/missing", "directory or file"),
+        ("./missing", "directory or file"),
+        ("../models/missing.gguf", "file"),
+        ("~/missing", "directory or file"),
+        (pathlib.Path("models/missing"), "directory or file"),
+    ],
+)
+def test_what_is_plainly_a_path_is_not_asked_of_the_hub(path, kind, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    absolute = pathlib.Path(path).expanduser().absolute()
+    with pytest.raises(CheckpointError, match=rf"^there is no {kind} {re.escape(str(absolute))}$"):
+        load(path)
 
 
 def test_a_repository_of_gguf_files(tmp_path, monkeypatch):

@@ -321,7 +321,7 @@ SLIPS = {
     "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
     "hyperscale --temperature -1": "temperature",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
-    "generate Hi": "no directory or file nowhere, and it is not a hub id",
+    "generate Hi": "there is no directory or file /",
 }
 
 

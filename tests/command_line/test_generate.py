@@ -81,7 +81,7 @@ def test_options_of_a_policy():
         ([], "There is no prompt"),
         (["--policy", "TOVA", "--options", "budget=8", "a"], "comes before --options"),
         (["a", "--model", "not/a/path/at/all"], "it is not a hub id"),
-        (["a", "--model", "absent.gguf"], "no directory or file absent.gguf"),
+        (["a", "--model", "absent.gguf"], "/absent.gguf"),
         (["a", "--policy", "DSM"], "Unknown cache policy 'DSM'"),
         (["a", "--policy", "TOVA", "--options", "budget"], "name=value or a JSON object"),
         (["a", "--policy", "TOVA", "--options", "bugdet=8"], "no option bugdet"),

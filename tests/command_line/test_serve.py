@@ -70,7 +70,9 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     thread.join(60)
     waits, compiled = found["early"].splitlines()[:2]  # it may take a minute, and is said before
     assert waits == "Compiling whatever requests can need ..."
-    assert re.fullmatch(r"Compiled \d+ programs in \d+ s\.", compiled)
+    assert re.fullmatch(
+        r"\d+ programs? (compiled|read)( and \d+ read)?( from the cache)? in \d+ s\.", compiled
+    )
     assert found["health"] == (200, {"status": "ok"})
     assert found["answer"][1]["usage"]["completion_tokens"] == 6
     assert found["default"][1]["usage"]["completion_tokens"] == 9
@@ -92,6 +94,42 @@ def test_wrong_settings_end_with_2(options, said, stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     assert main(["serve", "--port", str(free_port()), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_it_ends_when_http_dies_while_the_model_compiles(stories, monkeypatch, capsys):
+    servers, enter = [], Server.__enter__
+
+    def kept(self):
+        servers.append(self)
+        return enter(self)
+
+    def warm(self):
+        servers[0]._process.kill()
+        threading.Event().wait(60)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(serve.Config, "load", lambda self: stories)
+    monkeypatch.setattr(Server, "__enter__", kept)
+    monkeypatch.setattr(serve.Service, "warm", warm)
+    assert main(["serve", "--port", str(free_port()), *SHAPE]) == 1
+    told = capsys.readouterr()
+    assert "The process that answers HTTP has ended (status -9)" in told.err
+    assert told.out == "Compiling whatever requests can need ...\n"
+
+
+def test_what_comes_before_it_serves_ends_the_engine(stories, monkeypatch):
+    """Python cannot end while the engine's thread computes: it aborts."""
+    services = []
+
+    def interrupted(self):
+        services.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve.Config, "load", lambda self: stories)
+    monkeypatch.setattr(serve.Service, "warm", lambda self: 0)
+    monkeypatch.setattr(serve.Service, "check", interrupted)
+    assert main(["serve", "--port", str(free_port()), *SHAPE]) == 130
+    assert not services[0].alive
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):

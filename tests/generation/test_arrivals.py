@@ -1,5 +1,6 @@
 """Requests that come while a call runs, each with its own sampling."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine
 from dms_jax.generation.requests import make_request
+from dms_jax.generation.sampling import Sampling
+from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, SHAPE, engine_for, model_for, prompts
 
 SETTINGS = [
@@ -48,6 +51,22 @@ def test_requests_join_those_that_run_and_draw_as_they_do_alone(monkeypatch):
     assert max(together) == 2  # and the third one came while these ran
     assert engine.runner.allocator.pages_in_use == 0
     assert not engine.running
+
+
+@pytest.mark.slow
+def test_what_a_lane_asks_is_looked_at_once(monkeypatch):
+    """With 256 lanes it took half a millisecond a program, for which the device waited."""
+    looked, own = collections.Counter(), Sampling.filter.func
+
+    def counted(self):
+        looked[self.seed] += 1
+        return own(self)
+
+    monkeypatch.setattr(Sampling, "filter", property(counted))
+    engine, given = engine_for("vanilla"), prompts()[:3]
+    samplings = [dataclasses.replace(GREEDY, seed=100 + each) for each in range(3)]
+    joined_while_it_decodes(engine, given, samplings)
+    assert [looked[each.seed] for each in samplings] == [1, 1, 1]
 
 
 @pytest.mark.slow
@@ -140,8 +159,8 @@ def test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end():
 def joined_while_it_decodes(engine, given, samplings, *, after=1):
     """Serves the first prompt, and the others from when it has `after` tokens.
 
-    Returns the requests, and at each look for more the tokens of the first answer and those that
-    the others have read.
+    Returns the requests, what was told, and at each look for more the tokens of the first answer
+    and those that the others have read.
     """
     first, *others = [
         make_request(engine.model.config, prompt, sampling, index=index, copy=index)
@@ -159,7 +178,7 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1):
     engine.serve([], GREEDY, told.append, incoming=incoming)
     assert sorted(each.index for each in told if each.finished) == list(range(len(given)))
     assert engine.runner.allocator.pages_in_use == 0
-    return [first, *others], looks
+    return [first, *others], told, looks
 
 
 @pytest.mark.slow
@@ -167,7 +186,7 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1):
 def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
     engine, given = engine_for(name), prompts((5, 30))
     alone = [engine.generate([prompt], sampling=GREEDY)[0] for prompt in given]
-    requests, looks = joined_while_it_decodes(engine, given, [GREEDY] * 2)
+    requests, _, looks = joined_while_it_decodes(engine, given, [GREEDY] * 2)
     assert [each.generated for each in requests] == [each.tokens for each in alone]
     # A chunk of the answer after each chunk of the prompt, as long as there is one.
     chunk, width = SHAPE["chunk"], SHAPE["prefill_chunk"]
@@ -183,7 +202,7 @@ def test_a_policy_that_cuts_prompts_reads_them_first():
     )
     engine, given = Engine(model, max_tokens=64, **SHAPE), prompts((5, 30))
     alone = [engine.generate([prompt], sampling=GREEDY)[0] for prompt in given]
-    requests, looks = joined_while_it_decodes(engine, given, [GREEDY] * 2)
+    requests, _, looks = joined_while_it_decodes(engine, given, [GREEDY] * 2)
     assert [each.generated for each in requests] == [each.tokens for each in alone]
     assert {generated for generated, read in looks if 0 < read < 30} == {1 + SHAPE["chunk"]}
 
@@ -218,9 +237,40 @@ def test_a_prompt_that_an_answer_leaves_no_room_is_read_again():
     rows = model.config.num_layers * model.config.num_kv_heads
     engine = Engine(model, max_tokens=64, memory=6 * rows * page, **SHAPE)
     alone = [engine.generate([p], sampling=s)[0] for p, s in ((first, long), (prompt, short))]
-    (one, two), _ = joined_while_it_decodes(engine, (first, prompt), (long, short))
+    (one, two), *_ = joined_while_it_decodes(engine, (first, prompt), (long, short))
     assert [one.generated, two.generated] == [each.tokens for each in alone]
     assert two.usage.prefilled_tokens > len(prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", ["end", "length"])
+def test_an_answer_of_one_token_makes_room_before_anything_is_put_back(reason):
+    """Neither it nor the younger one leaves a full pool, and is read again."""
+    given, samplings = prompts((5, 30, 30)), [GREEDY] * 3
+    samplings[0] = dataclasses.replace(GREEDY, max_new_tokens=50)
+    alone = [
+        engine_for("vanilla").generate([prompt], sampling=sampling)[0].tokens
+        for prompt, sampling in zip(given, samplings, strict=True)
+    ]
+    first = alone[1][0]
+    assert first not in alone[0] + alone[2]
+    model = model_for("vanilla", ends=False)
+    if reason == "length":
+        samplings[1] = dataclasses.replace(GREEDY, max_new_tokens=1)
+    else:
+        model = dataclasses.replace(model, generation=GenerationDefaults(eos_token_ids=(first,)))
+    # The oldest has 21 tokens in the cache when the others come, and 45 when their prompts have
+    # been read. Its next chunk takes four pages then, that of the youngest three, and the prompt of
+    # the one that has ended two: nine, of eight.
+    rows = model.config.num_layers * model.config.num_kv_heads
+    memory = 8 * rows * engine_for("vanilla").runner.page_bytes
+    engine = Engine(model, max_tokens=64, memory=memory, **SHAPE | dict(num_lanes=3))
+    requests, told, _ = joined_while_it_decodes(engine, given, samplings, after=2 * SHAPE["chunk"])
+    assert [each.generated for each in requests] == [alone[0], [first], alone[2]]
+    assert [each.finish_reason for each in requests] == ["length", reason, "length"]
+    assert [each.usage.prefilled_tokens for each in requests] == [5, 30, 30]
+    assert requests[1].usage.live_tokens == 30
+    assert next(each.index for each in told if each.finished) == 1
 
 
 @pytest.mark.slow

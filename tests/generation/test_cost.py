@@ -1,5 +1,6 @@
 """The overhead of a call: compilations, and work on the host."""
 
+import collections
 import time
 
 import chex
@@ -10,8 +11,11 @@ import dms_jax
 from dms_jax.cache import PageAllocator
 from dms_jax.generation import prompts as given_prompts
 from dms_jax.generation.programs import request_keys
+from dms_jax.generation.reading import Reading
+from dms_jax.generation.reporting import Reporter
 from dms_jax.generation.requests import make_requests
-from tests.generation.support import model_for, prompts
+from dms_jax.generation.text import TextTracker
+from tests.generation.support import engine_for, model_for, prompts
 from tests.support.compilations import Compilations
 
 
@@ -142,6 +146,33 @@ def test_chains_of_one_prompt_are_looked_at_once(monkeypatch):
     assert tokens == [one, one, two, one, one]
     requests = make_requests(model.config, tokens, dms_jax.Sampling())
     assert [request.copy for request in requests] == [0, 1, 0, 2, 3]
+
+
+def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
+    """Thousands may wait, and the device waits while a chunk is settled."""
+    looked: list[object] = []
+
+    class Queue(collections.deque):
+        def __iter__(self):
+            for each in super().__iter__():
+                looked.append(each)
+                yield each
+
+        def popleft(self):
+            looked.append(super().popleft())
+            return looked[-1]
+
+    runner, tracker = engine_for("vanilla").runner, TextTracker(None, ())
+    requests = make_requests(model_for("vanilla").config, [[1, 2]] * 1000, dms_jax.Sampling())
+    waiting, cancelled = Queue(requests), {7}
+    reading = Reading(runner.prompt_shapes(8, 64), takes_turns=False)
+    reporter = Reporter(runner, tracker, None, False, reading, cancelled)
+    reporter.settle({}, waiting)  # of a cancellation, for which they are
+    assert requests[7].finish_reason == "cancelled"
+    assert list(waiting) == requests[:7] + requests[8:]
+    looked.clear()
+    reporter.settle({}, waiting)
+    assert len(looked) < 20  # type checks of the tests look at some
 
 
 def test_rows_of_an_array_are_prompts_of_their_own():

@@ -12,7 +12,7 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine, drawing
 from dms_jax.generation.drawing import Scaled, draw, filter_logits, sample, try_tokens
-from dms_jax.generation.sampling import Sampling, lanes_filter
+from dms_jax.generation.sampling import LanesFilter, Sampling
 from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
 from tests.support.instances import slow_but
 
@@ -172,11 +172,33 @@ def test_lanes_that_differ_draw_as_each_alone(searched):
     keys = jnp.tile(jax.random.split(jax.random.key(3), lanes), steps)
     positions = jnp.repeat(jnp.arange(steps), lanes)
     each = {lane + lanes * step: samplings[lane] for step in range(steps) for lane in samplings}
-    tokens, _ = sample(logits, keys, positions, lanes_filter(each, len(each)))
+    tokens, _ = sample(logits, keys, positions, LanesFilter(len(each)).of(each))
     for lane, sampling in samplings.items():
         own = slice(lane, None, lanes)
         alone, _ = sample(logits[own], keys[own], positions[own], sampling.filter)
         chex.assert_trees_all_equal(tokens[own], alone)
+
+
+def test_the_filter_of_lanes_follows_those_that_come_and_go():
+    """Against one that is made anew; what a program was given before stays as it is."""
+    rng, num_lanes = np.random.default_rng(0), 5
+    pool = [
+        Sampling(temperature=0),
+        Sampling(temperature=0.7, top_k=5, top_p=0.9),
+        Sampling(top_p=0.6, min_p=0.05),
+    ]
+    kept, samplings, given = LanesFilter(num_lanes), {}, []
+    for _ in range(30):
+        for lane in rng.choice(num_lanes, 2, replace=False).tolist():
+            samplings.pop(lane, None)
+            if rng.random() < 0.7:
+                samplings[lane] = pool[rng.integers(len(pool))]
+        found, expected = kept.of(samplings), LanesFilter(num_lanes).of(samplings)
+        chex.assert_trees_all_equal(found, expected)
+        assert kept.of(dict(samplings)) is found  # nothing is built where nothing changed
+        given.append((found, expected))
+    for found, expected in given:
+        chex.assert_trees_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p"])
@@ -249,7 +271,7 @@ def test_a_common_top_p_searches_for_nothing():
 def test_what_the_device_chooses_to_run_has_no_loop():
     """XLA has the host wait for each choice otherwise, and launch nothing behind it."""
     asked = (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(temperature=0))
-    rule = lanes_filter(dict(enumerate(asked)), 3)
+    rule = LanesFilter(3).of(dict(enumerate(asked)))
     keys = jax.random.split(jax.random.key(0), 3)
     given = (jnp.zeros((3, 300)), keys, jnp.zeros(3, int))
     traced = jax.make_jaxpr(lambda *given: sample(*given, rule))(*given)

@@ -14,6 +14,7 @@ import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Engine, sharing
 from dms_jax.generation.runner import Runner
+from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import SHAPE, model_for, prompts
 from tests.generation.test_generate import same_usage
 
@@ -32,6 +33,9 @@ MORE = {
 
 # It might evict, as far as admission knows, and keeps every token.
 KEEPS_ALL = dms_jax.RandomEviction(window=10, rate=0.0)
+
+
+EVICTS = dataclasses.replace(KEEPS_ALL, rate=0.6)
 
 
 def engine_with(policy, **options) -> Engine:
@@ -163,11 +167,13 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
     """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
 
     Admission sees what the policy keeps in any case, so all four are let in; when the prompt is
-    read, those that do not fit wait, and then for the whole of it.
+    read, those that do not fit wait, and then for the whole of it. The page that is left while the
+    first two decode, between their two chunks, holds no more than its first tokens.
     """
     (prompt,) = prompts([30])
-    memory = 7 * 20 * 2 * 16 * 8 * 4
+    memory = 8 * 20 * 2 * 16 * 8 * 4  # what policies keep of each lane takes a part of a page
     engine = engine_with(KEEPS_ALL, memory=memory)
+    assert engine.runner.allocator.pages_per_shard // 20 == 7
     preempted, fits = [], engine._reserve_or_preempt
 
     def watched(*arguments, **options):
@@ -177,7 +183,8 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
         return done
 
     engine._reserve_or_preempt = watched
-    found = engine.generate([prompt] * 4, sampling=SAMPLED)
+    two_chunks = dataclasses.replace(SAMPLED, max_new_tokens=1 + 2 * SHAPE["chunk"])
+    found = engine.generate([prompt] * 4, sampling=two_chunks)
     assert prefilled(found) == [30, 0, 30, 0]
     assert sum(ran) == 60
     assert preempted == []
@@ -197,6 +204,40 @@ def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     assert (usage.peak_tokens, usage.live_tokens, usage.compression_ratio) == (30, 30, 1)
     assert (usage.prefilled_tokens, usage.kv_reads, usage.cache_bytes) == (0, 0, 0)
     assert prefilled(found) == [30, 0, 0, 30]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize(
+    ("policy", "pages"), [(KEEPS_ALL, 8), (EVICTS, 6)], ids=["keeps all", "evicts"]
+)
+def test_a_chain_that_its_first_token_ends_waits_for_no_memory(policy, pages, streamed):
+    """There is no memory for its copy of the prompt, and it needs none."""
+    (prompt,), roomy = prompts([30]), engine_with(policy)
+    for seed in range(50):  # the last one begins with a token that no other one has
+        sampling = dataclasses.replace(FLAT, max_new_tokens=16, seed=seed)
+        *others, last = (each.tokens for each in roomy.generate([prompt] * 4, sampling=sampling))
+        if all(last[0] not in other for other in others):
+            break
+    end = last[0]
+    model = dataclasses.replace(roomy.model, generation=GenerationDefaults(eos_token_ids=(end,)))
+    shape = SHAPE | dict(num_lanes=4, max_tokens=64)
+    expected = Engine(model, policy, **shape).generate([prompt] * 4, sampling=sampling)
+    engine, ended = Engine(model, policy, memory=pages * 20 * 2 * 16 * 8 * 4, **shape), []
+
+    def on_tokens(update):
+        if update.finished:
+            ended.append(update.index)
+
+    found = engine.generate(
+        [prompt] * 4, sampling=sampling, on_tokens=on_tokens if streamed else None
+    )
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert (found[3].tokens, found[3].finish_reason) == ([end], "end")
+    assert prefilled(found) == [30, 0, 30, 0]
+    assert not streamed or ended[0] == 3
+    nothing = dict(cache_bytes=0, peak_cache_bytes=engine.runner._state_bytes)
+    assert found[3].usage == dataclasses.replace(expected[3].usage, **nothing)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.generation.requests import Request
 from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
+from tests.generation.test_stop_strings import Counted
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "unigram"]
@@ -195,6 +196,41 @@ def test_the_time_of_a_token_does_not_grow_with_the_text():
         seconds.append(time.perf_counter() - before)
     early, late = np.median(seconds[10:200]), np.median(seconds[-190:])
     assert late < 20 * early  # the text itself is copied, which is quick
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
+@pytest.mark.parametrize("character", ["\x00", "a", "\ufffd"], ids=["absent", "held", "broken"])
+def test_the_work_of_a_token_grows_neither_with_a_stop_string_nor_with_the_text(kind, character):
+    """Strings that are longer than the text, which is their beginning, or has nothing of them."""
+    text = tokenizer(kind).encode("aa" if character == "a" else "two words", False)
+    if character == "\ufffd":  # a part of a character, which no other part follows
+        text = [tokenizer(kind).encode("🙂", False)[-1], *text]
+    work = []
+    for repeated in (50, 500):
+        tokens = text * repeated
+        stop = Counted(character * 20 * len(tokens) + "!")
+        running, _ = stream(kind, tokens, [8], stop=[stop])
+        assert running.text == tokenizer(kind).decode(tokens)
+        work.append(stop.taken / len(tokens))
+    assert max(work) < 100
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
+def test_a_stop_string_in_a_large_chunk_is_found_by_short_windows(kind, monkeypatch):
+    """All tokens of a call can come at once, and each is looked at as if it came alone."""
+    words, decode = tokenizer(kind).encode("two words ", False), Tokenizer.decode
+    decoded = []
+
+    def counted(self, ids, **options):
+        decoded.append(len(ids))
+        return decode(self, ids, **options)
+
+    tokens = [*words * 200, *tokenizer(kind).encode("END", False)]
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    running, _ = stream(kind, tokens, [len(tokens)], stop=["END"])
+    assert running.finish_reason == "stop"
+    assert running.text == "two words " * 200
+    assert sum(decoded) < 12 * len(tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError, CheckpointError, ConfigError
 from dms_jax.generation import Sampling
+from dms_jax.generation.requests import NotNumbersError
 from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY
@@ -316,6 +317,19 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone(temperature):
     for error, place in ((late, len(prompt) + answer.index(wrong) + 1), (early, 3)):
         assert isinstance(error, CheckpointError)
         assert f"not numbers (NaN) at token {place} of prompt" in str(error)
+
+
+def test_logits_that_are_not_numbers_end_a_chain_that_left_its_lane():
+    """It shared its prompt with one that runs, and there was no memory for its copy."""
+    service, news = make_service(), []
+    indices = service.submit([[1, 2]] * 3, Sampling(max_new_tokens=3), news.append)
+    requests = [service._jobs[index].request for index in indices]
+    service.engine._running = dict(enumerate(requests[:2]))
+    wrong = NotNumbersError("NaN at token 2", (indices[0], indices[2]))
+    service._fail(wrong)
+    assert news == [wrong, wrong]
+    assert list(service._jobs) == [indices[1]]
+    assert list(service._new) == [requests[1]]  # it is computed again
 
 
 def test_what_cannot_fit_is_refused_with_numbers():

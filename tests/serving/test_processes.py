@@ -16,9 +16,9 @@ import dms_jax
 from dms_jax import errors
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.serving.engine_server import EngineServer
-from dms_jax.serving.messages import portable
+from dms_jax.serving.messages import LENGTH, portable
 from dms_jax.serving.protocol import RefusalError
-from dms_jax.serving.server import Server, take_address
+from dms_jax.serving.server import _AGAIN, Server, take_address
 from dms_jax.serving.service import DrainingError
 from tests.serving.support import Client, hold_steps, make_service, served, wait_until
 
@@ -32,8 +32,12 @@ OURS = [
 
 @contextlib.contextmanager
 def started():
-    """The process that answers HTTP, and its port, before it was told of a model."""
+    """The process that answers HTTP, and its port, before it was told of a model.
+
+    Its end interrupts no test: most have it end, and do not serve in the main thread.
+    """
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
+        server._watched = False
         taken.listen()
         yield server, taken.getsockname()[1]
 
@@ -198,6 +202,21 @@ def test_http_ends_when_the_engine_has_gone_before_there_is_a_model():
         assert server._process.wait(60) == 0
 
 
+def test_the_end_of_http_interrupts_what_comes_before_serving():
+    """A model may compile for minutes; what is raised in a callback of jax is lost."""
+    before = signal.getsignal(signal.SIGURG)
+    said = pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)")
+    compiled = threading.Event()
+    with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
+        server._process.kill()
+        with said:
+            compiled.wait(60)
+        with said:  # the first was lost
+            compiled.wait(60)
+    assert signal.getsignal(signal.SIGURG) == before
+    time.sleep(2 * _AGAIN)  # nothing comes after the end
+
+
 def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
     with started() as (server, port):
         service, go_on = make_service(), threading.Event()
@@ -253,6 +272,18 @@ def test_a_message_that_does_not_arrive_ends_both_sides(sent):
         assert gone.wait(60)
 
 
+def test_what_http_says_and_nobody_can_read_ends_both_sides():
+    gone, service = threading.Event(), make_service()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        EngineServer(service, ours, served(service), gone.set)
+        theirs.sendall(LENGTH.pack(3) + b"abc")
+        assert gone.wait(60)
+        theirs.settimeout(60)
+        while theirs.recv(2**16):  # what is served, and then the end
+            pass
+
+
 def serve(server, service, begin, ended):
     """Serves in this thread, the main one, while `begin` runs in another until it has ended."""
     service.start()
@@ -265,9 +296,16 @@ def serve(server, service, begin, ended):
         thread.join(60)
 
 
-def test_an_interrupt_that_was_lost_before_ends_the_server_then():
+@pytest.fixture
+def interrupted_by_ctrl_c():
+    """Python's own handler; a shell has what it starts in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_that_was_lost_before_ends_the_server_then(interrupted_by_ctrl_c):
     """What is raised in a callback of the garbage collector, which jax has, ends nothing."""
-    before = signal.getsignal(signal.SIGINT)
     with started() as (server, _):
         service, ended = make_service(), threading.Event()
         with contextlib.suppress(KeyboardInterrupt):
@@ -280,7 +318,7 @@ def test_an_interrupt_that_was_lost_before_ends_the_server_then():
         with pytest.raises(KeyboardInterrupt):
             serve(server, service, end, ended)
         assert service.drain(60.0)
-    assert signal.getsignal(signal.SIGINT) == before
+    assert signal.getsignal(signal.SIGINT) == interrupted_by_ctrl_c
 
 
 def test_the_server_ends_with_an_error_when_http_has_gone():

@@ -101,6 +101,8 @@ def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
     )
     error = client.ask(prompt="a", model="gpt", status=404)["error"]
     assert error["code"] == "model_not_found"
+    long = client.ask(prompt="a", model="gpt" * 10**5, status=404)["error"]
+    assert len(long["message"]) < 200
     assert "only 'stories'" in error["message"]
     status, text = client.get("/v1/chat")
     error = json.loads(text)["error"]

@@ -18,6 +18,9 @@ ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 READING = "tests/generation/test_reading.py"
 TALK = "tests/generation/test_conversation.py"
+WARMING = "tests/generation/test_warming.py"
+TEXT = "tests/generation/test_text.py"
+STOPS = "tests/generation/test_stop_strings.py"
 
 MUTANTS = [
     Mutant(
@@ -254,6 +257,41 @@ MUTANTS = [
         (f"{SHARED}::test_chains_wait_for_the_memory_that_they_need",),
     ),
     Mutant(
+        "generation: something is put back while an answer of one token fills the pool",
+        FOLDER + "engine.py",
+        "if self._launched.drawn:  # those",
+        "if False:  # those",
+        (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
+    ),
+    Mutant(
+        "generation: a chain that waits is not told that its first token ended it",
+        FOLDER + "reporting.py",
+        "news = [each for each in put_back if len(each.generated) > each.reported_tokens]",
+        "news = []",
+        (f"{SHARED}::test_a_chain_that_its_first_token_ends_waits_for_no_memory",),
+    ),
+    Mutant(
+        "generation: a stop string that overlaps with itself is missed",
+        FOLDER + "stop_strings.py",
+        "matched = self._shorter_than(matched)",
+        "matched = 0",
+        (f"{STOPS}::test_they_are_found_where_a_search_finds_them",),
+    ),
+    Mutant(
+        "generation: each token of a large chunk is decoded with all before it",
+        FOLDER + "text.py",
+        "self._commit(stream, tokens, end)  # so",
+        "pass  # so",
+        (f"{TEXT}::test_a_stop_string_in_a_large_chunk_is_found_by_short_windows",),
+    ),
+    Mutant(
+        "generation: an interrupt waits for every program that is to be compiled",
+        FOLDER + "warming.py",
+        "pool.shutdown(wait=False, cancel_futures=True)",
+        "pass",
+        (f"{WARMING}::test_what_stops_compilations_waits_for_none_that_has_not_begun[interrupt]",),
+    ),
+    Mutant(
         "generation: a question is answered in the conversation itself",
         FOLDER + "conversation.py",
         "past = Past(history.before, history.seen, base=0)",
@@ -263,8 +301,8 @@ MUTANTS = [
     Mutant(
         "generation: requests that wait outlive their cancellation",
         FOLDER + "reporting.py",
-        "for request in [each for each in waiting if each.index in cancelled]:",
-        "for request in []:",
+        "asked = [each for each in waiting if each.index in cancelled] if cancelled else []",
+        "asked = []",
         ("tests/generation/test_cancel.py::test_running_and_waiting_requests_end[vanilla]",),
     ),
 ]

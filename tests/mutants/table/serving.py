@@ -26,6 +26,27 @@ MUTANTS = [
         (f"{SAMPLING}::test_lanes_that_differ_draw_as_each_alone",),
     ),
     Mutant(
+        "serving: a lane whose request has ended goes on with its filter",
+        "dms_jax/generation/sampling.py",
+        "changed |= {lane: self._idle for lane in before if lane not in samplings}",
+        "pass",
+        (f"{SAMPLING}::test_the_filter_of_lanes_follows_those_that_come_and_go",),
+    ),
+    Mutant(
+        "serving: the filter that a program reads is changed for the next one",
+        "dms_jax/generation/sampling.py",
+        "getattr(self._filter, name).copy()",
+        "getattr(self._filter, name)",
+        (f"{SAMPLING}::test_the_filter_of_lanes_follows_those_that_come_and_go",),
+    ),
+    Mutant(
+        "serving: what every lane asks is looked at before each program",
+        "dms_jax/generation/sampling.py",
+        "if each is not before.get(lane)",
+        "if True",
+        (f"{ARRIVALS}::test_what_a_lane_asks_is_looked_at_once",),
+    ),
+    Mutant(
         "serving: new requests wait until those that run have ended",
         "dms_jax/generation/arrivals.py",
         "None if self.incoming is None else",
@@ -49,7 +70,7 @@ MUTANTS = [
     Mutant(
         "serving: a request that goes on after an error has its text sent again",
         "dms_jax/generation/text.py",
-        "stream.shown = _safe_length(request.text, stop)",
+        "stream.shown = len(request.text) - earlier.held",
         "stream.shown = 0",
         (f"{LOAD}::test_what_was_put_back_goes_on_when_another_one_does_not_fit",),
     ),

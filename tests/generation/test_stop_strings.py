@@ -1,0 +1,75 @@
+"""Stop strings in a text that grows, against a search of the whole text."""
+
+import numpy as np
+import pytest
+
+from dms_jax.generation.stop_strings import StopStrings
+
+
+def searched(text: str, strings: list[str]) -> int | None:
+    found = [text.find(each) for each in strings]
+    return min((place for place in found if place >= 0), default=None)
+
+
+def held(text: str, strings: list[str]) -> int:
+    """Tries every length of every string."""
+    return max(
+        length for each in strings for length in range(len(each)) if text.endswith(each[:length])
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_they_are_found_where_a_search_finds_them(seed):
+    """Strings of two letters, which overlap with themselves and with each other."""
+    rng = np.random.default_rng(seed)
+
+    def word(most: int) -> str:
+        return "".join(rng.choice(["a", "b"], rng.integers(1, most)))
+
+    for _ in range(100):
+        strings = [word(12) for _ in range(rng.integers(1, 4))]
+        stops, text = StopStrings(strings), ""
+        for _ in range(40):
+            more = word(5)
+            expected = searched(text + more, strings)
+            found = stops.find(more)
+            assert (None if found is None else len(text) + found) == expected
+            if expected is not None:
+                break
+            stops.add(more)
+            text += more
+            assert stops.held == held(text, strings)
+
+
+def test_without_any_nothing_is_found_or_held():
+    stops = StopStrings(())
+    assert stops.find("abc") is None
+    stops.add("abc")
+    assert stops.held == 0
+
+
+class Counted(str):
+    """A string that counts the characters that are taken from it."""
+
+    taken = 0
+
+    def __getitem__(self, key):
+        part = super().__getitem__(key)
+        self.taken += len(part)
+        return part
+
+
+@pytest.mark.parametrize("unit", ["a", "ab", "aab"])
+@pytest.mark.parametrize("end", ["c", "b" * 50])
+def test_the_work_follows_the_text_however_long_a_string_is(unit, end):
+    """A text that the string nearly is, over and over; it comes one character at a time."""
+    work = []
+    for size in (200, 2000):
+        string = Counted(unit * size + end)
+        stops = StopStrings([string])
+        text = (unit * (size + 1) + "b") * 3
+        for each in text:
+            assert stops.find(each) is None
+            stops.add(each)
+        work.append(string.taken / len(text))
+    assert max(work) < 12
