@@ -59,6 +59,7 @@ def test_no_device_is_sent_the_logits(vocabulary, devices, name):
     given = drawn_from(vocabulary, jnp.float32, mesh)
     with jax.set_mesh(mesh):
         text = jax.jit(sample).lower(*given, RULES[name]).compile().as_text()
+    assert text is not None
     found = collectives(text)
     assert found
     for kind, arrays, _ in found:
