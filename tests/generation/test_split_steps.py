@@ -82,3 +82,10 @@ def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
     most = 2 * (LAYERS + 4) if name != "top-p" else 17 * 128
     assert all(elements(each) <= BATCH * most for each in found), found
     assert sum(found.values()) <= (2 if name != "top-p" else 8), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*POLICIES, "top-p"])
+def test_a_turn_of_the_loop_over_layers_is_one_graph(name, on_gpus):
+    """A sum over devices that is no part of it ends it, and leaves parts too short for another."""
+    assert on_gpus[name]["launched"] == 1
