@@ -30,7 +30,7 @@ from dms_jax.training.planning import gpu_compiler
 from tests.laws.compiled_steps import arguments
 from tests.training.collectives import collectives
 
-# Two turns of the loop over layers on a GPU, of nine each.
+TURN = 9  # layers in each of two turns of the loop over them on a GPU
 LAYERS, BATCH, COLUMNS, STEPS, DEVICES = 18, 32, 8, 8, 2
 CONFIG = ModelConfig(
     vocab_size=1152,  # nine blocks of 128
@@ -53,6 +53,8 @@ POLICIES: dict[str, Policy] = {
     "Quest": Quest(budget=128, dense_layers=0),
     "AdaKV": AdaKV(SnapKV(budget=128, interval=64)),
 }
+# What holds other launches, or waits for them.
+HOLDERS = {"CommandBuffer", "DynamicSliceFusion", "AsyncStart", "AsyncDone", "While", "Conditional"}
 GREEDY, TOP_P = Sampling(temperature=0), Sampling(temperature=0.6, top_p=0.95)
 
 
@@ -109,18 +111,26 @@ def two_gpus() -> Mesh:
     return Mesh(devices.reshape(1, DEVICES), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def launched_in_a_turn(thunks: str) -> int:
-    """Returns what is launched one by one in a turn of the loop over layers; a graph is one."""
+def turn_of(thunks: str) -> list[tuple[int, str]]:
+    """Returns (depth, kind) of what a turn of the loop over layers launches; a graph is deeper."""
     lines = thunks.splitlines()
     loops = [place for place, line in enumerate(lines) if line.strip() == "body:"]
-    body = lines[loops[1] + 1 :]
-    depths = [len(line) - len(line.lstrip()) for line in body]
-    end = next((place for place, depth in enumerate(depths) if depth < depths[0]), len(depths))
-    return depths[:end].count(depths[0])
+    turn = []
+    for line in lines[loops[1] + 1 :]:
+        depth = len(line) - len(line.lstrip())
+        if turn and depth < turn[0][0]:
+            break
+        if kind := re.match(r" *\d+: k(\w+)", line):
+            turn.append((depth, kind[1]))
+    return turn
 
 
 def report(policy: Policy, sampling: Sampling) -> dict:
-    """Returns the collectives of a step on two H200s, and the launches of a turn."""
+    """Returns what a step does on two H200s.
+
+    That is its collectives, what is launched one by one in a turn of the loop over layers, and the
+    kernels, copies and collectives of a turn, in a graph or not.
+    """
     mesh = two_gpus()
     given = split_arguments(policy, CONFIG, mesh, sampling)
     with (
@@ -134,10 +144,12 @@ def report(policy: Policy, sampling: Sampling) -> dict:
         text = compiled.as_text()
         assert text is not None
         (thunks,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
-        return dict(
-            collectives=of_a_step(text),
-            launched=launched_in_a_turn(thunks.read_text()),
-        )
+        turn = turn_of(thunks.read_text())
+    return dict(
+        collectives=of_a_step(text),
+        launched=[depth for depth, _ in turn].count(turn[0][0]),
+        in_all=sum(kind not in HOLDERS for _, kind in turn),
+    )
 
 
 if __name__ == "__main__":
