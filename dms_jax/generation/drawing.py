@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, Shaped, UInt
 
+from dms_jax import sharding
 from dms_jax.generation.sampling import SMALLEST, Filter
 
 # Tokens of a block, and blocks of a group; the vocabularies of common models are multiples of a
@@ -168,12 +169,16 @@ def draw(
             numbers = jnp.where(numbers < floor, -jnp.inf, numbers)
         return jnp.exp(numbers)
 
+    # On a mesh each device has as many whole blocks: of others all logits would be gathered.
+    together = _BLOCK * sharding.axis_size(sharding.MODEL)
+
     def blocks_of(x: Float[Array, "B V"]) -> Float[Array, "B blocks n"]:
-        pad = [(0, 0), (0, -x.shape[-1] % _BLOCK)]
+        pad = [(0, 0), (0, -x.shape[-1] % together)]
         return jnp.pad(x, pad, constant_values=-jnp.inf).reshape(len(x), -1, _BLOCK)
 
     (own,) = logits.anew()
     by_block = weigh(blocks_of(own.logits), own).sum(-1)
+    by_block = sharding.constrain(by_block, sharding.DATA, None)
     pad = [(0, 0), (0, -by_block.shape[-1] % _GROUP)]
     by_block = jnp.pad(by_block, pad).reshape(len(by_block), -1, _GROUP)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (count, 3), by_block.dtype))(keys)

@@ -24,7 +24,7 @@ from dms_jax.model.fetching import attend_to_fetched
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, Observation, Placement, Tokens
-from dms_jax.sharding import axes, partition
+from dms_jax.sharding import axes, cache_spec, partition
 from pallas_kernels import DecodePlan, decode_attention, decode_plan, prefill_attention
 
 
@@ -55,23 +55,32 @@ def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
     return prompt and policy.parallel == "prompts"
 
 
-def plan_steps(cache: Cache, counts: Int[Array, " B"]) -> DecodePlan | None:
+def plan_steps(cache: Cache, counts: Int[Array, " B"]) -> DecodePlan:
     """Returns the plan of one token's attention in every layer, made at once.
 
     What a token evicts is known only in its layer, so each row is planned with one slot more than
-    it has. On a mesh a row's plan belongs to its device, and is made there, in each layer.
+    it has. On a mesh each device plans its own rows, and the plan's arrays are theirs side by side.
     """
-    if sharding.has_mesh():
-        return None
     num_layers, _, _, columns = cache.page_table.shape
     lengths = jnp.where(counts[:, None] > 0, cache.lengths + 1, 0)
-    return decode_plan(
-        lengths.reshape(num_layers, -1),
-        columns=columns,
-        page_size=cache.page_size,
-        head_dim=cache.k_pages.shape[-1],
-        dtype=cache.k_pages.dtype,
+
+    def plan(lengths: Int[Array, "L B K"]) -> DecodePlan:
+        return decode_plan(
+            lengths.reshape(num_layers, -1),
+            columns=columns,
+            page_size=cache.page_size,
+            head_dim=cache.k_pages.shape[-1],
+            dtype=cache.k_pages.dtype,
+        )
+
+    if not sharding.has_mesh():
+        return plan(lengths)
+    data, model = sharding.row_axes(*lengths.shape[1:])
+    rows, side_by_side = (
+        cache_spec(("layers", *names), data, model)
+        for names in (("sequences", "kv_heads"), ("pages",))
     )
+    return jax.shard_map(plan, in_specs=rows, out_specs=side_by_side, check_vma=False)(lengths)
 
 
 def attend_cached(
@@ -102,15 +111,19 @@ def attend_cached(
     if not sharding.has_mesh():
         return attend(cache, chunk)
     data, model = sharding.row_axes(*chunk.lengths.shape)
-    result = jax.eval_shape(attend, cache, chunk)
+    plan, chunk = chunk.plan, dataclasses.replace(chunk, plan=None)
+    result = jax.eval_shape(attend, cache, chunk)  # of all rows, for which there is no plan
     chunk = split_heads(chunk, model)
+    specs = dataclasses.replace(
+        partition(chunk, data, model), plan=cache_spec(("pages",), data, model)
+    )
     mapped = jax.shard_map(
         attend,
-        in_specs=(partition(cache, data, model), partition(chunk, data, model)),
+        in_specs=(partition(cache, data, model), specs),
         out_specs=partition(result, data, model),
         check_vma=False,
     )
-    return mapped(cache, chunk)
+    return mapped(cache, dataclasses.replace(chunk, plan=plan))
 
 
 def _attend(

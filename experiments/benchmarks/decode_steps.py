@@ -5,9 +5,12 @@ the tokens, with uneven heads. Beside them, where asked, the same step with cuDN
 contiguous dense cache, and transformers (PyTorch) on the same card. Reports milliseconds a step,
 tokens a second, cache bytes, the largest batch that fits, and the share of the step's own
 roofline: weights and live keys and values read once, at the rate that a large read on this card
-reaches in the same run.
+reaches in the same run. With `--model-parallel` heads, feed-forward and vocabulary are split over
+so many devices, and the roofline is that of the device that reads the most.
 
     python -m experiments.benchmarks.decode_steps --help
+    python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
+        --ratios 1 8 --model-parallel 1 2 --turns 3
 """
 
 import concurrent.futures
@@ -18,7 +21,7 @@ import multiprocessing
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -33,12 +36,13 @@ from dms_jax.generation.compiling import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.json_text import json_text
-from dms_jax.model.caching import tree_bytes
 from dms_jax.model.rope import apply_rope, rope_tables
+from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import SHAPES, Shape, model_of
+from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
+from experiments.benchmarks.transformers_steps import time_transformers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,10 @@ class Config:
     """Decode steps per compiled program."""
     repeats: int = 5
     """Timed programs; the median counts."""
+    model_parallel: tuple[int, ...] = (1,)
+    """Devices over which heads, feed-forward and vocabulary are split; several take turns."""
+    turns: int = 1
+    """How often each row is timed; the turn with the median counts."""
     cudnn: bool = False
     """Also time the step with cuDNN attention on a contiguous dense cache."""
     transformers: bool = False
@@ -73,6 +81,13 @@ class Config:
     def __post_init__(self):
         check_numbers(self, may_be_zero=("window",))
         check_ratios(self.ratios, self.context, self.window)
+        for shape in self.shapes:
+            check_heads(shape, self.model_parallel)
+        if (self.cudnn or self.transformers) and self.model_parallel != (1,):
+            raise dms_jax.ConfigError(
+                "cuDNN's step and that of transformers are timed on one device: leave out --cudnn "
+                "and --transformers, or --model-parallel."
+            )
 
 
 def check_ratios(ratios: Sequence[int], context: int, window: int) -> None:
@@ -130,7 +145,8 @@ def filled_runner(
 ) -> Runner:
     """Returns a cache at its length, with random contents."""
     steps = (config.repeats + 3) * config.chunk
-    pages = int(np.ceil((lengths + steps) / 64).sum())
+    # Each device has as many pages as the one whose heads are the longest.
+    pages = model_parallel(model) * int(by_device(np.ceil((lengths + steps) / 64), model).max())
     runner = Runner(model, policy, num_lanes=config.batch, num_pages=pages, page_size=64)
     runner.lengths = lengths.copy()
     runner.reserve(np.full(config.batch, steps))
@@ -139,21 +155,36 @@ def filled_runner(
         lambda x, key: x + jax.random.normal(jax.random.key(key), x.shape, x.dtype) * 0.3,
         static_argnums=1,
         donate_argnums=0,
+        out_shardings=cache.k_pages.sharding,
     )
+    places = jax.tree.map(lambda x: x.sharding, cache)
     row_state = cache.row_state
     if ratio != 1:
         size = policy.visible_window + 1
         slots = jnp.asarray(lengths[..., None] - size + np.arange(size), jnp.int32)
         evicted = jax.random.uniform(jax.random.key(1), slots.shape) < policy.rate
         row_state = policy.rows_at(row_state, slots, evicted, config.context)
-    runner.cache = dataclasses.replace(
+    filled = dataclasses.replace(
         cache,
         pool=Pool(k_pages=fill(cache.k_pages, 1), v_pages=fill(cache.v_pages, 2)),
-        lengths=jnp.asarray(lengths, jnp.int32),
-        seen=jnp.full(config.batch, config.context, jnp.int32),
+        lengths=np.asarray(lengths, np.int32),
+        seen=np.full(config.batch, config.context, np.int32),
         row_state=row_state,
     )
+    # Where a program leaves them: it is compiled once more for a cache that lies elsewhere.
+    runner.cache = jax.device_put(filled, places)
     return runner
+
+
+def model_parallel(model: dms_jax.LanguageModel) -> int:
+    """Returns the number of devices over which the heads of a model are split."""
+    return mesh_sizes(model.mesh)[-1]
+
+
+def by_device(rows: np.ndarray, model: dms_jax.LanguageModel) -> np.ndarray:
+    """Returns the sums of [L, B, K] numbers over the rows of each device."""
+    parts = np.split(rows, model_parallel(model), axis=2)
+    return np.asarray([part.sum() for part in parts])
 
 
 def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: float) -> dict:
@@ -167,18 +198,42 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
         else dms_jax.RandomEviction(window=config.window, rate=evicted)
     )
     runner = filled_runner(config, model, policy, lengths, ratio)
-    seconds, live_reads = time_runner(config, runner, f"ratio{ratio}")
+    size = model_parallel(model)
+    seconds, live_reads = time_runner(config, runner, f"ratio{ratio}-devices{size}")
     entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
-    figures = roofline(model, live_reads * entry, rate, seconds)
-    pages = int(np.ceil(lengths / 64).sum())
-    sequence_bytes = pages * 64 * entry / config.batch
-    return figures | dict(
+    # The step waits for the device that reads the most.
+    most = float(by_device(lengths, model).max() / lengths.sum())
+    pages = by_device(np.ceil(lengths / 64), model)
+    sequence_bytes = float(pages.max()) * 64 * entry / config.batch
+    return roofline(model, most * live_reads * entry, rate, seconds) | dict(
         ratio=ratio,
+        model_parallel=size,
         tokens_per_second=config.batch / seconds,
         live_tokens=float(lengths.mean()),
-        cache_bytes=pages * 64 * entry,
+        cache_bytes=int(pages.sum()) * 64 * entry,
         largest_batch=largest_batch(model, sequence_bytes),
     )
+
+
+def time_in_turns(
+    config: Config, models: Mapping[int, dms_jax.LanguageModel], ratio: int, rate: float
+) -> dict[int, dict]:
+    """Returns the figures of each model's median turn, and the milliseconds of all its turns.
+
+    Each turn has a cache of its own, so that the memory holds one at a time.
+    """
+    turns: dict[int, list[dict]] = {size: [] for size in models}
+    for _ in range(config.turns):
+        for size, model in models.items():
+            turns[size].append(time_paged(config, model, ratio, rate))
+            gc.collect()
+    found = {}
+    for size, each in turns.items():
+        ordered = sorted(each, key=lambda figures: figures["step_ms"])
+        found[size] = ordered[len(ordered) // 2] | dict(
+            turns_ms=[figures["step_ms"] for figures in each]
+        )
+    return found
 
 
 def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple[float, float]:
@@ -211,20 +266,35 @@ def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple
 
 
 def roofline(model: dms_jax.LanguageModel, cache_bytes: float, rate: float, seconds: float) -> dict:
-    """Compares a step with reading every weight that it uses, and the live cache, once."""
-    weights = tree_bytes(model.transformer)
+    """Compares a step with reading every weight that it uses, and the live cache, once.
+
+    All bytes are those of one device.
+    """
+    weights = device_bytes(model.transformer)
     if not model.config.tie_embeddings:
-        weights -= tree_bytes(model.transformer.embedding)  # a step looks up a few rows of it
+        weights -= device_bytes(model.transformer.embedding)  # a step looks up a few rows of it
     bound = (weights + cache_bytes) / rate
-    return dict(step_ms=1e3 * seconds, roofline_ms=1e3 * bound, share_of_roofline=bound / seconds)
+    return dict(
+        step_ms=1e3 * seconds,
+        roofline_ms=1e3 * bound,
+        share_of_roofline=bound / seconds,
+        weight_bytes_a_device=weights,
+        read_cache_bytes_a_device=round(cache_bytes),
+    )
+
+
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes that the first device has of the arrays of a tree."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def largest_batch(model: dms_jax.LanguageModel, sequence_bytes: float) -> int | None:
-    """Sequences at this length that fit beside the weights in nine tenths of the memory."""
+    """Sequences at this length that fit beside the weights in nine tenths of a device's memory."""
     stats = jax.devices()[0].memory_stats()
     if not stats:
         return None
-    return math.floor((0.9 * stats["bytes_limit"] - tree_bytes(model.transformer)) / sequence_bytes)
+    free = 0.9 * stats["bytes_limit"] - device_bytes(model.transformer)
+    return math.floor(free / sequence_bytes)
 
 
 def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dict:
@@ -286,44 +356,6 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     return roofline(model, rows * config.context * entry, rate, seconds)
 
 
-def time_transformers(config: Config, shape: Shape) -> dict:
-    """Times transformers' own decode step with a cache of the same length."""
-    import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
-
-    fields = dict(SHAPES[shape])
-    kind = fields.pop("model_type")
-    classes = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }
-    make_config, make_model = classes[kind]
-    torch.set_default_dtype(torch.bfloat16)
-    settings = make_config(**fields, max_position_embeddings=131072)
-    with torch.device("cuda"), torch.no_grad():
-        model = make_model(settings).eval()
-        cache = transformers.DynamicCache()
-        size = (config.batch, fields["num_key_value_heads"], config.context, fields["head_dim"])
-        for layer in range(fields["num_hidden_layers"]):
-            cache.update(torch.randn(size), torch.randn(size), layer)
-        token = torch.zeros((config.batch, 1), dtype=torch.long)
-        times = []
-        for step in range(13):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            position = torch.full((1,), config.context + step, dtype=torch.long)
-            out = model(token, past_key_values=cache, cache_position=position, use_cache=True)
-            token = out.logits[:, -1:].argmax(-1)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    seconds = float(np.median(times[3:]))
-    return dict(
-        step_ms=1e3 * seconds,
-        tokens_per_second=config.batch / seconds,
-        versions=dict(torch=torch.__version__, transformers=transformers.__version__),
-    )
-
-
 def main(config: Config) -> None:
     """Times everything and writes the figures."""
     make_place("--out", config.out)
@@ -332,7 +364,9 @@ def main(config: Config) -> None:
         spawn = multiprocessing.get_context("spawn")
         for shape in config.shapes:
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-                torch_rows.append((shape, pool.submit(time_transformers, config, shape).result()))
+                timed = pool.submit(time_transformers, shape, config.batch, config.context)
+                torch_rows.append((shape, timed.result()))
+    meshes = meshes_of(config.model_parallel)
     rate = read_rate()
     results: dict[str, Any] = environment() | dict(
         read_rate=rate,
@@ -353,14 +387,15 @@ def main(config: Config) -> None:
         config.out.write_text(json_text(results, indent=1) + "\n")
 
     for shape in config.shapes:
-        model = model_of(shape, jnp.dtype(config.dtype))
+        dtype = jnp.dtype(config.dtype)
+        models = {size: model_of(shape, dtype, mesh) for size, mesh in meshes.items()}
         for ratio in config.ratios:
             name = "plain cache" if ratio == 1 else f"live = context / {ratio}"
-            add(shape, name, time_paged(config, model, ratio, rate))
-            gc.collect()
+            for size, figures in time_in_turns(config, models, ratio, rate).items():
+                add(shape, name if size == 1 else f"{name}, {size} devices", figures)
         if config.cudnn:
-            add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, model, rate))
-        del model
+            add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, models[1], rate))
+        del models
         gc.collect()
     for shape, figures in torch_rows:
         add(shape, "transformers", figures)

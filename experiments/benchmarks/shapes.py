@@ -1,5 +1,6 @@
 """Models that benchmarks time: real shapes, random weights, made on the device."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -7,6 +8,8 @@ from flax import nnx
 
 import dms_jax
 from dms_jax.model.transformer import Transformer
+from dms_jax.sharding import DECODING_RULES
+from dms_jax.training.parameters import rebuilder, shardings
 
 Shape = Literal["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen2.5-0.5b", "tiny"]
 SHAPES: dict[Shape, dict[str, Any]] = {
@@ -64,13 +67,41 @@ SHAPES: dict[Shape, dict[str, Any]] = {
 }
 
 
-def model_of(shape: Shape, dtype: Any) -> dms_jax.LanguageModel:
-    """Returns a model of this shape with random weights, made on the device."""
-    return random_model(SHAPES[shape], dtype)
+def meshes_of(model_parallel: Sequence[int]) -> dict[int, jax.sharding.Mesh | None]:
+    """Returns the mesh of each number of devices that heads are split over; None for one device.
+
+    Raises:
+      ConfigError: there are fewer devices.
+    """
+    return {size: None if size == 1 else dms_jax.make_mesh(model=size) for size in model_parallel}
 
 
-def random_model(fields: dict[str, Any], dtype: Any) -> dms_jax.LanguageModel:
-    """Returns a model of these fields of config.json with random weights, made on the device."""
+def check_heads(shape: Shape, model_parallel: Sequence[int]) -> None:
+    """Raises ConfigError unless the devices can share the KV heads of a shape."""
+    heads = SHAPES[shape]["num_key_value_heads"]
+    for size in model_parallel:
+        if heads % size:
+            fit = [str(each) for each in range(1, heads + 1) if heads % each == 0]
+            raise dms_jax.ConfigError(
+                f"{shape} has {heads} KV heads, which {size} devices cannot share: give "
+                f"--model-parallel {', '.join(fit[:-1])} or {fit[-1]}."
+            )
+
+
+def model_of(
+    shape: Shape, dtype: Any, mesh: jax.sharding.Mesh | None = None
+) -> dms_jax.LanguageModel:
+    """Returns a model of this shape with random weights, made where they are used."""
+    return random_model(SHAPES[shape], dtype, mesh)
+
+
+def random_model(
+    fields: dict[str, Any], dtype: Any, mesh: jax.sharding.Mesh | None = None
+) -> dms_jax.LanguageModel:
+    """Returns a model of these fields of config.json with random weights, made where they are used.
+
+    On a mesh each device makes its own part of them.
+    """
     config = dms_jax.ModelConfig.from_hf(
         fields
         | dict(
@@ -80,5 +111,12 @@ def random_model(fields: dict[str, Any], dtype: Any) -> dms_jax.LanguageModel:
             hidden_act="silu",
         )
     )
-    make = jax.jit(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    return dms_jax.LanguageModel(transformer=make())
+
+    def make() -> Transformer:
+        return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))
+
+    if mesh is None:
+        return dms_jax.LanguageModel(transformer=jax.jit(make)())
+    skeleton = jax.eval_shape(make)
+    places = rebuilder(skeleton)(shardings(skeleton, mesh, DECODING_RULES))
+    return dms_jax.LanguageModel(transformer=jax.jit(make, out_shardings=places)(), mesh=mesh)

@@ -7,6 +7,8 @@ choice in `dms_jax.generation.compiling`.
     python -m experiments.benchmarks.step_options
     python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
         --shape qwen2.5-0.5b --batch 256 --context 256 --ratios 1
+    python -m experiments.benchmarks.step_options --model-parallel 2 --context 4096 --only ours \
+        "ours, collectives outside of graphs" "ours, collectives as XLA's kernels"
 """
 
 import contextlib
@@ -43,6 +45,14 @@ LOOPS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     )
 }
+# Sums over devices outside of graphs, as XLA has them by default, or as kernels of its own in place
+# of calls of NCCL.
+NO_COLLECTIVES = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL"
+    )
+}
+OWN_COLLECTIVES = {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"}
 OURS = compiling.GPU_STEP_OPTIONS
 UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
@@ -75,6 +85,8 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("ours, no graphs", OURS | NO_GRAPHS),
     Variant("ours, loops in a graph", OURS | LOOPS),
     Variant("ours, loops unrolled in a graph", OURS | UNROLLED),
+    Variant("ours, collectives outside of graphs", OURS | NO_COLLECTIVES),
+    Variant("ours, collectives as XLA's kernels", OURS | OWN_COLLECTIVES),
     Variant("ours, dependent launches", OURS | DEPENDENT),
     Variant("ours, graphs of any size", OURS | ANY_SIZE),
     Variant("ours, products not tuned", OURS | NOT_TUNED),
@@ -98,6 +110,8 @@ class Config:
     """Tokens that no head evicts."""
     ratios: tuple[int, ...] = (8, 1)
     """Compression ratios of the live tokens; 1 is the plain cache."""
+    model_parallel: int = 1
+    """Devices over which heads, feed-forward and vocabulary are split."""
     chunk: int = 32
     """Decode steps per compiled program."""
     repeats: int = 5
@@ -167,8 +181,10 @@ def main(config: Config) -> list[dict[str, Any]]:
         chunk=config.chunk,
         repeats=config.repeats,
         ratios=config.ratios,
+        model_parallel=(config.model_parallel,),
     )
-    model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
+    mesh = shapes.meshes_of(steps.model_parallel)[config.model_parallel]
+    model = shapes.model_of(config.shape, jnp.dtype(config.dtype), mesh)
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
     variants = [each for each in VARIANTS if not config.only or each.name in config.only]
@@ -181,6 +197,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 layers_a_turn=each.block,
                 write=each.write,
                 ratio=ratio,
+                model_parallel=config.model_parallel,
                 step_ms=[],
             )
             for each in variants

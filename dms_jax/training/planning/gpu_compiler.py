@@ -46,7 +46,8 @@ CARDS = {
     "l4": Card("NVIDIA L4", (8, 9), 58, 1536, 102400, 48 << 20, 2.04),
     "b200": Card("NVIDIA B200", (10, 0), 148, 2048, 233472, 126 << 20, 1.97),
 }
-# In the form of XLA's own descriptions of targets (xla/backends/gpu/target_config).
+# In the form of XLA's own descriptions of targets (xla/backends/gpu/target_config). Without a CUDA
+# that has them, no product and no collective would be put into a CUDA graph.
 _DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -65,6 +66,9 @@ gpu_device_info {{
   clock_rate_ghz: {card.clock}
   device_memory_size: {memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}

@@ -24,6 +24,20 @@ STOPS = "tests/generation/test_stop_strings.py"
 
 MUTANTS = [
     Mutant(
+        "generation: blocks of tokens that no device has whole are gathered with all others",
+        FOLDER + "drawing.py",
+        "together = _BLOCK * sharding.axis_size(sharding.MODEL)",
+        "together = _BLOCK",
+        ("tests/generation/test_split_vocabulary.py::test_no_device_is_sent_the_logits",),
+    ),
+    Mutant(
+        "generation: a device attends by the plan of another one's rows",
+        "dms_jax/model/cached_attention.py",
+        'plan=cache_spec(("pages",), data, model)',
+        'plan=cache_spec(("pages",), None, None)',
+        ("tests/generation/test_split_steps.py::test_each_device_has_the_plan_of_its_own_rows",),
+    ),
+    Mutant(
         "generation: every position draws the same number",
         FOLDER + "drawing.py",
         "keys = jax.vmap(jax.random.fold_in)(keys, positions)",

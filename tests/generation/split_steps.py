@@ -1,0 +1,158 @@
+"""Compiles decode steps whose heads are split over devices, and says what a step communicates.
+
+    python -m tests.generation.split_steps
+
+Run so by `test_split_steps.py`, in a process of its own with the compiler for GPUs (`make
+gpu-compiler`) on its path, it compiles for two H200s that need not be there, and prints for each
+policy the collectives of a step and what a turn of the loop over layers launches, as JSON. Nothing
+is executed and no array is made.
+"""
+
+import collections
+import json
+import re
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dms_jax import sharding
+from dms_jax.config import ModelConfig
+from dms_jax.generation import programs
+from dms_jax.generation.sampling import Sampling
+from dms_jax.model.caching import cache_specs
+from dms_jax.policies import DMS, H2O, AdaKV, Policy, Quest, SnapKV, Vanilla
+from dms_jax.training.planning import gpu_compiler
+from tests.laws.compiled_steps import arguments
+from tests.training.collectives import collectives
+
+TURN = 9  # layers in each of two turns of the loop over them on a GPU
+LAYERS, BATCH, COLUMNS, STEPS, DEVICES = 18, 32, 8, 8, 2
+CONFIG = ModelConfig(
+    vocab_size=1152,  # nine blocks of 128
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_layers=LAYERS,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    max_position_embeddings=4096,
+    qk_norm=True,
+    tie_embeddings=True,
+    model_type="qwen3",
+)
+POLICIES: dict[str, Policy] = {
+    "Vanilla": Vanilla(),
+    "DMS": DMS(window=64),
+    "DMS with an adapter": DMS(window=64, source="adapter"),
+    "H2O": H2O(budget=128),
+    "Quest": Quest(budget=128, dense_layers=0),
+    "AdaKV": AdaKV(SnapKV(budget=128, interval=64)),
+}
+# What holds other launches, or waits for them.
+HOLDERS = {"CommandBuffer", "DynamicSliceFusion", "AsyncStart", "AsyncDone", "While", "Conditional"}
+GREEDY, TOP_P = Sampling(temperature=0), Sampling(temperature=0.6, top_p=0.95)
+
+
+def split_arguments(
+    policy: Policy, config: ModelConfig, mesh: Mesh, sampling: Sampling, *, batch: int = BATCH
+) -> tuple:
+    """Returns shapes for a chunk of steps, placed as `Runner.decode` has them on a mesh."""
+    given = arguments(policy, config, batch=batch, columns=COLUMNS)
+    model, cache, host, table, tokens, remaining, keys, policy, _, _, ends = given
+
+    def placed(x, place):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    def parameter(param):
+        axes, value = param.get_metadata("axes"), param.get_value()
+        return param.replace(placed(value, sharding.parameter_sharding(mesh, axes, value.shape)))
+
+    model = jax.tree.map(parameter, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    with jax.set_mesh(mesh):
+        specs = cache_specs(cache, config.num_kv_heads)
+    cache = jax.tree.map(lambda x, spec: placed(x, NamedSharding(mesh, spec)), cache, specs)
+    tokens = placed(tokens, NamedSharding(mesh, PartitionSpec()))
+    return (
+        model,
+        cache,
+        host,
+        table,
+        tokens,
+        remaining,
+        keys,
+        policy,
+        sampling.filter,
+        STEPS,
+        ends,
+    )
+
+
+def of_a_step(text: str) -> dict[str, int]:
+    """Returns how often a step has each collective; those of a whole chunk are left out.
+
+    # Out: {"all-reduce bf16[32,1024]": 64, ...}
+    """
+    found = collections.Counter()
+    for kind, arrays, times in collectives(text):
+        if times % STEPS == 0:
+            results = arrays.partition("), ")[2] if arrays.startswith("((") else arrays
+            found[" ".join([kind, *re.findall(r"\w+\[[\d,]*\]", results)])] += times // STEPS
+    return dict(found)
+
+
+def two_gpus() -> Mesh:
+    """Returns a mesh of two H200s that need not be there."""
+    devices = np.array(gpu_compiler.devices("h200", DEVICES, a_host=DEVICES))
+    return Mesh(devices.reshape(1, DEVICES), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def turn_of(thunks: str) -> list[tuple[int, str]]:
+    """Returns (depth, kind) of what a turn of the loop over layers launches; a graph is deeper."""
+    lines = thunks.splitlines()
+    loops = [place for place, line in enumerate(lines) if line.strip() == "body:"]
+    turn = []
+    for line in lines[loops[1] + 1 :]:
+        depth = len(line) - len(line.lstrip())
+        if turn and depth < turn[0][0]:
+            break
+        if kind := re.match(r" *\d+: k(\w+)", line):
+            turn.append((depth, kind[1]))
+    return turn
+
+
+def report(policy: Policy, sampling: Sampling) -> dict:
+    """Returns what a step does on two H200s.
+
+    That is its collectives, what is launched one by one in a turn of the loop over layers, and the
+    kernels, copies and collectives of a turn, in a graph or not.
+    """
+    mesh = two_gpus()
+    given = split_arguments(policy, CONFIG, mesh, sampling)
+    with (
+        jax.set_mesh(mesh),
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        traced = programs.decode.on_gpu.trace(*given)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        text = compiled.as_text()
+        assert text is not None
+        (thunks,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+        turn = turn_of(thunks.read_text())
+    return dict(
+        collectives=of_a_step(text),
+        launched=[depth for depth, _ in turn].count(turn[0][0]),
+        in_all=sum(kind not in HOLDERS for _, kind in turn),
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
+    found = {name: report(policy, GREEDY) for name, policy in POLICIES.items()}
+    print(json.dumps(found | {"top-p": report(Vanilla(), TOP_P)}))

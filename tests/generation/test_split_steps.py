@@ -1,0 +1,156 @@
+"""A step whose heads are split over devices communicates two sums a layer, and little beside them.
+
+What attention and the feed-forward add to the residual stream is summed over devices, in the type
+of the stream, and the token's embedding once a step. All else is a few numbers a sequence.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import programs
+from dms_jax.model import cached_attention
+from dms_jax.model.caching import init_cache
+from pallas_kernels import decode_attention, decode_plan
+from tests.generation import split_steps
+from tests.generation.split_steps import BATCH, CONFIG, GREEDY, LAYERS, POLICIES, TOP_P
+from tests.support.for_gpus import told_by
+from tests.support.instances import further, slow_but
+from tests.support.models import random_model, tiny_config
+
+SMALL = dataclasses.replace(
+    CONFIG, num_layers=3, hidden_size=96, intermediate_size=128, num_heads=8, num_kv_heads=4
+)
+TINY = tiny_config(num_heads=8, num_kv_heads=4)
+# Of a sequence: the largest logit of each device and its token, whether they are numbers, and what
+# was counted of the rows, for each layer where layers differ.
+FEW = 2 + 1 + 2 * (SMALL.num_layers + 1)
+
+
+def elements(arrays: str) -> int:
+    """The numbers of all arrays of a collective."""
+    shapes = re.findall(r"\[([\d,]*)\]", arrays)
+    return sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+
+
+def of_small_step(policy, sampling, *, data: int, model: int) -> dict[str, int]:
+    """Returns the collectives of a step as the partitioner makes them on a CPU."""
+    mesh = dms_jax.make_mesh(data, model)
+    given = split_steps.split_arguments(policy, SMALL, mesh, sampling)
+    with jax.set_mesh(mesh):
+        text = programs.decode.lower(*given).compile().as_text()
+    assert text is not None
+    return split_steps.of_a_step(text)
+
+
+@pytest.mark.parametrize("name", slow_but({"Vanilla", "DMS"}, POLICIES))
+@pytest.mark.parametrize("data", slow_but({1}, (1, 2)))
+def test_a_layer_has_two_sums(name, data):
+    found = of_small_step(POLICIES[name], GREEDY, data=data, model=2)
+    own = BATCH // data
+    stream = f"all-reduce f32[{own},1,{SMALL.hidden_size}]"  # in which a CPU sums bfloat16
+    assert found.pop(stream) == 2 * SMALL.num_layers + 1
+    if name == "AdaKV":  # its heads share one budget, when rows are cut
+        heads = f"all-gather f32[{own},1,{SMALL.num_kv_heads},{64 * split_steps.COLUMNS}]"
+        assert found.pop(heads) == 1
+    if name == "Quest":  # counts its reads in each layer; on GPUs XLA adds them up once a step
+        assert found.pop(f"all-reduce s32[{own},1]") == SMALL.num_layers
+    assert set(found.values()) == {1}
+    assert sum(map(elements, found)) <= 2 * own * FEW, found
+
+
+@pytest.mark.slow
+def test_where_sequences_are_split_a_step_has_no_collective():
+    assert of_small_step(POLICIES["DMS"], GREEDY, data=4, model=1) == {}
+    # Whether one of the first tokens that are tried is kept, of all sequences.
+    assert of_small_step(POLICIES["DMS"], TOP_P, data=4, model=1) == {"all-reduce pred[]": 1}
+
+
+@pytest.mark.parametrize(("data", "model"), [(2, 2), *further((1, 4), (3, 1))])
+def test_each_device_has_the_plan_of_its_own_rows(data, model, monkeypatch):
+    """Checks each call of the kernel against a plan for its own lengths; a wrong one gives NaN."""
+    policy, mesh = dms_jax.Vanilla(), dms_jax.make_mesh(data, model)
+    transformer, plans = random_model(TINY, dtype=jnp.float32), []
+
+    def checked(q, k_pages, v_pages, page_table, lengths, *, plan, **options):
+        out: Any = decode_attention(q, k_pages, v_pages, page_table, lengths, plan=plan, **options)
+        if plan is None:  # the shapes of all rows are asked for
+            return out
+        _, page_size, head_dim = k_pages.shape
+        own = decode_plan(
+            lengths,
+            columns=page_table.shape[1],
+            page_size=page_size,
+            head_dim=head_dim,
+            dtype=k_pages.dtype,
+        )
+        plans.append(len(lengths))
+        # A plan of several layers is longer than it need be.
+        given, needed = (jax.tree.leaves(each) for each in (plan, own))
+        right = [(x[: len(y)] == y).all() for x, y in zip(given, needed, strict=True)]
+        return jnp.where(jnp.asarray(right).all(), out, jnp.nan)
+
+    monkeypatch.setattr(cached_attention, "decode_attention", checked)
+    lanes, width = 4, 40
+    cache = init_cache(
+        TINY,
+        policy,
+        num_sequences=lanes,
+        num_pages=8,
+        page_size=8,
+        table_width=width,
+        dtype=jnp.float32,
+    )
+    lengths = np.random.default_rng(3).integers(0, 8 * width, cache.lengths.shape)
+    lengths[:, 1] = 0
+    cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
+    counts, tokens = jnp.array([1, 1, 1, 0]), jnp.zeros((lanes, 1), jnp.int32)
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda: transformer.cached(tokens, counts, cache, policy, prompt=False))
+        passed = step()
+    assert np.isfinite(np.asarray(passed.hidden[:3])).all()
+    # Where three devices do not divide four sequences each has the rows of all.
+    assert set(plans) == {16 // (data * model) if data < 3 else 16}
+
+
+@pytest.fixture(scope="module")
+def on_gpus():
+    return told_by("tests/generation/split_steps.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*POLICIES, "top-p"])
+def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
+    found = on_gpus[name]["collectives"]
+    own = {f"all-reduce bf16[{BATCH},{rest}{CONFIG.hidden_size}]" for rest in ("", "1,")}
+    assert sum(found.pop(each, 0) for each in own) == 2 * LAYERS + 1
+    assert not any("bf16" in each for each in found)
+    if name == "AdaKV":
+        assert found.pop(f"all-gather f32[{BATCH},{CONFIG.num_kv_heads},512]") == 1
+    most = 2 * (LAYERS + 4) if name != "top-p" else 17 * 128
+    assert all(elements(each) <= BATCH * most for each in found), found
+    assert sum(found.values()) <= (2 if name != "top-p" else 8), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*POLICIES, "top-p"])
+def test_a_turn_of_the_loop_over_layers_is_one_graph(name, on_gpus):
+    """A sum over devices that is no part of it ends it, and leaves parts too short for another."""
+    assert on_gpus[name]["launched"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Vanilla", "DMS"])
+def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, on_gpus):
+    """The plan of attention is made once a step on a mesh, too."""
+    # As in `test_launches`, with the norms of queries and keys and two sums; and what is sliced for
+    # all layers of a turn, or kept of them.
+    layers, of_a_turn = split_steps.TURN * (10 + 1 + 2), 15
+    assert layers <= on_gpus[name]["in_all"] <= layers + of_a_turn
