@@ -24,14 +24,7 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
 # of 256 tokens takes 1.89 ms in place of 2.04 (`experiments/results/engine/step_options.json`). But
 # a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
-#
-# Sums over devices are parts of the graphs, beside what is in them by default. Otherwise each ends
-# one, and what lies between two of them is too short for another: of a turn of 16 layers with
-# Llama-3.1-8B's shape, over two GPUs, 116 parts were launched one by one.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES"
-    ),
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
 }

@@ -8,7 +8,7 @@ choice in `dms_jax.generation.compiling`.
     python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
         --shape qwen2.5-0.5b --batch 256 --context 256 --ratios 1
     python -m experiments.benchmarks.step_options --model-parallel 2 --context 4096 --only ours \
-        "ours, collectives outside of graphs" "ours, collectives as XLA's kernels"
+        "ours, collectives in graphs" "ours, collectives as XLA's kernels"
 """
 
 import contextlib
@@ -45,11 +45,11 @@ LOOPS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     )
 }
-# Sums over devices outside of graphs, as XLA has them by default, or as kernels of its own in place
-# of calls of NCCL.
-NO_COLLECTIVES = {
+# Collectives as parts of a graph too: otherwise each ends one, and what is left between two of them
+# is launched kernel by kernel. As kernels of XLA's own they are no calls of NCCL.
+COLLECTIVES = {
     "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL"
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES"
     )
 }
 OWN_COLLECTIVES = {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"}
@@ -85,8 +85,9 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("ours, no graphs", OURS | NO_GRAPHS),
     Variant("ours, loops in a graph", OURS | LOOPS),
     Variant("ours, loops unrolled in a graph", OURS | UNROLLED),
-    Variant("ours, collectives outside of graphs", OURS | NO_COLLECTIVES),
+    Variant("ours, collectives in graphs", OURS | COLLECTIVES),
     Variant("ours, collectives as XLA's kernels", OURS | OWN_COLLECTIVES),
+    Variant("ours, collectives in graphs, as XLA's kernels", OURS | COLLECTIVES | OWN_COLLECTIVES),
     Variant("ours, dependent launches", OURS | DEPENDENT),
     Variant("ours, graphs of any size", OURS | ANY_SIZE),
     Variant("ours, products not tuned", OURS | NOT_TUNED),

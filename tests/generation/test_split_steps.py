@@ -140,13 +140,6 @@ def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*POLICIES, "top-p"])
-def test_a_turn_of_the_loop_over_layers_is_one_graph(name, on_gpus):
-    """A sum over devices that is no part of it ends it, and leaves parts too short for another."""
-    assert on_gpus[name]["launched"] == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Vanilla", "DMS"])
 def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, on_gpus):
     """The plan of attention is made once a step on a mesh, too."""
