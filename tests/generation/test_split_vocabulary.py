@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import dms_jax
 from dms_jax.generation.drawing import sample
-from dms_jax.generation.sampling import Sampling, lanes_filter
+from dms_jax.generation.sampling import LanesFilter, Sampling
 from tests.support.instances import further, slow_but
 from tests.training.collectives import collectives
 
@@ -22,7 +22,9 @@ RULES = {
     "plain": Sampling().filter,
     "top-p": Sampling(temperature=0.8, top_p=0.95).filter,
     "searched": Sampling(top_k=20, top_p=0.7, min_p=0.05).filter,
-    "lanes": lanes_filter({0: Sampling(top_k=9), 1: Sampling(temperature=0), 2: Sampling()}, ROWS),
+    "lanes": LanesFilter(ROWS).of(
+        {0: Sampling(top_k=9), 1: Sampling(temperature=0), 2: Sampling()}
+    ),
 }
 # Qwen3's vocabulary has 1187 blocks of 128, which no number of devices divides; Llama 3's 1002.
 SPLIT = [(151936, 2), (128256, 4)]

@@ -97,7 +97,7 @@ def test_what_cannot_be_split_is_refused_before_a_model_is_made(monkeypatch, tmp
     says = "qwen2.5-0.5b has 2 KV heads, which 4 devices cannot share: give --model-parallel 1 or 2"
     with pytest.raises(dms_jax.ConfigError, match=says):
         decode_steps.Config(shapes=("qwen2.5-0.5b",), model_parallel=(1, 4))
-    with pytest.raises(dms_jax.ConfigError, match="model_parallel must be positive"):
+    with pytest.raises(dms_jax.ConfigError, match="--model-parallel must be positive"):
         decode_steps.Config(model_parallel=(0,))
     with pytest.raises(dms_jax.ConfigError, match="timed on one device: leave out --cudnn"):
         decode_steps.Config(cudnn=True, model_parallel=(1, 2))
