@@ -23,7 +23,6 @@ KINDS = {
 }
 READS = {
     "quest": functools.partial(dms_jax.Quest, dense_layers=1),
-    "quest-kv_head": functools.partial(dms_jax.Quest, dense_layers=0, per="kv_head"),
     "kcache": lambda budget=None, compression_ratio=None: dms_jax.KCache(
         values="device",
         **(dict(top=budget) if budget else dict(compression_ratio=compression_ratio)),

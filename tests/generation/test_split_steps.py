@@ -20,7 +20,7 @@ from dms_jax.model import cached_attention
 from dms_jax.model.caching import init_cache
 from pallas_kernels import decode_attention, decode_plan
 from tests.generation import split_steps
-from tests.generation.split_steps import BATCH, CONFIG, GREEDY, LAYERS, POLICIES, TOP_P
+from tests.generation.split_steps import BATCH, CONFIG, GREEDY, LAYERS, ON_GPUS, POLICIES, TOP_P
 from tests.support.for_gpus import told_by
 from tests.support.instances import further, slow_but
 from tests.support.models import random_model, tiny_config
@@ -126,7 +126,7 @@ def on_gpus():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*POLICIES, "top-p"])
+@pytest.mark.parametrize("name", [*ON_GPUS, "top-p"])
 def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
     found = on_gpus[name]["collectives"]
     own = {f"all-reduce bf16[{BATCH},{rest}{CONFIG.hidden_size}]" for rest in ("", "1,")}

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import dms_jax
 from dms_jax.generation.drawing import sample
 from dms_jax.generation.sampling import LanesFilter, Sampling
-from tests.support.instances import further, slow_but
+from tests.support.instances import further
 from tests.training.collectives import collectives
 
 ROWS, TRIED = 6, 16 * 128  # tokens that are tried, of a block each
@@ -39,8 +39,10 @@ def drawn_from(vocabulary, dtype, mesh=None):
     return logits, jax.random.split(jax.random.key(1), ROWS), jnp.arange(ROWS)
 
 
-@pytest.mark.parametrize("name", slow_but({"top-p"}, RULES))
-@pytest.mark.parametrize(("vocabulary", "devices"), [(1000, 8), *further(*SPLIT)])
+@pytest.mark.parametrize(
+    ("vocabulary", "devices", "name"),
+    [(1000, 8, "top-p"), *further((1000, 8, "searched"), *((*each, "lanes") for each in SPLIT))],
+)
 def test_one_device_and_several_draw_the_same(vocabulary, devices, name):
     """In float64, so that no draw is as near to the border of a token as sums are rounded."""
     rule, mesh = RULES[name], dms_jax.make_mesh(model=devices)

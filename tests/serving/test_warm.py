@@ -22,7 +22,6 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 # The pages of a row, averaged over rows: too few for all lanes, so that answers are recomputed.
 POLICIES: dict[str, tuple[dms_jax.Policy, int]] = {
     "vanilla": (dms_jax.Vanilla(), 60),
-    "TOVA": (dms_jax.TOVA(budget=24), 16),
     "Quest": (dms_jax.Quest(budget=24, dense_layers=1), 60),  # tells answers from prompts
     "SnapKV": (dms_jax.SnapKV(budget=16, window=4, interval=8, kernel=3), 44),
 }

@@ -87,7 +87,8 @@ def test_what_fails_in_a_process_is_told_in_a_line(written, capsys):
     with pytest.raises(SystemExit) as ended:
         choose_recipe.entry(config)
     assert ended.value.code == 2
-    assert re.match(r"CheckpointError: there is no directory or file .*nowhere", capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert re.match(r"CheckpointError: there is no directory or file .*nowhere", told)
 
 
 def test_differences_are_paired_by_problem():

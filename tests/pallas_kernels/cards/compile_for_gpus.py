@@ -39,7 +39,7 @@ from tests.support.ahead import compile_ahead
 KERNELS = {
     "a100": (
         *("decode base", "decode head_dim96", "decode group16_head_dim256", "select bfloat16"),
-        *("training packed", "training dim_96", "training dim_256", "prefill dim_96"),
+        *("training packed", "training dim_96", "training dim_256"),
     ),
     "l4": (
         *("decode group16_head_dim256", "decode float8_page16", "write float8"),
@@ -47,9 +47,8 @@ KERNELS = {
     ),
     "h200": (
         *("decode base", "decode head_dim96", "decode group12", "decode float8", "prefill dim_96"),
-        *("prefill float16", "write rotated_head_dim64", "write rotated_head_dim96"),
-        "write rotated_float32",
-        *("training packed", "training dim_256_packed", "training float16"),
+        *("prefill float16", "write rotated_head_dim64", "write rotated_float32"),
+        *("training packed", "training dim_256_packed"),
     ),
     "b200": (
         *("decode base", "decode float8_page16", "write float8", "select bfloat16"),

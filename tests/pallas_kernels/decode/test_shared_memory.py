@@ -32,7 +32,7 @@ OF_A_CORE = {
 }
 # Four programs of 128 threads have 128 registers a thread, and wider heads take more.
 MOST = {64: 4, 96: 4, 128: 4, 256: 2}
-HEAD_DIMS, PAGE_SIZES, GROUPS = (64, 96, 128, 256), (16, 64, 128), (8, 16)
+HEAD_DIMS, PAGE_SIZES = (64, 96, 128, 256), (16, 64, 128)
 
 
 def attention(case, implementation):
@@ -64,7 +64,9 @@ def attention(case, implementation):
 
 
 def shapes():
-    for head_dim, page_size, group in itertools.product(HEAD_DIMS, PAGE_SIZES, GROUPS):
+    # Pages of 16 are read in tiles of 64.
+    some = [(16, 8), (128, 16)]
+    for head_dim, (page_size, group) in itertools.product(HEAD_DIMS, some):
         yield replace(
             cases.BASE,
             name=f"head_dim{head_dim}_page{page_size}_group{group}",

@@ -50,8 +50,8 @@ def problem_of(dim):
         ("mosaic_mma", ["odd_group"]),
         *further(
             ("mosaic_gpu", ["plain", "packed", "odd_group", "packed:75"]),
-            ("mosaic_gpu", ["dim_256", "dim_256_packed", "dim_256_packed:75"]),
-            ("mosaic_mma", ["plain", "float16", "evicted", "dim_256", "packed:75"]),
+            ("mosaic_gpu", ["dim_256", "dim_256_packed:75"]),
+            ("mosaic_mma", ["float16", "evicted", "dim_256", "packed:75"]),
         ),
     ],
     ids=str,

@@ -28,11 +28,8 @@ from tests.support.instances import further
 UNKNOWN = GPU("NVIDIA H100 PCIe", 114, (9, 0))
 HOPPER = 227 * 1024
 # What a program may have at most (CUDA's programming guide), by card.
-OTHERS = {
-    GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)): 163 * 1024,
-    GPU("NVIDIA L4", 58, (8, 9)): 99 * 1024,
-    GPU("NVIDIA B200", 148, (10, 0)): 227 * 1024,
-}
+L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
+OTHERS = {L4: 99 * 1024, B200: 227 * 1024}
 TRAINING = (  # in the order in which they are launched
     (gpu_forward, REDUCTION_BYTES),
     (gpu_key_gradient, REDUCTION_BYTES),
@@ -108,10 +105,16 @@ def test_a_gradient_of_wide_queries_has_a_second_tile_of_keys():
     assert not fits(gpu_tiles.Ring(64, 1), REDUCTION_BYTES)
 
 
-@pytest.mark.parametrize("card", OTHERS, ids=lambda card: card.kind)
-@pytest.mark.parametrize("head_dim", [*further(64, 96), 128, *further(256)])
+@pytest.mark.parametrize(
+    ("card", "head_dim"),
+    [(L4, 128), *further((L4, 256), (B200, 128))],
+    ids=lambda each: getattr(each, "kind", each),
+)
 def test_the_forms_of_ampere_fit_every_card(card, head_dim):
-    """Most of all the gradients of keys: keys, values, queries and gradients of outputs."""
+    """Most of all the gradients of keys: keys, values, queries and gradients of outputs.
+
+    An A100 has the tiles of an L4 (`test_kernels.py`) and more memory; narrower heads take less.
+    """
     case = dataclasses.replace(prefill_cases.by_name("plain"), D=head_dim)
     function = functools.partial(prefill_attention, window=case.window, scale=0.1)
     launched = launched_with(card, function, **dict(zip(ORDER, prefill_structs(case), strict=True)))
