@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         "generation: answers wait while the prompt of another request is read",
         FOLDER + "engine.py",
-        "takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks",
+        "takes_turns = joined and not self.policy.shrinks",
         "takes_turns = False",
         (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
     ),
