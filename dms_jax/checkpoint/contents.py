@@ -112,9 +112,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
         kind = "file" if directory.suffix.lower() in _WEIGHTS else "directory or file"
         raise CheckpointError(f"there is no {kind} {directory.absolute()}")
     if not _HUB_ID.fullmatch(path):
-        raise CheckpointError(
-            f"no directory or file {directory}, and it is not a hub id (owner/name)"
-        )
+        raise CheckpointError(f"no directory or file {path}, and it is not a hub id (owner/name)")
     from huggingface_hub import snapshot_download
 
     name, _, revision = path.partition("@")

@@ -227,14 +227,16 @@ class Engine:
         tracker = TextTracker(self.model.tokenizer, end_tokens, streaming=streaming)
         self._cancelled.clear()
         self._launched = Launched(self.runner, end_tokens)
+        joined = self._arrivals.incoming is not None
         # A policy that cuts dense prompts has page tables of the cut rows in its steps.
-        takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks
+        takes_turns = joined and not self.policy.shrinks
         self._reading = Reading(self._shapes, takes_turns=takes_turns)
         reporter = Reporter(
             self.runner, tracker, on_tokens, keep, self._reading, self._cancelled, on_told
         )
         # Updates and stop strings are looked at before the next chunk, and so are first tokens.
-        awaited = on_tokens is not None or bool(sampling.stop_strings)
+        # Each request that comes has stop strings of its own.
+        awaited = on_tokens is not None or joined or bool(sampling.stop_strings)
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
@@ -401,10 +403,9 @@ class Engine:
         record_peak_bytes(self.runner, self._running)
         if first:
             self._report(reporter, waiting)
-        alone = not awaited and not joined
         while True:
             reporter.tracker.finish()
-            undisturbed = alone and not (waiting or self._cancelled)
+            undisturbed = not (awaited or waiting or self._cancelled)
             if undisturbed and self._launched.reserve_ahead(self._running, num_steps):
                 self._launched.decode(self._running, *chunk)
             if self._launched.chunks:

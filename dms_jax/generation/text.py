@@ -40,6 +40,7 @@ class _Stream:
       start, committed: s and c of the module docstring; s is -1 if the window begins with `before`.
       prefix: length of the text of tokens[s:c].
       stops: the stop strings in its text.
+      incomplete_stops: whether any of them has an incomplete character.
       text: text of tokens[:c].
       seen: number of tokens processed.
       shown: number of characters returned.
@@ -49,6 +50,7 @@ class _Stream:
     start: int
     prefix: int
     stops: StopStrings
+    incomplete_stops: bool
     committed: int = 0
     text: str = ""
     seen: int = 0
@@ -142,8 +144,14 @@ class TextTracker:
     def _begin(self, request: Request) -> _Stream:
         """Returns the state before the first token."""
         before = self._last_with_text(request.prompt)
-        stops = StopStrings(request.sampling.stop_strings)
-        return _Stream(before, start=-len(before), prefix=len(self._decode(before)), stops=stops)
+        stop = request.sampling.stop_strings
+        return _Stream(
+            before,
+            start=-len(before),
+            prefix=len(self._decode(before)),
+            stops=StopStrings(stop),
+            incomplete_stops=any(_INCOMPLETE in each for each in stop),
+        )
 
     def _last_with_text(self, prompt: list[int]) -> list[int]:
         """Returns the last token of a prompt that has a text of its own; none behind a special one.
@@ -223,8 +231,10 @@ class TextTracker:
         The result does not depend on the chunks: every token is checked as if it came alone.
         """
         behind = self._behind(stream, tokens, len(tokens))
-        # A stop string may appear and vanish again while a character is incomplete.
-        if stream.stops.find(behind) is None and _INCOMPLETE not in behind:
+        # A stop string may appear and vanish again while a character is incomplete, and one that
+        # has such a character itself also when the character is complete.
+        vanishes = stream.incomplete_stops or _INCOMPLETE in behind
+        if not vanishes and stream.stops.find(behind) is None:
             return None
         for end in range(stream.seen + 1, len(tokens) + 1):
             behind = self._behind(stream, tokens, end)

@@ -18,8 +18,11 @@ def check_numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
         value, option = getattr(config, field.name), f"--{field.name.replace('_', '-')}"
         if value == () and field.default != ():
             raise dms_jax.ConfigError(f"{option}: give at least one.")
-        least = 0 if field.name in may_be_zero else math.ulp(0.0)
         for each in value if isinstance(value, tuple) else (value,):
-            if type(each) in (int, float) and not least <= each < math.inf:  # no bool
-                must = "not be negative" if least == 0 else "be positive"
+            if type(each) not in (int, float):  # a bool is no number
+                continue
+            if not math.isfinite(each):
+                raise dms_jax.ConfigError(f"{option} must be finite, got {value}")
+            if each < 0 or (each == 0 and field.name not in may_be_zero):
+                must = "not be negative" if field.name in may_be_zero else "be positive"
                 raise dms_jax.ConfigError(f"{option} must {must}, got {value}")

@@ -245,6 +245,12 @@ def test_what_is_plainly_a_path_is_not_asked_of_the_hub(path, kind, monkeypatch)
         load(path)
 
 
+def test_an_address_is_told_as_it_was_given():
+    """As a path it would have one slash."""
+    with pytest.raises(CheckpointError, match=r"file https://huggingface\.co/owner/name, and"):
+        load("https://huggingface.co/owner/name")
+
+
 def test_a_repository_of_gguf_files(tmp_path, monkeypatch):
     """They are not among what is fetched: one repository has a model many times."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path))

@@ -70,6 +70,20 @@ def test_what_a_lane_asks_is_looked_at_once(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("listens", [True, False], ids=["told", "untold"])
+def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(listens):
+    """Whether or not anybody is told: a lane that a chunk writes to must not be cleared."""
+    engine, given = engine_for("vanilla"), prompts((5, 13))
+    alone = [engine.generate([prompt], sampling=GREEDY)[0] for prompt in given]
+    stop = engine.model.tokenizer.decode(alone[1].tokens[:1]).strip()
+    samplings = [GREEDY, dataclasses.replace(GREEDY, stop=stop)]
+    requests, *_ = joined_while_it_decodes(engine, given, samplings, listens=listens)
+    assert [each.finish_reason for each in requests] == ["length", "stop"]
+    assert [each.generated for each in requests] == [alone[0].tokens, alone[1].tokens[:1]]
+    assert requests[1].live == []  # no step ran for it
+
+
+@pytest.mark.slow
 def test_what_is_cancelled_while_it_waits_is_never_read():
     """A lane is free for it at the moment when it is cancelled."""
     engine, told = engine_for("vanilla"), []
@@ -156,7 +170,7 @@ def test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end():
     assert engine.generate([after], sampling=GREEDY) == alone
 
 
-def joined_while_it_decodes(engine, given, samplings, *, after=1):
+def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
     """Serves the first prompt, and the others from when it has `after` tokens.
 
     Returns the requests, what was told, and at each look for more the tokens of the first answer
@@ -175,8 +189,9 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1):
             return coming.pop(0)
         return [] if coming else None
 
-    engine.serve([], GREEDY, told.append, incoming=incoming)
-    assert sorted(each.index for each in told if each.finished) == list(range(len(given)))
+    engine.serve([], GREEDY, told.append if listens else None, incoming=incoming)
+    ended = list(range(len(given))) if listens else []
+    assert sorted(each.index for each in told if each.finished) == ended
     assert engine.runner.allocator.pages_in_use == 0
     return [first, *others], told, looks
 

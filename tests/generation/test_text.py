@@ -144,6 +144,20 @@ def test_a_stop_string_is_found_whatever_the_chunks(kind, seed):
         assert running.text == "".join(pieces) == decoded[:cut]
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
+def test_a_part_of_a_character_that_is_a_stop_string_is_found_whatever_the_chunks(kind):
+    """It has gone from the text when the other parts have come."""
+    before, tokens = tokenizer(kind).encode("a ", False), tokenizer(kind).encode("a 🙂 b", False)
+    fewest = next(
+        n for n in range(1, len(tokens) + 1) if "\ufffd" in tokenizer(kind).decode(tokens[:n])
+    )
+    assert "\ufffd" not in tokenizer(kind).decode(tokens)
+    for sizes in ([1], [2], [len(before), 1], [200]):
+        running, _ = stream(kind, tokens, sizes, stop=["\ufffd"])
+        assert running.finish_reason == "stop"
+        assert running.generated == tokens[:fewest]
+
+
 def test_what_may_become_a_stop_string_is_held_back():
     tokens = tokenizer("stories260k").encode("one two three four", False)
     running, pieces = stream("stories260k", tokens, [1], stop=["two thread", "three five"])

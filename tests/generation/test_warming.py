@@ -51,8 +51,15 @@ def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, 
     runner, allowed = engine_for("vanilla").runner, threading.Event()
     Slow.begun = []
     programs = [Slow(None, allowed) for _ in range(PROGRAMS)]
-    programs[0] = Slow(lambda: (full.wait(60), timer.start(), stop()), allowed)
-    full, timer = threading.Event(), threading.Timer(1.0, allowed.set)
+    programs[0] = Slow(lambda: (full.wait(60), stop()), allowed)
+    full, shutdown = threading.Event(), warming.concurrent.futures.ThreadPoolExecutor.shutdown
+
+    def waits(self, wait=True, **options):  # what has been cancelled by then never begins
+        if wait:
+            allowed.set()
+        shutdown(self, wait, **options)
+
+    monkeypatch.setattr(warming.concurrent.futures.ThreadPoolExecutor, "shutdown", waits)
 
     def lower():  # of the last program: then all have been told
         full.set()

@@ -38,7 +38,7 @@ from dms_jax.training.remat import kept_bytes
 from dms_jax.training.throughput import matrix_parameters, token_operations
 
 SHARE_OF_PEAK = 0.5
-MEASURED = ("h200", "h100")  # the kinds of devices that it was seen on
+MEASURED = ("h200", "h100")  # it was seen on the first; the second has the same matrix units
 # What a runtime and fragments take of a device's memory.
 USABLE = 0.93
 

@@ -119,7 +119,11 @@ def find_machine(name: str) -> Machine:
         count = _chips(str(name), kind, int(found[2]))
     else:
         kind, count = text, 0
-    if kind not in DEVICES or not 1 <= count <= _LARGEST:
+    if kind in DEVICES and count > _LARGEST:
+        raise ConfigError(
+            f"{name!r} has {count} devices, and a plan is made for {_LARGEST} at most."
+        )
+    if kind not in DEVICES or not count:
         kinds = ", ".join(DEVICES)
         raise ConfigError(
             f"There is no machine {name!r}. Give a TPU slice ('v5p-128', 'v6e-256') or a number of "
@@ -140,15 +144,14 @@ def _chips(name: str, kind: str, size: int) -> int:
     """
     cores, cube = _CORES_A_CHIP[kind], _CUBES.get(kind)
     chips, rest = divmod(size, cores)
-    cubes = cube is not None and chips % cube == 0 and 0 < chips <= _LARGEST
+    cubes = cube is not None and chips % cube == 0 and chips > 0
     if not rest and (cubes or chips in _SLICES[kind]):
         return chips
     *sizes, last = (str(cores * each) for each in _SLICES[kind])
     counted = "cores, two a chip," if cores == 2 else "chips,"
     known = f"{', '.join(sizes)} or {last}"
     if cube is not None:
-        known = f"{', '.join([*sizes, last])} or a multiple of {cores * cube} up to "
-        known += f"{cores * _LARGEST}"
+        known = f"{', '.join([*sizes, last])} or a multiple of {cores * cube}"
     given = not rest and 0 < chips <= _LARGEST
     other = f" For so many chips give '{chips}x{kind}'." if given else ""
     raise ConfigError(

@@ -9,7 +9,7 @@ import pytest
 
 import dms_jax
 from experiments import benchmarks
-from experiments.benchmarks import decode_steps, step_options, throughput
+from experiments.benchmarks import decode_steps, step_options, throughput, transformers_peer
 
 ROOT = pathlib.Path(benchmarks.__file__).parent
 SCRIPTS = [
@@ -47,7 +47,7 @@ def test_every_number_of_every_script_is_checked_before_anything_is_made(script)
 
 def test_scripts_with_numbers_are_found():
     assert len(SCRIPTS) > 20
-    peer = importlib.import_module("experiments.benchmarks.transformers_peer").Config
+    peer = transformers_peer.Config
     assert {field.name for field in numbers(peer)} == {
         *("batch", "prompt", "new_tokens", "temperature", "runs", "most_seconds")
     }
@@ -65,6 +65,8 @@ def test_one_number_of_several_counts_too():
     with pytest.raises(dms_jax.ConfigError, match="window must not be negative"):
         decode_steps.Config(window=-1)
     assert decode_steps.Config(window=0, ratios=(1,)).window == 0
+    with pytest.raises(dms_jax.ConfigError, match="--temperature must be finite, got inf"):
+        transformers_peer.Config(temperature=math.inf)  # it is positive
 
 
 def test_a_ratio_leaves_what_the_window_keeps():

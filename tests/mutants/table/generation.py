@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         "generation: answers wait while the prompt of another request is read",
         FOLDER + "engine.py",
-        "takes_turns = self._arrivals.incoming is not None and not self.policy.shrinks",
+        "takes_turns = joined and not self.policy.shrinks",
         "takes_turns = False",
         (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
     ),
@@ -297,6 +297,20 @@ MUTANTS = [
         "self._commit(stream, tokens, end)  # so",
         "pass  # so",
         (f"{TEXT}::test_a_stop_string_in_a_large_chunk_is_found_by_short_windows",),
+    ),
+    Mutant(
+        "generation: a part of a character that is a stop string is lost in a large chunk",
+        FOLDER + "text.py",
+        "vanishes = stream.incomplete_stops or ",
+        "vanishes = ",
+        (f"{TEXT}::test_a_part_of_a_character_that_is_a_stop_string_is_found_whatever_the_chunks",),
+    ),
+    Mutant(
+        "generation: a stop string of which nobody is told is found behind the next chunk",
+        FOLDER + "engine.py",
+        "awaited = on_tokens is not None or joined or ",
+        "awaited = on_tokens is not None or ",
+        (f"{ARRIVALS}::test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk",),
     ),
     Mutant(
         "generation: an interrupt waits for every program that is to be compiled",
