@@ -73,8 +73,7 @@ class EngineServer:
             pass
         except Exception:  # whoever asks would wait for ever
             _logger.exception("What HTTP says cannot be read.")
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+            self._hang_up()
         self._out.put(None)
         self._gone()
 
@@ -119,6 +118,10 @@ class EngineServer:
             pass
         except Exception:  # as of what has no pickle; the client would wait for ever
             _logger.exception("What HTTP is to be told cannot be sent.")
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # the client has done so
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
