@@ -9,6 +9,7 @@ Nothing is executed and no array is made.
 """
 
 import collections
+import dataclasses
 import json
 import re
 import tempfile
@@ -27,22 +28,17 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import cache_specs
 from dms_jax.policies import DMS, H2O, AdaKV, Policy, Quest, SnapKV, Vanilla
 from dms_jax.training.planning import gpu_compiler
+from tests.generation import launches
 from tests.laws.compiled_steps import arguments
 from tests.training.collectives import collectives
 
 TURN = 9  # layers in each of two turns of the loop over them on a GPU
 LAYERS, BATCH, COLUMNS, STEPS, DEVICES = 18, 32, 8, 8, 2
-CONFIG = ModelConfig(
+CONFIG = dataclasses.replace(
+    launches.CONFIG,
     vocab_size=1152,  # nine blocks of 128
-    hidden_size=1024,
-    intermediate_size=2048,
     num_layers=LAYERS,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=64,
-    max_position_embeddings=4096,
     qk_norm=True,
-    tie_embeddings=True,
     model_type="qwen3",
 )
 POLICIES: dict[str, Policy] = {

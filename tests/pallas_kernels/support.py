@@ -1,5 +1,6 @@
 """Inputs and NumPy oracles of the kernel tests, and the ways to run a kernel without its device."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -168,6 +169,19 @@ def structs(case):
     if case.pages_dtype:
         shapes["k_scales"] = shapes["v_scales"] = struct(pool[:2], np.float32)
     return shapes
+
+
+def with_all_results(implementation=None):
+    """Return `decode_attention` as a function of its arrays that returns all that it can."""
+    from pallas_kernels import decode_attention
+
+    return functools.partial(
+        decode_attention,
+        scale=0.1,
+        return_lse=True,
+        return_scores=True,
+        implementation=implementation,
+    )
 
 
 def poison_free_memory():

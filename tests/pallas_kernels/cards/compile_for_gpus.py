@@ -16,19 +16,14 @@ from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.training.planning import gpu_compiler
-from pallas_kernels import (
-    decode_attention,
-    dispatch,
-    prefill_attention,
-    select_largest,
-)
+from pallas_kernels import dispatch, prefill_attention, select_largest
 from pallas_kernels.decode import cases
 from pallas_kernels.prefill import cases as prefill_cases
 from pallas_kernels.training import cases as training_cases
 from pallas_kernels.update import cases as write_cases
 from tests.pallas_kernels.prefill.support import ORDER
 from tests.pallas_kernels.prefill.support import structs as prefill_structs
-from tests.pallas_kernels.support import structs
+from tests.pallas_kernels.support import structs, with_all_results
 from tests.pallas_kernels.training.support import both
 from tests.pallas_kernels.training.support import structs as training_structs
 from tests.pallas_kernels.update.support import operation, write_structs
@@ -63,10 +58,7 @@ SHARED_BYTES = {"a100": 163 * 1024, "l4": 99 * 1024, "h200": 227 * 1024, "b200":
 def call(name: str, case: str) -> tuple:
     """Returns a call of a kernel, and the shapes that it takes by name."""
     if name == "decode":
-        function = functools.partial(
-            decode_attention, scale=0.1, return_lse=True, return_scores=True
-        )
-        return function, structs(cases.by_name(case))
+        return with_all_results(), structs(cases.by_name(case))
     if name == "training":
         case = training_cases.by_name(case)
         return both(case, None), training_structs(case)

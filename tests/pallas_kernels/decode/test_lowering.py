@@ -11,7 +11,7 @@ from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode import cases
 from pallas_kernels.decode.plan import make_plan
 from tests.pallas_kernels.decode.served import refusal
-from tests.pallas_kernels.support import lower_for_cuda, structs
+from tests.pallas_kernels.support import lower_for_cuda, structs, with_all_results
 from tests.support.instances import first_of_each, slow_but
 
 # One case of each feature of the form with Ampere's products.
@@ -19,14 +19,7 @@ MMA = ("base", "group16_head_dim256", "head_dim96", "float8_page16", "group7_hea
 
 
 def lowered(case, implementation):
-    function = functools.partial(
-        decode_attention,
-        scale=0.1,
-        return_lse=True,
-        return_scores=True,
-        implementation=implementation,
-    )
-    return lower_for_cuda(function, **structs(case))
+    return lower_for_cuda(with_all_results(implementation), **structs(case))
 
 
 def kernel_of(case) -> tuple:
@@ -65,10 +58,7 @@ def test_lowers_with_all_results(case):
 def test_lowers_float8_in_tiles_of_two_pages(name):
     case = cases.by_name(name)
     shapes = structs(case)
-    function = functools.partial(
-        decode_attention, scale=0.1, return_lse=True, return_scores=True,
-        implementation="mosaic_gpu",
-    )  # fmt: skip
+    function = with_all_results("mosaic_gpu")
 
     def planned(lengths, **inputs):
         plan = make_plan(lengths, tile=128, programs=132)

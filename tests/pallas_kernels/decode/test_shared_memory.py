@@ -1,6 +1,5 @@
 """The shared memory of the decode kernels: what plans count with is what Mosaic lays out."""
 
-import functools
 import itertools
 from dataclasses import replace
 
@@ -8,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import decode_attention, decode_plan, dispatch
+from pallas_kernels import decode_plan, dispatch
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.dispatch import GPU
-from tests.pallas_kernels.support import launched_with, split_rows, structs
+from tests.pallas_kernels.support import launched_with, split_rows, structs, with_all_results
 from tests.support.instances import first_of_each
 
 KB = 1024
@@ -37,15 +36,8 @@ HEAD_DIMS, PAGE_SIZES = (64, 96, 128, 256), (16, 64, 128)
 
 def attention(case, implementation):
     """The attention kernel's bytes, and those that are counted for it."""
-    function = functools.partial(
-        decode_attention,
-        scale=0.1,
-        return_lse=True,
-        return_scores=True,
-        implementation=implementation,
-    )
     shapes = structs(case)
-    launched = launched_with(dispatch.DEFAULT_GPU, function, **shapes)
+    launched = launched_with(dispatch.DEFAULT_GPU, with_all_results(implementation), **shapes)
     q, rows = split_rows(shapes)
     shape = gpu._shape(q, rows)
     spec = gpu.spec_of(
