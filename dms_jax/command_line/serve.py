@@ -87,7 +87,7 @@ def main(config: Config) -> None:
             console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
             drained = server.serve(service, served, drain_seconds=seconds)
         finally:
-            service.drain(0.0)  # at most a chunk: Python cannot end while one is computed
+            service.drain(0.0)  # its thread ends, at most a chunk later
     console.print("All requests had ended." if drained else "Requests were cut off.")
 
 
