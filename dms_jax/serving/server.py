@@ -96,9 +96,11 @@ class Server:
             raise self._has_ended()
 
     def _has_ended(self) -> OtherProcessError:
+        status = self._process.returncode
+        what = "answers no more" if status is None else f"has ended (status {status})"
         return OtherProcessError(
-            f"The process that answers HTTP has ended (status {self._process.returncode}), and "
-            "the server with it. What it said stands above."
+            f"The process that answers HTTP {what}, and the server ends with it. What it said "
+            "stands above."
         )
 
     def serve(self, service: Service, served: Served, *, drain_seconds: float) -> bool:

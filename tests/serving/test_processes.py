@@ -217,6 +217,11 @@ def test_the_end_of_http_interrupts_what_comes_before_serving():
     time.sleep(2 * _AGAIN)  # nothing comes after the end
 
 
+def test_a_process_that_is_still_there_is_not_said_to_have_ended():
+    with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
+        assert "The process that answers HTTP answers no more" in str(server._has_ended())
+
+
 def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
     with started() as (server, port):
         service, go_on = make_service(), threading.Event()
