@@ -278,6 +278,16 @@ class GPU:
     capability: tuple[int, int]
 
     @property
+    def measured_as(self) -> tuple[str, ...]:
+        """Kinds whose measured settings it uses: its own, then the default's of its architecture.
+
+        On an H100, whose memory is slower than an H200's, the best settings of the decode kernel
+        take as long as those of the H200 (`tuned`).
+        """
+        related = self.capability == DEFAULT_GPU.capability and self.kind != DEFAULT_GPU.kind
+        return (self.kind, DEFAULT_GPU.kind) if related else (self.kind,)
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a program at most, by compute capability (CUDA's programming guide)."""
         if self.capability in ((8, 0), (8, 7)):

@@ -1,4 +1,4 @@
-"""Times decode steps under other options of XLA's, other turns, and with XLA's scatters.
+"""Times decode steps under other options of XLA's, other turns, with XLA's scatters, untuned.
 
 The variants take turns in one process, over the same random weights and a cache at its length (the
 functions of `decode_steps`); that they draw the same tokens is checked. What came of it is the
@@ -35,6 +35,7 @@ from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
+from pallas_kernels import tuned
 
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -62,15 +63,20 @@ NOT_TUNED = {"xla_gpu_autotune_level": 0}
 TWICE = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 KERNEL, SCATTERS = "the kernel", "XLA's scatters"
+MEASURED, HEURISTIC = "measured", "heuristic"
 
 
 class Variant(NamedTuple):
-    """Options beside `compiling.GPU_OPTIONS`, layers in a turn, and what writes keys and values."""
+    """Options beside `compiling.GPU_OPTIONS`, layers in a turn, and what is chosen of kernels.
+
+    `write` says what writes keys and values; `settings` where those of attention come from.
+    """
 
     name: str
     options: dict[str, Any]
     write: str = KERNEL
     block: int = compiling.ON_GPU_STEP["block"]
+    settings: str = MEASURED
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -94,6 +100,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("programmatic dependent launches", DEPENDENT),
     Variant("programmatic dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT),
     Variant("XLA's defaults and scatters", {}, SCATTERS),
+    Variant("ours, settings by heuristic", OURS, settings=HEURISTIC),
 )
 
 
@@ -131,9 +138,12 @@ class Config:
 
 
 @contextlib.contextmanager
-def using(program: compiling.Program, write: str) -> Iterator[list[np.ndarray]]:
+def using(
+    program: compiling.Program, write: str, settings: str = MEASURED
+) -> Iterator[list[np.ndarray]]:
     """Steps go through a program of another compilation; yields the tokens that they drew."""
     before = programs.decode, pool.write_pages, pool.rotate_and_write, Runner.read
+    look_up = tuned.lookup
     drawn: list[np.ndarray] = []
 
     def read(self, launched):
@@ -146,9 +156,12 @@ def using(program: compiling.Program, write: str) -> Iterator[list[np.ndarray]]:
         pool.write_pages, pool.rotate_and_write = (
             functools.partial(each, implementation="xla") for each in before[1:3]
         )
+    if settings == HEURISTIC:
+        tuned.lookup = lambda *_, **__: None
     try:
         yield drawn
     finally:
+        tuned.lookup = look_up
         programs.decode, pool.write_pages, pool.rotate_and_write, Runner.read = before
 
 
@@ -197,6 +210,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 compiler_options=each.options,
                 layers_a_turn=each.block,
                 write=each.write,
+                settings=each.settings,
                 ratio=ratio,
                 model_parallel=config.model_parallel,
                 step_ms=[],
@@ -211,7 +225,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 if "error" in row:
                     continue
                 try:
-                    with using(program, row["write"]) as drawn:
+                    with using(program, row["write"], row["settings"]) as drawn:
                         figures = decode_steps.time_paged(steps, model, ratio, rate)
                 except (jax.errors.JaxRuntimeError, ValueError) as error:
                     row["error"] = str(error)[:500]  # options that this XLA does not know or bear

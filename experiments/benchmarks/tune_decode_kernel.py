@@ -41,7 +41,7 @@ def choices_for(case) -> list[dict[str, int]]:
     """List the settings whose programs fit on a core."""
     shapes, shape = structs_of(case), shape_of(case)
     fitting = []
-    for programs, stages in itertools.product((1, 2), range(1, 6)):
+    for programs, stages in itertools.product((1, 2, 3), range(1, 6)):
         settings = {"programs_per_core": programs, "stages": stages}
         spec = gpu.spec_of(
             *shapes,
@@ -95,7 +95,7 @@ def tune(case) -> dict:
     lengths = jnp.asarray(case.lengths, jnp.int32)
     q = draw_queries(case, seed=1)
     choices = choices_for(case)
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
         chains = list(threads.map(lambda c: compile_chain(case, pools, lengths, q, c), choices))
     periods = [time_chain(chain).period for chain in chains]
     ranking = sorted(range(len(choices)), key=periods.__getitem__)

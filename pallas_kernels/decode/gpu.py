@@ -83,7 +83,7 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     head_dim, page_size, size = shape.head_dim, shape.page_size, shape.itemsize
     tile = tile_of(implementation, shape)
     found = tuned.lookup(
-        target_gpu().kind,
+        target_gpu().measured_as,
         f"decode_attention/{implementation}",
         head_dim=head_dim,
         page_size=page_size,
@@ -101,6 +101,9 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     if tile > max(_TILE, page_size):
         return {"programs_per_core": 1, "stages": 3}
     stage = 2 * tile * head_dim * size
+    if size <= 2 and head_dim <= 128 and 2 * stage <= _BYTES_IN_FLIGHT:
+        # One of two programs computes while the other waits for its pages or its barriers.
+        return {"programs_per_core": 2, "stages": _BYTES_IN_FLIGHT // (2 * stage)}
     wanted = max(2, _BYTES_IN_FLIGHT // stage)
     # Float32 pages need second buffers of three bfloat16 parts, with blocks of values beside keys.
     spare = _SHARED_BYTES - 32 * 1024

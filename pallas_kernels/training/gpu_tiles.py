@@ -110,7 +110,7 @@ def find_ring(
     scratch_of: ScratchOf,
     reductions: int = REDUCTION_BYTES,
 ) -> Ring:
-    """Returns the ring measured for this kind of GPU, else the wanted one with stages that fit.
+    """Returns the ring measured for such a GPU, else the wanted one with stages that fit.
 
     Args:
       operation: name of the operation in the files of settings.
@@ -121,7 +121,7 @@ def find_ring(
       reductions: see `run`.
     """
     shape = {"part": part, "head_dim": problem.D}
-    measured = tuned.lookup(target_gpu().kind, f"{operation}/mosaic_gpu", **shape)
+    measured = tuned.lookup(target_gpu().measured_as, f"{operation}/mosaic_gpu", **shape)
     if measured is not None:
         return Ring(**measured)
     rings = (Ring(wanted.block, stages) for stages in range(wanted.stages, 1, -1))

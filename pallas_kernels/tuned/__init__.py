@@ -6,12 +6,14 @@ in its `when` equals that of the shape in question; its `use` holds the settings
     {"device": "NVIDIA H200", "kernels": {"decode_attention/mosaic_gpu": [
         {"when": {"head_dim": 128, "bytes": 2}, "use": {"stages": 2, "programs_per_core": 2}}]}}
 
-For a device or a shape without an entry, the kernel's own heuristic chooses the settings.
+A device without an entry for a shape has that of another one of its architecture, if there is one
+(`dispatch.GPU.measured_as`); else the kernel's own heuristic chooses the settings.
 """
 
 import functools
 import json
 import re
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -29,18 +31,19 @@ def _entries(device_kind: str, kernel: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(path.read_text())["kernels"].get(kernel, ()))
 
 
-def lookup(device_kind: str, kernel: str, **shape: Any) -> dict[str, Any] | None:
+def lookup(device_kinds: Sequence[str], kernel: str, **shape: Any) -> dict[str, Any] | None:
     """Finds the measured settings of a kernel for a shape.
 
     Args:
-      device_kind: the device kind, as jax names it.
+      device_kinds: device kinds, as jax names them, whose settings may be used, the best first.
       kernel: "operation/implementation".
       **shape: the values that the `when` of an entry is compared with.
 
     Returns:
       The settings of the first entry that applies, or None.
     """
-    for entry in _entries(device_kind, kernel):
-        if all(shape.get(name) == value for name, value in entry["when"].items()):
-            return dict(entry["use"])
+    for kind in device_kinds:
+        for entry in _entries(kind, kernel):
+            if all(shape.get(name) == value for name, value in entry["when"].items()):
+                return dict(entry["use"])
     return None

@@ -9,9 +9,9 @@ from pallas_kernels import tuned
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.dispatch import DEFAULT_GPU, GPU
 
-# Of the same generation as the card that was measured, and without a file.
-UNKNOWN = GPU("NVIDIA H100 PCIe", 114, (9, 0))
-H200 = DEFAULT_GPU.kind
+# Of the same architecture as the card that was measured, and without a file.
+RELATED = GPU("NVIDIA H100 PCIe", 114, (9, 0))
+H200 = (DEFAULT_GPU.kind,)
 
 
 def test_the_first_entry_that_applies_is_taken(tmp_path, monkeypatch):
@@ -24,19 +24,60 @@ def test_the_first_entry_that_applies_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned.resources, "files", lambda package: tmp_path)
 
     def look_up(kernel="attend", device="Some card", **shape):
-        return tuned.lookup(device, kernel, **shape)
+        return tuned.lookup((device,), kernel, **shape)
 
     assert look_up(head_dim=64, small=True) == {"stages": 1}
     assert look_up(head_dim=64, small=False) == {"stages": 2}
     assert look_up(head_dim=128, small=False) is None
     assert look_up("other", head_dim=64) is None
     assert look_up(device="Another card", head_dim=64) is None
+    both = ("Another card", "Some card")
+    assert tuned.lookup(both, "attend", head_dim=64, small=True) == {"stages": 1}
+    own = [{"when": {"head_dim": 64}, "use": {"stages": 3}}]
+    (tmp_path / "a_third_card.json").write_text(json.dumps({"kernels": {"attend": own}}))
+    both = ("A third card", "Some card")
+    assert tuned.lookup(both, "attend", head_dim=64, small=True) == {"stages": 3}
 
 
-@pytest.mark.parametrize("card", [DEFAULT_GPU, UNKNOWN], ids=["measured", "by heuristic"])
+def test_cards_of_one_architecture_share_what_was_measured():
+    assert DEFAULT_GPU.measured_as == ("NVIDIA H200",)
+    assert RELATED.measured_as == ("NVIDIA H100 PCIe", "NVIDIA H200")
+    for other in (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), GPU("NVIDIA B200", 148, (10, 0))):
+        assert other.measured_as == (other.kind,)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(
+    ("head_dim", "size", "programs"),
+    [
+        (64, 2, 2),
+        (96, 2, 2),
+        (128, 2, 2),
+        (256, 2, 1),
+        (64, 1, 2),
+        (128, 1, 2),
+        (256, 1, 1),
+        (128, 4, 1),
+    ],
+)
+def test_a_heuristic_plans_as_many_programs_as_were_measured_to_be_best(
+    head_dim, size, programs, page_size, monkeypatch
+):
+    """With float8 pages one program a core takes half as long again (`nvidia_h200.json`)."""
+    dtype = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}[size]
+    shape = gpu.Shape(512, head_dim, page_size, 8, dtype)
+    monkeypatch.setattr(gpu, "target_gpu", lambda: DEFAULT_GPU)
+    monkeypatch.setattr(tuned, "lookup", lambda *_, **__: None)
+    assert gpu.settings_of("mosaic_gpu", shape)["programs_per_core"] == programs
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["measured", "by heuristic"])
+@pytest.mark.parametrize("card", [DEFAULT_GPU, RELATED], ids=["the card", "a related one"])
 @pytest.mark.parametrize("case", cases.TUNING, ids=lambda case: case.name)
-def test_decode_settings_fit_in_shared_memory(card, case, monkeypatch):
+def test_decode_settings_fit_in_shared_memory(card, case, known, monkeypatch):
     monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    if not known:
+        monkeypatch.setattr(tuned, "lookup", lambda *_, **__: None)
     dtype = case.pages_dtype or case.dtype
     shape = gpu.Shape(case.rows, case.head_dim, case.page_size, case.columns, dtype)
     settings = gpu.settings_of("mosaic_gpu", shape)

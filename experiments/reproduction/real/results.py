@@ -210,13 +210,16 @@ class Results:
         """The mean over SmolLM2's tasks of paired differences, of one run that has them all.
 
         Of several of them the main one, else the last. What needs no training is the same in every
-        run: if none has all its tasks, they are of several, each difference of one of them.
+        run: the other system's answers that the run lacks are another's, and if no run has all
+        tasks of the one, they are of several, each difference of one of them.
         """
         of = lambda number, *key: self.of_run(number, SMOLLM2, *key)  # noqa: E731
+        untrained = lambda *key: self.get(SMOLLM2, *key) if key[0] in (VANILLA, *FREE) else None  # noqa: E731
         runs = {number for number, *_ in self.by_run}
         for number in sorted(runs, key=lambda number: (number != self.main, -number)):
-            pairs = [(of(number, one, task), of(number, other, task)) for task in TASKS]
-            gaps = [_difference(*pair, task) for pair, task in zip(pairs, TASKS, strict=True)]
+            beside = [of(number, other, task) or untrained(other, task) for task in TASKS]
+            pairs = zip([of(number, one, task) for task in TASKS], beside, TASKS, strict=True)
+            gaps = [_difference(*pair) for pair in pairs]
             if None not in gaps:
                 return _mean([gap for gap in gaps if gap is not None])
         gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]

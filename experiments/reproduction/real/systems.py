@@ -133,8 +133,8 @@ TRAININGS = {
             snapshots=(2.0,),
             trainable="adapter",
         ),
-        Training("smollm2-all-to-4", model=SMOLLM2, ratio=4.0, snapshots=(2.0,), trainable="all"),
-        Training("smollm2-all-to-8", model=SMOLLM2, ratio=8.0, trainable="all"),
+        Training("smollm2-all-to-4", model=SMOLLM2, ratio=4.0, trainable="all"),
+        Training("smollm2-all-to-8", model=SMOLLM2, ratio=8.0, snapshots=(2.0,), trainable="all"),
         CENTRE,
         *SWEEPS,
         Training(

@@ -8,13 +8,18 @@ from dms_jax.cache import pool
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
 from experiments.benchmarks import step_options as script
+from pallas_kernels import tuned
+from pallas_kernels.decode import gpu
+from pallas_kernels.dispatch import DEFAULT_GPU
 
 
 @pytest.mark.slow
 def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
     before = programs.decode, pool.rotate_and_write, Runner.decode
     made, written = [], []
-    monkeypatch.setattr(script, "VARIANTS", (script.VARIANTS[0], script.VARIANTS[-1]))
+    named = {each.name: each for each in script.VARIANTS}
+    chosen = named["XLA's defaults"], named["XLA's defaults and scatters"]
+    monkeypatch.setattr(script, "VARIANTS", chosen)
     monkeypatch.setattr(script.decode_steps, "read_rate", lambda: 1e9)
     program_of = script.program_of
     monkeypatch.setattr(
@@ -47,3 +52,17 @@ def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "options.json").read_text())["rows"] == [kernel, scatters]
     monkeypatch.undo()
     assert (programs.decode, pool.rotate_and_write, Runner.decode) == before
+
+
+def test_settings_by_heuristic_are_those_without_a_file(monkeypatch):
+    look_up, used = tuned.lookup, {}
+    monkeypatch.setattr(gpu, "target_gpu", lambda: DEFAULT_GPU)
+    shape = gpu.Shape(rows=256, head_dim=64, page_size=64, columns=64, dtype="float8_e4m3fn")
+    for settings in (script.HEURISTIC, script.MEASURED):
+        with script.using(programs.decode, script.KERNEL, settings):
+            used[settings] = gpu.settings_of("mosaic_gpu", shape)
+    assert used == {
+        script.HEURISTIC: {"programs_per_core": 2, "stages": 4},
+        script.MEASURED: {"programs_per_core": 2, "stages": 3},
+    }
+    assert tuned.lookup is look_up

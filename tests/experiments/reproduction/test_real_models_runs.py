@@ -253,6 +253,26 @@ def test_what_needs_no_training_has_a_mean_over_tasks_of_two_runs(config, tmp_pa
     assert rows["| DMS, "].endswith("| - | - |")
 
 
+def test_a_retrofit_of_a_run_without_the_model_itself_is_beside_that_of_another(config, tmp_path):
+    """Run 2 asked one more retrofit alone: 300 of its answers are right, 200 of the model's."""
+    file = write_page_of(config, tmp_path / "before")
+    later = Config(out=tmp_path / "later", run=2, earlier=file)
+    retrofit = ("asking", "smollm2", "smollm2-adapter-to-8", "8")
+    write_json(Paths(later).result(Job(*retrofit, "needle")), figures(300, 60.0))
+    write_json(Paths(later).result(Job(*retrofit, systems.CHOICES)), _of_choices(300))
+    results = Results.read(later)
+    before = results.get("smollm2", "vanilla", "needle")
+    right = sum(before["per_problem"]["scores"])
+    mean = results.mean_gap("smollm2-adapter-to-8-at8", "vanilla")
+    of_choices = [
+        sum(results.get("smollm2", "vanilla", task)["per_problem"]["scores"])
+        for task in TASKS_OF_CHOICES
+    ]
+    lost = [300 - each for each in (right, *of_choices)]
+    assert mean.value == pytest.approx(np.mean(lost) / PROBLEMS)
+    assert results.mean_gap("smollm2-adapter-to-8-at8", "smollm2-adapter-w16-at4") is None
+
+
 def _of_choices(right: int) -> dict:
     """A record of the tasks with choices, each with so many right answers."""
     own = figures(right, 80.0)
