@@ -89,7 +89,7 @@ def test_decode_plan_counts_tiles_of_whole_pages():
     [
         ({}, 128, 1),
         ({"page_size": 32, "columns": 128}, 128, 1),
-        ({"page_size": 16, "columns": 256}, 64, 1),  # the other kernel's pages
+        ({"page_size": 16, "columns": 256}, 64, 2),  # the other kernel's pages
         ({"columns": 63}, 64, 2),  # shorter rows than were measured
         ({"rows": 64}, 64, 2),  # room for little
         ({"head_dim": 64}, 64, 2),
