@@ -12,6 +12,7 @@ import dms_jax
 from dms_jax.generation import Engine, compiling, programs, warming
 from dms_jax.model.language_model import LanguageModel
 from tests.generation.support import GREEDY, POLICIES, model_for, prompts
+from tests.support.for_gpus import told_by
 from tests.support.instances import further
 from tests.support.models import random_model, random_tokens, tiny_config
 
@@ -156,3 +157,15 @@ def test_what_has_no_place_is_refused_before_anything_runs():
     with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):
         runner.extend(given, shape=shape, prompt=True)
     assert not runner.seen.any()
+
+
+@pytest.mark.slow
+def test_on_a_gpu_a_layer_has_one_more_launch_and_the_pool_stays_where_it_is():
+    """It packs what attention gave; what attention is given is taken apart where it is rotated."""
+    for name, found in told_by("tests/generation/prompt_launches.py").items():
+        padded, unpadded = found["padded"], found["unpadded"]
+        assert 20 < unpadded["launches"] <= padded["launches"] + 1, (name, found)
+        for each in found.values():
+            assert each["copies"] == [], name
+            assert each["aliased"] >= each["pool_bytes"], name
+        assert unpadded["temporary"] < 0.6 * padded["temporary"], (name, found)
