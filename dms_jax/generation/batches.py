@@ -133,10 +133,10 @@ class Shapes:
         while left:
             lanes, shape = self.next_batch(left)
             found |= set(self.of_width(shape.width) if refilled else [shape])
+            # They run again, and nothing else, until one of them has no whole chunk left.
+            times = max(1, min(left[lane] // shape.width for lane in lanes))
             for lane in lanes:
-                left[lane] -= shape.width
-                # Chunks beyond so many are as those; what remains after them counts.
-                left[lane] -= max(0, left[lane] // self.widths[0] - _EXACT) * self.widths[0]
+                left[lane] -= times * shape.width
                 if left[lane] <= 0:
                     del left[lane]
         return found
@@ -172,8 +172,6 @@ class Shapes:
         return programs * (self.launch + shape.most)
 
 
-# Chunks of a prompt that are looked at one by one.
-_EXACT = 64
 # Narrower programs would take as long: they read the weights.
 _NARROWEST = 16
 # Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms

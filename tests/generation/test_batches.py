@@ -189,8 +189,8 @@ def test_the_first_of_the_widest_never_waits(shapes, most):
 
 
 @pytest.mark.parametrize("refilled", [True, False])
-@pytest.mark.parametrize("longest", [60, 300, 5000])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("longest", [60, 300, 5000, 60_000])
+@pytest.mark.parametrize("seed", range(6))
 @every_kind
 def test_the_shapes_that_prompts_need_are_known_before_any_runs(
     shapes, most, refilled, longest, seed
