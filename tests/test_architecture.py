@@ -49,6 +49,7 @@ LONG_PARAMETER_LISTS = {
     "dms_jax/generation/memory.py",
     "dms_jax/generation/programs.py",
     "dms_jax/model/caching.py",
+    "dms_jax/model/transformer.py",
 }
 
 

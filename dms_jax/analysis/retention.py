@@ -22,6 +22,7 @@ from dms_jax.analysis.recording import Recording, selects
 from dms_jax.checks import Count, check, require
 from dms_jax.errors import DataError
 from dms_jax.generation import Engine
+from dms_jax.generation.batches import Shape
 from dms_jax.generation.runner import Runner
 from dms_jax.model.language_model import LanguageModel, check_tokens, whole_numbers
 from dms_jax.policies import Policy
@@ -198,7 +199,7 @@ def _run(
             part = {lane: tokens[lane, position : position + extra[lane]] for lane in range(batch)}
             runner.extend(
                 part,
-                width=1,
+                shape=Shape(width=1, entries=batch, places=None),
                 prompt=prompt,
                 ends_prompt=[lane for lane in lanes if prompt and position + 1 == prompts[lane]],
             )

@@ -21,6 +21,7 @@ from dms_jax.cache.accounting import Meter
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import sharing
+from dms_jax.generation.batches import Shape
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.programs import bucket
@@ -285,8 +286,9 @@ def _run_tokens(
         )
     runner.reserve(extra, prompt=prompt)
     ending = ending or {}
-    entries = None if prompt else min(_few_sizes(len(parts)), len(runner.seen))
-    extended = runner.extend(parts, width=width, prompt=prompt, entries=entries, ends_prompt=ending)
+    entries = bucket(len(parts)) if prompt else _few_sizes(len(parts))
+    shape = Shape(width, min(entries, len(runner.seen)), places=None)
+    extended = runner.extend(parts, shape=shape, prompt=prompt, ends_prompt=ending)
     runner.trim()
     for lane in parts:
         meters[lane].add(extended.live[lane], held=extended.held[lane])

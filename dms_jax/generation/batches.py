@@ -3,9 +3,16 @@
 A batch has b entries: one for each lane if lanes are fixed (on a mesh), otherwise at least one for
 each lane that has tokens. The remaining entries belong to no lane.
 
-Every shape is a program to compile, so prompts of any number and length run in a few of them:
+Every shape is a program to compile, so prompts of any number and length run in a few of them. All
+but attention is computed for the places of a program: its tokens stand there without padding
+(`model.unpadded`), so that programs for short prompts have half as many as entries x width.
 
     8192 tokens in a program, chunks of 512 tokens, 256 lanes
+    entries x width      24 x 512   3 x 512   32 x 256   4 x 256
+    places                   8192      1024       4096       512
+
+On a mesh every entry has places for its whole width:
+
     entries x width      16 x 512   2 x 512   32 x 256   4 x 256
 
 and where padding takes long, because a policy reads tokens one by one or all lanes take part:
@@ -18,13 +25,32 @@ The width of a prompt's chunks depends on its own length only, and so does what 
 import dataclasses
 import functools
 from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dms_jax.cache.host_values import Tail
 from dms_jax.generation.packing import Packed
+
+
+class Shape(NamedTuple):
+    """The shape of a program that reads prompts.
+
+    Attributes:
+      width: tokens of an entry (T).
+      entries: number of entries (b).
+      places: tokens of all entries together (N), without padding; None for b * T.
+    """
+
+    width: int
+    entries: int
+    places: int | None
+
+    @property
+    def most(self) -> int:
+        """The most tokens of all entries together."""
+        return self.entries * self.width if self.places is None else self.places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +63,7 @@ class Shapes:
       tokens: the most tokens of a program, unless a single entry has more.
       num_lanes: number of lanes, and the most entries of a program.
       launch: what a program takes besides its tokens, in tokens.
+      unpadded: whether programs have fewer places than entries x width.
     """
 
     widths: tuple[int, ...]
@@ -44,9 +71,19 @@ class Shapes:
     tokens: int
     num_lanes: int
     launch: int
+    unpadded: bool
 
     @classmethod
-    def of(cls, chunk: int, tokens: int, num_lanes: int, *, few: bool, layer_size: int) -> "Shapes":
+    def of(
+        cls,
+        chunk: int,
+        tokens: int,
+        num_lanes: int,
+        *,
+        few: bool,
+        unpadded: bool,
+        layer_size: int,
+    ) -> "Shapes":
         """Returns the shapes for prompts.
 
         Args:
@@ -54,68 +91,87 @@ class Shapes:
           tokens: the most tokens of all prompts in a program.
           num_lanes: number of lanes.
           few: whether there are few widths, because padding takes little time.
+          unpadded: whether products are computed for tokens without padding.
           layer_size: number of parameters of a layer.
         """
         fractions, passes = ((2,), 1) if few else ((4, 16), 2)
         narrow = (chunk // fraction for fraction in fractions)
         widths = (chunk, *(width for width in narrow if width >= _NARROWEST))
         launch = min(max(_LAUNCH // layer_size, 64), 4096)
-        return cls(widths, passes, tokens, num_lanes, launch)
+        return cls(widths, passes, tokens, num_lanes, launch, unpadded)
 
-    def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], int, int]:
-        """Returns the lanes that run next, and the width and the entries of their program.
+    def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], Shape]:
+        """Returns the lanes that run next, and the shape of their program.
+
+        The first of those that have tokens of the widest width is among them.
 
         Args:
           left: lane -> number of its tokens that have not run.
         """
         width_of = {lane: self.width(count) for lane, count in left.items()}
         width = max(width_of.values())
-        lanes = [lane for lane, own in width_of.items() if own == width]
-        entries = min(self.entries(width), key=lambda each: self._cost(len(lanes), width, each))
-        return lanes[:entries], width, entries
+        counts = {lane: min(left[lane], width) for lane, own in width_of.items() if own == width}
+        lanes, total = len(counts), sum(counts.values())
+        shape = min(self.of_width(width), key=lambda each: self._cost(lanes, total, each))
+        chosen, room = [], shape.most
+        for lane, count in counts.items():
+            if count <= room and len(chosen) < shape.entries:
+                chosen.append(lane)
+                room -= count
+        return chosen, shape
 
-    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[tuple[int, int]]:
-        """Returns the widths and entries of the programs that read prompts.
+    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[Shape]:
+        """Returns the shapes of the programs that read prompts.
 
         Args:
-          counts: numbers of tokens of the prompts that are read together at first.
+          counts: numbers of tokens of the prompts that are read together at first, in the order of
+            their lanes.
           refilled: whether others like them come later, a few at a time.
         """
         left = dict(enumerate(counts))
-        found = set[tuple[int, int]]()
+        found = set[Shape]()
         while left:
-            lanes, width, entries = self.next_batch(left)
-            found |= {(width, each) for each in (self.entries(width) if refilled else [entries])}
+            lanes, shape = self.next_batch(left)
+            found |= set(self.of_width(shape.width) if refilled else [shape])
+            # They run again, and nothing else, until one of them has no whole chunk left.
+            times = max(1, min(left[lane] // shape.width for lane in lanes))
             for lane in lanes:
-                left[lane] -= width
-                # Chunks beyond so many are as those; what remains after them counts.
-                left[lane] -= max(0, left[lane] // self.widths[0] - _EXACT) * self.widths[0]
+                left[lane] -= times * shape.width
                 if left[lane] <= 0:
                     del left[lane]
         return found
 
     @property
-    def all(self) -> list[tuple[int, int]]:
-        """Widths and entries of every program that there can be."""
-        return [(width, entries) for width in self.widths for entries in self.entries(width)]
+    def all(self) -> list[Shape]:
+        """Every shape that there can be."""
+        return [shape for width in self.widths for shape in self.of_width(width)]
 
-    def entries(self, width: int) -> list[int]:
-        """Returns the numbers of entries of programs of a width, the smallest first."""
+    def of_width(self, width: int) -> list[Shape]:
+        """Returns the shapes of a width, the smallest first."""
         most = min(max(1, self.tokens // width), self.num_lanes)
-        return sorted({max(1, most // 8), most})
+        sizes = sorted({max(1, most // 8), most})
+        if not self.unpadded:
+            return [Shape(width, size, None) for size in sizes]
+        if width == self.widths[0]:  # the tokens of whole chunks, or of more that end prompts
+            shapes = [(min(size * 3 // 2, self.num_lanes), size * width) for size in sizes]
+        else:  # prompts of this width fill half of it in the mean
+            shapes = [(size, max(width, size * width // 2)) for size in sizes]
+        return [
+            Shape(width, entries, places if places < entries * width else None)
+            for entries, places in shapes
+        ]
 
     def width(self, count: int) -> int:
         """Returns the narrowest width of which as many as may be hold the tokens."""
         holding = (width for width in self.widths[::-1] if count <= self.passes * width)
         return next(holding, self.widths[0])
 
-    def _cost(self, lanes: int, width: int, entries: int) -> int:
-        """Returns what programs for so many lanes take, in tokens."""
-        return -(-lanes // entries) * (self.launch + entries * width)
+    def _cost(self, lanes: int, tokens: int, shape: Shape) -> int:
+        """Returns what programs for so many tokens of so many lanes take, in tokens."""
+        programs = max(-(-lanes // shape.entries), -(-tokens // shape.most))
+        return programs * (self.launch + shape.most)
 
 
-# Chunks of a prompt that are looked at one by one.
-_EXACT = 64
 # Narrower programs would take as long: they read the weights.
 _NARROWEST = 16
 # Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms
@@ -203,27 +259,31 @@ def build_batch(
     tokens: Mapping[int, np.ndarray],
     *,
     num_lanes: int,
-    width: int,
-    entries: int,
+    shape: Shape,
     fixed_lanes: bool,
     ends_prompt: Container[int],
 ) -> ChunkBatch:
     """Builds the batch of a chunk.
 
     Args:
-      tokens: lane -> up to `width` token ids.
+      tokens: lane -> up to T token ids.
       num_lanes: number of lanes (B).
-      width: number of tokens of the compiled chunk (T).
-      entries: number of entries (b) unless lanes are fixed.
+      shape: shape of the compiled chunk, with another number of entries if lanes are fixed.
       fixed_lanes: whether every lane has an entry of its own.
       ends_prompt: lanes whose prompt the tokens complete.
+
+    Raises:
+      ValueError: there are more tokens than places, where some would be lost.
     """
+    total = sum(map(len, tokens.values()))
+    if shape.places is not None and total > shape.places:
+        raise ValueError(f"{total} tokens have no room in a program with {shape.places} places.")
     if fixed_lanes:
         lanes = np.arange(num_lanes, dtype=np.int32)
     else:
-        lanes = np.full(entries, num_lanes, np.int32)
+        lanes = np.full(shape.entries, num_lanes, np.int32)
         lanes[: len(tokens)] = sorted(tokens)
-    batch = np.zeros((len(lanes), width), np.int32)
+    batch = np.zeros((len(lanes), shape.width), np.int32)
     counts = np.zeros(len(lanes), np.int32)
     for row, lane in enumerate(lanes.tolist()):
         if lane in tokens:

@@ -10,6 +10,7 @@ import numpy as np
 from dms_jax import sharding
 from dms_jax.checks import Whole, check, check_keywords, require, show_options
 from dms_jax.errors import DataError
+from dms_jax.generation.batches import Shape
 from dms_jax.generation.calls import unless_busy
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.options import EngineKeywords, EngineOptions
@@ -262,6 +263,7 @@ def _read_turns(engine: Engine, turns: Sequence[Turn]) -> None:
                 runner.reserve(extra, prompt=turn.prompt)
                 ends = [0] if turn.prompt and start + most >= len(turn.tokens) else []
                 width = min(most, max(8, bucket(len(part))))
-                runner.extend({0: part}, width=width, prompt=turn.prompt, ends_prompt=ends)
+                shape = Shape(width, entries=1, places=None)
+                runner.extend({0: part}, shape=shape, prompt=turn.prompt, ends_prompt=ends)
                 runner.trim()
         runner.read_prompts()  # what fails must fail before the work has ended

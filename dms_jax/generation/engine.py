@@ -329,8 +329,7 @@ class Engine:
                 continue  # with those that are left, before others come
             extended = runner.extend(
                 batch.tokens,
-                width=batch.width,
-                entries=batch.entries,
+                shape=batch.shape,
                 prompt=batch.prompt,
                 ends_prompt=batch.ends_prompt,
             )

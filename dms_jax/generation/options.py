@@ -35,8 +35,8 @@ class EngineOptions(Options):
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
         programs of a half or, where a policy reads tokens one by one, a quarter and a sixteenth.
-      prefill_tokens: prompt tokens of all sequences together per compiled program; a few prompts
-        have programs of an eighth.
+      prefill_tokens: prompt tokens of all sequences together per compiled program; prompts of half
+        a chunk and less have programs of a half where padding is left out, a few of an eighth.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read

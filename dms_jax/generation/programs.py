@@ -25,6 +25,7 @@ from dms_jax.generation.packing import Packed
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.caching import cache_shape, cache_specs, init_cache
 from dms_jax.model.transformer import Transformer
+from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
 
 
@@ -153,7 +154,7 @@ def detach_tail(cache: Cache) -> tuple[Cache, Tail | None]:
     return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, tail=None)), tail
 
 
-@functools.partial(Program, donate_argnums=1, static_argnums=(8, 9))
+@functools.partial(Program, donate_argnums=1, static_argnums=(8, 9, 10))
 def extend(
     transformer: Transformer,
     cache: Cache,
@@ -165,8 +166,12 @@ def extend(
     ends_prompt: Bool[Array, " b"],
     policy: Policy,
     prompt: bool,
+    places: int | None,
 ) -> tuple[Cache, Extension, Tail | None]:
-    """Runs a chunk over some lanes (all if None), and updates their rows in the cache."""
+    """Runs a chunk over some lanes (all if None), and updates their rows in the cache.
+
+    Products have a row for each of so many `places`, or of b * T if None.
+    """
 
     def take(x):
         return x if lanes is None else x.at[:, lanes].get(mode="clip")
@@ -187,11 +192,15 @@ def extend(
         row_state=jax.tree.map(take, cache.row_state),
     )
     some = attach_tail(some, host, tokens.shape[1])
+    line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)
     passed = transformer.cached(
-        tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt, host=host
+        tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt, host=host, line=line
     )
-    last = jnp.maximum(counts - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
+    if line is None:
+        last = jnp.maximum(counts - 1, 0)[:, None, None]
+        hidden = jnp.take_along_axis(passed.hidden, last, axis=1)[:, 0]
+    else:
+        hidden = passed.hidden[0, line.last]
     after, tail = detach_tail(passed.cache)
     cache = dataclasses.replace(
         after,

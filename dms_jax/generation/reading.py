@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping
 
 import numpy as np
 
-from dms_jax.generation.batches import Shapes
+from dms_jax.generation.batches import Shape, Shapes
 from dms_jax.generation.requests import Request
 
 
@@ -65,14 +65,13 @@ class Batch:
 
     Attributes:
       tokens: lane -> its tokens.
-      width, entries: shape of the program.
+      shape: shape of the program.
       prompt: whether they are tokens of prompts.
       ends_prompt: lanes whose prompt they complete.
     """
 
     tokens: dict[int, np.ndarray]
-    width: int
-    entries: int
+    shape: Shape
     prompt: bool
     ends_prompt: list[int]
 
@@ -130,16 +129,16 @@ class Reading:
             present = {each for each in present if each < self._last} or present
         chosen = max(present)
         prompt = chosen[0]
-        lanes, width, entries = self._shapes.next_batch(
+        lanes, shape = self._shapes.next_batch(
             {lane: left[lane].left for lane, own in classes.items() if own == chosen}
         )
-        ends = [lane for lane in lanes if prompt and left[lane].left <= width]
-        tokens = {lane: left[lane].next(width) for lane in lanes}
-        return Batch(tokens, width, entries, prompt, ends)
+        ends = [lane for lane in lanes if prompt and left[lane].left <= shape.width]
+        tokens = {lane: left[lane].next(shape.width) for lane in lanes}
+        return Batch(tokens, shape, prompt, ends)
 
     def advance(self, batch: Batch) -> None:
         """Counts the tokens of a program that was launched."""
-        self._last = batch.prompt, batch.width
+        self._last = batch.prompt, batch.shape.width
         for lane, tokens in batch.tokens.items():
             self.parts[lane].done += len(tokens)
 

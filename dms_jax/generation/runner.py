@@ -21,8 +21,8 @@ from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.devices import fits_device
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.batches import Extended, LaunchedSteps, Shapes, build_batch
-from dms_jax.generation.programs import Steps, bucket
+from dms_jax.generation.batches import Extended, LaunchedSteps, Shape, Shapes, build_batch
+from dms_jax.generation.programs import Steps
 from dms_jax.generation.rows import Rows, UnreadPrompts
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.cached_attention import in_one_pass
@@ -217,14 +217,12 @@ class Runner(Rows):
 
     def prompt_shapes(self, chunk: int, tokens: int) -> Shapes:
         """Returns the shapes for prompts in chunks of at most `chunk` of a program's `tokens`."""
-        parameters = jax.tree.leaves(self.model.transformer.layers)
-        return Shapes.of(
-            chunk,
-            tokens,
-            len(self.seen),
-            few=in_one_pass(self.policy, chunk, prompt=True) and not self.fixed_lanes,
-            layer_size=sum(each.size for each in parameters) // self.model.config.num_layers,
-        )
+        parameters = sum(each.size for each in jax.tree.leaves(self.model.transformer.layers))
+        few = in_one_pass(self.policy, chunk, prompt=True) and not self.fixed_lanes
+        with use_mesh(self.model.mesh):
+            unpadded = few and not sharding.has_mesh()
+        size = parameters // self.model.config.num_layers
+        return Shapes.of(chunk, tokens, len(self.seen), few=few, unpadded=unpadded, layer_size=size)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -232,26 +230,23 @@ class Runner(Rows):
         self,
         tokens: dict[int, np.ndarray],
         *,
-        width: int,
+        shape: Shape,
         prompt: bool,
-        entries: int | None = None,
         ends_prompt: Collection[int] = (),
     ) -> Extended:
         """Launches the next tokens of some lanes through the cache (pages must be reserved).
 
         Args:
-          tokens: lane -> up to `width` token ids.
-          width: number of tokens of the compiled chunk (T).
+          tokens: lane -> up to T token ids.
+          shape: shape of the compiled chunk.
           prompt: whether the tokens belong to a prompt.
-          entries: entries of the compiled chunk; None for a power of two.
           ends_prompt: lanes whose prompt the tokens complete.
         """
         num_lanes = len(self.seen)
         batch = build_batch(
             tokens,
             num_lanes=num_lanes,
-            width=width,
-            entries=entries or min(bucket(len(tokens)), num_lanes),
+            shape=shape,
             fixed_lanes=self.fixed_lanes,
             ends_prompt=ends_prompt,
         )
@@ -272,6 +267,7 @@ class Runner(Rows):
                 batch.ends,
                 self.policy,
                 prompt,
+                shape.places,
             )
             own = np.where(batch.counts > 0, batch.lanes, num_lanes)
             self.hidden = programs.keep_hidden(self.hidden, extension.hidden, own)
@@ -288,7 +284,7 @@ class Runner(Rows):
             self.read_prompts()  # those before it, while it runs
             self.allocator.trim(self.slots_after(counts, prompt=prompt))
             self._prompts = UnreadPrompts(extension.lengths, counts, ends)
-        one_pass = in_one_pass(self.policy, width, prompt=prompt)
+        one_pass = in_one_pass(self.policy, shape.width, prompt=prompt)
         return Extended(
             hidden=extension.hidden,
             lanes=batch.lanes,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dms_jax.generation import programs, sharing
-from dms_jax.generation.batches import Shapes
+from dms_jax.generation.batches import Shape, Shapes
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, LanesFilter
@@ -51,7 +51,7 @@ def compile_first(
     num_lanes = len(runner.seen)
     # Equal prompts are read once; those of chains are mostly one list.
     prompts = {id(request.prompt): request.prompt for request in requests[:num_lanes]}
-    counts = [len(prompt) for prompt in {tuple(prompt) for prompt in prompts.values()}]
+    counts = [len(prompt) for prompt in dict.fromkeys(map(tuple, prompts.values()))]
     refilled = len(requests) > num_lanes
     if refilled:
         counts = [len(request.prompt) for request in requests]
@@ -66,7 +66,7 @@ def compile_first(
     _compile(
         runner,
         (
-            *(calls.extend(*shape, pages) for shape in batches),
+            *(calls.extend(shape, pages) for shape in batches),
             calls.decode(pages_of_steps, num_steps, end_tokens),
             calls.first_tokens(),
         ),
@@ -89,15 +89,15 @@ def compile_all(runner: Runner, shapes: Shapes, num_steps: int, end_tokens: tupl
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
     classes = (True, False) if runner.policy.parallel == "prompts" else (True,)
     prompts = [
-        calls.extend(width, entries, pages, prompt=prompt)
-        for width, entries in shapes.all
+        calls.extend(shape, pages, prompt=prompt)
+        for shape in shapes.all
         for pages in runner.table_widths()
         for prompt in classes
     ]
     steps = [
         calls.decode(pages, num_steps, end_tokens) for pages in runner.table_widths(steps=True)
     ]
-    hidden = [calls.keep_hidden(entries) for entries in {entries for _, entries in shapes.all}]
+    hidden = [calls.keep_hidden(entries) for entries in {each.entries for each in shapes.all}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
     # Equal arguments are one program: where lanes are fixed, all have an entry.
     return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes))
@@ -129,12 +129,13 @@ class _Calls:
     def _entries(self, entries: int) -> int:
         return len(self._lanes) if self.runner.fixed_lanes else entries
 
-    def extend(self, width: int, entries: int, pages: int, *, prompt: bool = True) -> _Call:
-        entries, policy = self._entries(entries), self.runner.policy
+    def extend(self, shape: Shape, pages: int, *, prompt: bool = True) -> _Call:
+        entries, policy = self._entries(shape.entries), self.runner.policy
         counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
         rows = None if self.runner.fixed_lanes else counts
-        tokens, table = np.zeros((entries, width), np.int32), self._table(entries, pages)
-        return programs.extend, (*self._cached, table, rows, tokens, counts, ends, policy, prompt)
+        tokens, table = np.zeros((entries, shape.width), np.int32), self._table(entries, pages)
+        given = (table, rows, tokens, counts, ends, policy, prompt, shape.places)
+        return programs.extend, (*self._cached, *given)
 
     def decode(self, pages: int, num_steps: int, end_tokens: tuple[int, ...]) -> _Call:
         lanes, table = self._lanes, self._table(len(self._lanes), pages)

@@ -27,6 +27,7 @@ from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
 from dms_jax.model.split_rows import Share, of_own_tokens
 from dms_jax.model.supervision import Supervision, supervise
+from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
 
@@ -97,10 +98,11 @@ class SequencePass:
 class CachedPass:
     """The result of a pass of one chunk over the cache.
 
-    `live` and `reads` are totals over all L * K rows of a sequence, after each token.
+    `hidden` are the hidden states of [B, T] tokens, or of N places in line (`Unpadded`). `live` and
+    `reads` are totals over all L * K rows of a sequence, after each token.
     """
 
-    hidden: Float[Array, "B T E"]
+    hidden: Float[Array, "rows tokens E"]
     cache: Cache
     live: Int[Array, "B T"]
     reads: Int[Array, "B T"]
@@ -270,6 +272,7 @@ class Transformer(nnx.Module):
         ends_prompt: Bool[Array, " B"] | None = None,
         host: HostRows | None = None,
         block: int = 1,
+        line: Unpadded | None = None,
     ) -> CachedPass:
         """Runs the next `counts[b]` tokens of each sequence through the cache.
 
@@ -282,11 +285,14 @@ class Transformer(nnx.Module):
           ends_prompt: whether the chunk completes the prompt of each sequence; None if of none.
           host: values in host memory of the layers that fetch them; the pool then has a tail.
           block: layers in a turn of the loop over them, at most; see `scan_layers`.
+          line: where the tokens stand for all but attention and the policy, in place of [B, T];
+            with a place for each of them.
         """
         if ends_prompt is None:
             ends_prompt = jnp.zeros(counts.shape, bool)
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
-        x = self.embed(tokens)
+        x = self.embed(tokens if line is None else line.unpad(tokens))
+        in_line = positions if line is None else line.unpad(positions)
         nothing = jnp.zeros((*tokens.shape, self.config.num_kv_heads, 0), x.dtype)
         shared = Chunk(  # by all layers
             tokens=Tokens(nothing, nothing, nothing, positions, jnp.int32(0)),
@@ -305,16 +311,17 @@ class Transformer(nnx.Module):
         def body(carry, layer, index, group, rows):
             x, pool, page_state = carry
             page_table, lengths, row_state, plan = rows
+            projected = layer.projections(x, group.policy, in_line, index)
             attended = attend_cached(
                 group.policy,
                 LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
-                layer.projections(x, group.policy, positions, index),
+                projected if line is None else line.pad_tokens(projected, positions),
                 dataclasses.replace(shared, page_table=page_table, lengths=lengths, plan=plan),
                 prompt=prompt,
                 host=host if group.host_values else None,
             )
             layer_cache = attended.cache
-            x = layer.finish(x, attended.out)
+            x = layer.finish(x, attended.out if line is None else line.unpad(attended.out))
             carry = (x, layer_cache.pool, layer_cache.state.pages)
             rows = (attended.lengths, layer_cache.state.rows)
             totals = (attended.live, attended.reads)

@@ -7,8 +7,8 @@ so that lanes are refilled one by one. Reported for each policy:
   each lane, and for one in eight a second one; how many programs, and the seconds that they took.
   With the cache of compiled programs filled (a second process) these are loaded.
 - **runs**: tokens per second of whole calls after it, and what they still compiled.
-- **prompts**: their programs, and the tokens of these with the padding; **steps**: those of all
-  lanes, idle ones included. Neither depends on the device.
+- **prompts**: their programs, and the places for tokens of these, all of which are computed;
+  **steps**: those of all lanes, idle ones included. Neither depends on the device.
 - **idle**: seconds in which the device had no chunk of steps or prompt to run, between two chunks.
 - **profile**, where asked: one more short call under jax's profiler, and what of every program the
   device ran (`traces`).
@@ -177,7 +177,8 @@ class Timeline:
             launched = time.perf_counter()
             results = call(program, *args)
             if program is programs.extend:
-                self.counts.update(prompt_programs=1, padded_prompt_tokens=args[5].size)
+                places = args[5].size if args[10] is None else args[10]
+                self.counts.update(prompt_programs=1, padded_prompt_tokens=places)
             elif program is programs.decode:
                 self.counts.update(lane_steps=args[9] * len(args[5]))
             if program in (programs.decode, programs.extend):

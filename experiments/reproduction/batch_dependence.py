@@ -131,7 +131,7 @@ def _allow_excess_precision() -> None:
     programs.extend = Program(
         inspect.unwrap(programs.extend),
         gpu_options=GPU_OPTIONS | free,
-        static_argnums=(8, 9),
+        static_argnums=(8, 9, 10),
         **options,
     )
     programs.decode = Program(

@@ -92,14 +92,15 @@ def test_continuations_that_end_one_by_one_need_few_programs(monkeypatch):
     """Of 5 lanes 5, 4, 3, 2 and then 1 are at work: all but the last in steps of all lanes."""
     steps, extend = [], Runner.extend
 
-    def count(runner, tokens, *, width, entries=None, **told):
-        steps.append((len(tokens), entries))
-        return extend(runner, tokens, width=width, entries=entries, **told)
+    def count(runner, tokens, *, shape, prompt, **told):
+        if not prompt:
+            steps.append((len(tokens), shape.entries))
+        return extend(runner, tokens, shape=shape, prompt=prompt, **told)
 
     monkeypatch.setattr(Runner, "extend", count)
     pairs = [([1, 2], [3] * size) for size in (6, 5, 4, 3, 2)]
     likelihoods(stories(), pairs, serving=dataclasses.replace(SERVING, lanes=5))
-    assert [each for each in steps if each[1]] == [(5, 5), (4, 5), (3, 5), (2, 5), (1, 1)]
+    assert steps == [(5, 5), (4, 5), (3, 5), (2, 5), (1, 1)]
 
 
 @pytest.mark.slow

@@ -50,11 +50,8 @@ def compiled_step(policy: Policy, config: ModelConfig) -> str:
     return compile_ahead(traced.lower(lowering_platforms=("cuda",)), device.device_kind).text
 
 
-def layer_loop(text: str) -> tuple[list[str], int]:
-    """Returns the kernels and copies of a turn of the loop over layers, and how many turns it has.
-
-    It is the loop inside the one over steps.
-    """
+def computations(text: str) -> tuple[dict[str, list[str]], dict[str, list[tuple[str, int]]]]:
+    """Returns what each computation launches, and its loops: the body of each and its turns."""
     lines: dict[str, list[str]] = {}
     loops: dict[str, list[tuple[str, int]]] = {}
     name = ""
@@ -69,6 +66,15 @@ def layer_loop(text: str) -> tuple[list[str], int]:
                 trips = _TRIPS.search(line)
                 assert trips is not None
                 loops[name].append((loop[1], int(trips[1])))
+    return lines, loops
+
+
+def layer_loop(text: str) -> tuple[list[str], int]:
+    """Returns the kernels and copies of a turn of the loop over layers, and how many turns it has.
+
+    It is the loop inside the one over steps.
+    """
+    lines, loops = computations(text)
     # A body that holds several steps has as many loops over layers.
     body, trips = next(loops[step][0] for each in loops.values() for step, _ in each if loops[step])
     return lines[body], trips

@@ -3,34 +3,85 @@
 import numpy as np
 import pytest
 
-from dms_jax.generation.batches import Shapes
+from dms_jax.generation.batches import Shape, Shapes, build_batch
 
 LAYER = 15_000_000  # parameters of a layer of Qwen2.5-0.5B
-SHAPES = Shapes.of(512, 8192, 256, few=True, layer_size=LAYER)
-MANY = Shapes.of(512, 8192, 256, few=False, layer_size=LAYER)
+
+
+def shapes_of(chunk=512, tokens=8192, lanes=256, *, few=True, unpadded=True, layer_size=LAYER):
+    return Shapes.of(chunk, tokens, lanes, few=few, unpadded=unpadded, layer_size=layer_size)
+
+
+SHAPES = shapes_of()
+PADDED = shapes_of(unpadded=False)
+MANY = shapes_of(few=False, unpadded=False)
 
 
 def test_widths_are_a_chunk_and_fractions_of_it():
     assert SHAPES.widths == (512, 256)
     assert MANY.widths == (512, 128, 32)
-    assert Shapes.of(64, 8192, 4, few=False, layer_size=1).widths == (64, 16)
-    assert Shapes.of(24, 8192, 4, few=True, layer_size=1).widths == (24,)
+    assert shapes_of(64, few=False, unpadded=False).widths == (64, 16)
+    assert shapes_of(24).widths == (24,)
+
+
+def test_the_shapes_are_those_that_the_module_shows():
+    assert SHAPES.all == [(512, 3, 1024), (512, 24, 8192), (256, 4, 512), (256, 32, 4096)]
+    assert PADDED.all == [(512, 2, None), (512, 16, None), (256, 4, None), (256, 32, None)]
+    assert [shape[:2] for shape in MANY.all] == [
+        *((512, 2), (512, 16), (128, 8), (128, 64), (32, 32), (32, 256))
+    ]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 8, 50, 256])
+@pytest.mark.parametrize("chunk", [1, 8, 64, 512])
+@pytest.mark.parametrize("tokens", [1, 100, 8192])
+def test_places_hold_a_chunk_and_are_at_least_half_of_what_attention_sees(lanes, chunk, tokens):
+    for width, entries, places in shapes_of(chunk, tokens, lanes).all:
+        assert 1 <= entries <= lanes
+        if places is not None:
+            assert width <= places <= max(tokens, width)
+            assert places < entries * width <= 2 * places
+
+
+@pytest.mark.parametrize(
+    ("left", "lanes", "shape"),
+    [
+        ({3: 105}, [3], (256, 4, 512)),
+        ({3: 256}, [3], (256, 4, 512)),
+        ({3: 257}, [3], (512, 3, 1024)),
+        ({0: 4096, 1: 100, 2: 600}, [0, 2], (512, 3, 1024)),  # the widest first
+        # As many as there are entries, or places: 22 of 180 tokens, and what fits beside them.
+        (dict.fromkeys(range(200), 100), list(range(32)), (256, 32, 4096)),
+        (dict.fromkeys(range(200), 180), list(range(22)), (256, 32, 4096)),
+        (
+            dict.fromkeys(range(22), 180) | {22: 180, 23: 136, 24: 1},
+            [*range(22), 23],
+            (256, 32, 4096),
+        ),
+        (dict.fromkeys(range(13), 100), list(range(13)), (256, 32, 4096)),
+        (dict.fromkeys(range(4), 100), list(range(4)), (256, 4, 512)),
+        (dict.fromkeys(range(4), 200), [0, 1], (256, 4, 512)),
+        # Whole chunks, and ends of prompts.
+        (dict.fromkeys(range(40), 1000), list(range(16)), (512, 24, 8192)),
+        (dict.fromkeys(range(40), 300), list(range(24)), (512, 24, 8192)),
+    ],
+)
+def test_next_batch(left, lanes, shape):
+    assert SHAPES.next_batch(left) == (lanes, shape)
 
 
 @pytest.mark.parametrize(
     ("left", "lanes", "width", "entries"),
     [
         ({3: 105}, [3], 256, 4),
-        ({3: 256}, [3], 256, 4),
         ({3: 257}, [3], 512, 2),
-        ({0: 4096, 1: 100, 2: 600}, [0, 2], 512, 2),  # the widest first
         (dict.fromkeys(range(200), 100), list(range(32)), 256, 32),
         (dict.fromkeys(range(13), 100), list(range(13)), 256, 32),
         (dict.fromkeys(range(8), 100), list(range(4)), 256, 4),
     ],
 )
-def test_next_batch(left, lanes, width, entries):
-    assert SHAPES.next_batch(left) == (lanes, width, entries)
+def test_next_batch_on_a_mesh(left, lanes, width, entries):
+    assert PADDED.next_batch(left) == (lanes, (width, entries, None))
 
 
 @pytest.mark.parametrize(
@@ -43,88 +94,119 @@ def test_next_batch(left, lanes, width, entries):
     ],
 )
 def test_next_batch_where_padding_takes_long(left, lanes, width, entries):
-    assert MANY.next_batch(left) == (lanes, width, entries)
+    assert MANY.next_batch(left) == (lanes, (width, entries, None))
 
 
 def test_a_large_model_is_padded_less():
     """Launches take as long as a few of its tokens, and as thousands of a small model."""
-    large = Shapes.of(512, 8192, 96, few=True, layer_size=218_000_000)
+    large = shapes_of(lanes=96, layer_size=218_000_000)
     assert large.launch < 200 < 2000 < SHAPES.launch
-    assert large.next_batch(dict.fromkeys(range(12), 1000)) == ([0, 1], 512, 2)
-    assert large.next_batch(dict.fromkeys(range(15), 1000)) == (list(range(15)), 512, 16)
+    assert large.next_batch(dict.fromkeys(range(12), 1000)) == ([0, 1], (512, 3, 1024))
+    assert large.next_batch(dict.fromkeys(range(15), 1000)) == (list(range(15)), (512, 24, 8192))
 
 
-def replay(shapes: Shapes, batches: list[list[int]]) -> tuple[int, int]:
-    """Returns the programs and the tokens, padding included, of prompts that come in batches."""
-    programs = tokens = 0
+def replay(shapes: Shapes, batches: list[list[int]]):
+    """Runs prompts that come in batches: the lanes of each program, their tokens, and its shape."""
     for batch in batches:
         left = dict(enumerate(batch))
         while left:
-            lanes, width, entries = shapes.next_batch(left)
-            programs, tokens = programs + 1, tokens + width * entries
-            left = {
-                lane: count - width * (lane in lanes)
-                for lane, count in left.items()
-                if lane not in lanes or count > width
-            }
-    return programs, tokens
+            lanes, shape = shapes.next_batch(left)
+            counts = [min(left[lane], shape.width) for lane in lanes]
+            yield lanes, counts, shape
+            for lane, count in zip(lanes, counts, strict=True):
+                left[lane] -= count
+                if not left[lane]:
+                    del left[lane]
+
+
+def costs(shapes: Shapes, batches: list[list[int]]) -> tuple[int, int]:
+    """Returns the programs of prompts that come in batches, and the tokens that they compute."""
+    programs = [shape.most for _, _, shape in replay(shapes, batches)]
+    return len(programs), sum(programs)
 
 
 def test_programs_of_short_prompts_that_come_a_few_at_a_time():
     """256 lanes are refilled by 27 requests a chunk; each program takes 4 ms before its tokens."""
     random = np.random.default_rng(1)
     batches = [random.integers(20, 191, size).tolist() for size in (256, *[27] * 46)]
-    before, padded_before = replay(MANY, batches)
-    now, padded = replay(SHAPES, batches)
-    assert now <= 56 < 140 < before
-    assert padded + now * SHAPES.launch < 0.75 * (padded_before + before * SHAPES.launch)
+    tokens = sum(map(sum, batches))
+    before, padded_before = costs(MANY, batches)
+    padded_programs, padded = costs(PADDED, batches)
+    now, places = costs(SHAPES, batches)
+    assert padded_programs <= 56 < 140 < before
+    assert padded + padded_programs * SHAPES.launch < 0.75 * (
+        padded_before + before * SHAPES.launch
+    )
+    assert now <= 58
+    assert tokens <= places < 1.5 * tokens < 2.5 * tokens < padded
 
 
 def test_a_program_has_no_more_entries_than_lanes_and_at_least_one():
-    three = Shapes.of(512, 8192, 3, few=False, layer_size=LAYER)
-    assert three.next_batch({0: 20, 1: 20, 2: 20}) == ([0, 1, 2], 32, 3)
-    narrow = Shapes.of(512, 100, 3, few=True, layer_size=LAYER)
-    assert narrow.next_batch({0: 600, 1: 600}) == ([0], 512, 1)
+    three = shapes_of(lanes=3, few=False, unpadded=False)
+    assert three.next_batch({0: 20, 1: 20, 2: 20}) == ([0, 1, 2], (32, 3, None))
+    narrow = shapes_of(tokens=100, lanes=3)
+    assert narrow.next_batch({0: 600, 1: 600}) == ([0], (512, 1, None))
 
 
-@pytest.mark.parametrize(("shapes", "most"), [(SHAPES, 4), (MANY, 6)], ids=["few", "many"])
+every_kind = pytest.mark.parametrize(
+    ("shapes", "most"),
+    [(SHAPES, 4), (shapes_of(64, 256, 8), 4), (PADDED, 4), (MANY, 6)],
+    ids=["unpadded", "small", "padded", "many"],
+)
+
+
+@every_kind
 def test_any_prompts_run_to_their_end_in_a_handful_of_shapes(shapes, most):
     random, seen = np.random.default_rng(0), set()
-    for count in (1, 5, 40, 256):
+    for count in (1, 5, 40, shapes.num_lanes):
         left = dict(enumerate(random.integers(1, 5000, count).tolist()))
         left |= {lane: 1 + lane % 70 for lane in list(left)[::3]}
-        tokens = sum(left.values())
-        while left:
-            lanes, width, entries = shapes.next_batch(left)
-            assert 0 < len(lanes) <= entries
-            seen.add((width, entries))
-            for lane in lanes:
-                run = min(width, left[lane])
-                tokens -= run
-                left[lane] -= run
-                if not left[lane]:
-                    del left[lane]
-        assert tokens == 0
-    assert len(seen) <= most
+        tokens = 0
+        for lanes, counts, shape in replay(shapes, [list(left.values())]):
+            assert 0 < len(lanes) <= shape.entries
+            assert len(set(lanes)) == len(lanes)
+            assert sum(counts) <= shape.most
+            seen.add(shape)
+            tokens += sum(counts)
+        assert tokens == sum(left.values())
+    assert seen <= set(shapes.all)
+    assert len(shapes.all) <= most
+
+
+@every_kind
+def test_the_first_of_the_widest_never_waits(shapes, most):
+    """However much fits beside the others that came later."""
+    del most
+    random = np.random.default_rng(5)
+    left = dict(enumerate(random.integers(1, 2000, 60).tolist()))
+    while left:
+        lanes, shape = shapes.next_batch(left)
+        widest = max(map(shapes.width, left.values()))
+        assert lanes[0] == next(lane for lane in left if shapes.width(left[lane]) == widest)
+        for lane in lanes:
+            left[lane] -= shape.width
+        left = {lane: count for lane, count in left.items() if count > 0}
 
 
 @pytest.mark.parametrize("refilled", [True, False])
-@pytest.mark.parametrize("longest", [60, 300, 5000])
-def test_the_shapes_that_prompts_need_are_known_before_any_runs(refilled, longest):
+@pytest.mark.parametrize("longest", [60, 300, 5000, 60_000])
+@pytest.mark.parametrize("seed", range(6))
+@every_kind
+def test_the_shapes_that_prompts_need_are_known_before_any_runs(
+    shapes, most, refilled, longest, seed
+):
     """Also where lanes are refilled, a few at a time."""
-    random = np.random.default_rng(longest)
+    random = np.random.default_rng((longest, seed))
     counts = random.integers(1, longest, 40).tolist()
-    known, seen = SHAPES.batches(counts, refilled=refilled), set()
+    known = shapes.batches(counts, refilled=refilled)
     batches = [counts, *(counts[i : i + 3] for i in range(0, 40, 3))] if refilled else [counts]
-    for batch in batches:
-        left = dict(enumerate(batch))
-        while left:
-            lanes, width, entries = SHAPES.next_batch(left)
-            seen.add((width, entries))
-            left = {
-                lane: count - width * (lane in lanes)
-                for lane, count in left.items()
-                if lane not in lanes or count > width
-            }
-    assert seen <= known
-    assert len(known) <= 4
+    assert {shape for _, _, shape in replay(shapes, batches)} <= known
+    assert len(known) <= most
+
+
+def test_tokens_that_have_no_place_are_refused():
+    tokens = {0: np.arange(5), 2: np.arange(4)}
+    given = dict(num_lanes=3, fixed_lanes=False, ends_prompt=())
+    assert build_batch(tokens, shape=Shape(5, 2, 9), **given).counts.tolist() == [5, 4]
+    with pytest.raises(ValueError, match="9 tokens have no room in a program with 8 places"):
+        build_batch(tokens, shape=Shape(5, 2, 8), **given)

@@ -10,7 +10,7 @@ from dms_jax.generation.requests import Request
 from dms_jax.generation.sampling import Sampling
 
 # Programs of 4 x 64 tokens, of 8 x 32, and of a single entry for a single lane.
-SHAPES = Shapes(widths=(64, 32), passes=1, tokens=256, num_lanes=8, launch=256)
+SHAPES = Shapes(widths=(64, 32), passes=1, tokens=256, num_lanes=8, launch=256, unpadded=False)
 
 
 def part(index, prompt, answer=0, shared=None):
@@ -40,7 +40,7 @@ def run(state):
     """Runs a program; returns whether it is of prompts, its width and its lanes."""
     batch = state.next_batch()
     state.advance(batch)
-    return batch.prompt, batch.width, sorted(batch.tokens)
+    return batch.prompt, batch.shape.width, sorted(batch.tokens)
 
 
 def test_prompts_are_read_whole_before_anything_else():

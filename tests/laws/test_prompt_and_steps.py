@@ -125,6 +125,20 @@ def test_prompts_in_chunks_of_one_and_answers_in_chunks(row, record_property):
     record_property("largest", float(check_run(row, prompts, parts, seed=6)))
 
 
+@one_group
+def test_chunks_without_padding(row, record_property):
+    """Some are as long as the chunk, some empty, and some leave places empty; answers too."""
+    prompts, places = (17, 9, 22), 2 * WIDTH
+    parts = [
+        *ragged_parts(7, LENGTHS, prompts, width=WIDTH, answers_width=WIDTH // 2, places=places)
+    ]
+    counts = np.array([part.counts for part in parts])
+    assert WIDTH in counts
+    assert 0 in counts
+    assert places in counts.sum(1)
+    record_property("largest", float(check_run(row, prompts, parts, seed=6)))
+
+
 @by_row([row for row in ROWS if row.group == WHOLE_PROMPTS])
 def test_a_chunk_that_holds_the_whole_prompt(row, record_property):
     parts = [Part(np.array(LENGTHS, np.int32), WIDE, True, np.ones(len(LENGTHS), bool))]

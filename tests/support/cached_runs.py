@@ -17,6 +17,7 @@ from dms_jax.cache import Cache
 from dms_jax.cache.int4 import Int4
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
+from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
 from tests.oracles import int4
 
@@ -25,13 +26,15 @@ from tests.oracles import int4
 class Part:
     """One call: counts[b] tokens of each sequence, padded to `width`.
 
-    `ends_prompt[b]` marks sequences whose prompt they complete; None if there are none.
+    `ends_prompt[b]` marks sequences whose prompt they complete; None if there are none. With
+    `places` all but attention is computed for so many tokens in line.
     """
 
     counts: np.ndarray
     width: int
     prompt: bool
     ends_prompt: np.ndarray | None = None
+    places: int | None = None
 
 
 @dataclasses.dataclass
@@ -73,12 +76,24 @@ class Rows:
         return self.k_pages[pages, slots % page_size]
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def forward(
-    model: Transformer, tokens, counts, ends_prompt, cache: Cache, policy: Policy, prompt: bool
+    model: Transformer,
+    tokens,
+    counts,
+    ends_prompt,
+    cache: Cache,
+    policy: Policy,
+    prompt: bool,
+    places: int | None,
 ) -> tuple[jax.Array, Cache, jax.Array, jax.Array]:
-    passed = model.cached(tokens, counts, cache, policy, prompt=prompt, ends_prompt=ends_prompt)
-    return model.unembed(passed.hidden), passed.cache, passed.live, passed.reads
+    line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)
+    passed = model.cached(
+        tokens, counts, cache, policy, prompt=prompt, ends_prompt=ends_prompt, line=line
+    )
+    logits = model.unembed(passed.hidden)
+    logits = logits if line is None else line.pad(logits)
+    return logits, passed.cache, passed.live, passed.reads
 
 
 def poisoned_cache(
@@ -120,11 +135,19 @@ def _poison(pages: jax.Array) -> jax.Array:
 
 
 def ragged_parts(
-    seed: int, lengths, prompts, *, width: int, answers_width: int = 1, padded: int | None = None
+    seed: int,
+    lengths,
+    prompts,
+    *,
+    width: int,
+    answers_width: int = 1,
+    padded: int | None = None,
+    places: int | None = None,
 ) -> Iterator[Part]:
     """Returns prompts in chunks of uneven counts (sometimes 0), then answers likewise.
 
-    Chunks of a prompt hold up to `width` tokens, and are padded to `padded`, or to `width`.
+    Chunks of a prompt hold up to `width` tokens, and are padded to `padded`, or to `width`. With
+    `places` chunks of all sequences together hold no more than so many.
     """
     random = np.random.default_rng(seed)
     done = np.zeros(len(lengths), int)
@@ -134,9 +157,11 @@ def ragged_parts(
         end = np.asarray(end)
         while (done < end).any():
             counts = np.minimum(random.integers(0, most + 1, size=len(end)), end - done)
+            if places is not None:
+                counts = np.diff(np.minimum(np.cumsum(counts), places), prepend=0)
             if counts.any():
                 ends = (counts > 0) & (done + counts == end) if prompt else None
-                yield Part(counts.astype(np.int32), shape, prompt, ends)
+                yield Part(counts.astype(np.int32), shape, prompt, ends, places)
                 done += counts
 
 
@@ -160,6 +185,7 @@ def drive(
             cache,
             policy,
             part.prompt,
+            part.places,
         )
         logits, live, reads = np.asarray(logits), np.asarray(live), np.asarray(reads)
         for row, count in enumerate(part.counts):

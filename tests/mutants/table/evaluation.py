@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "evaluation: the prompt of a likelihood never ends",
         FOLDER + "likelihood.py",
-        "entries=entries, ends_prompt=ending)",
-        "entries=entries, ends_prompt=())",
+        "prompt=prompt, ends_prompt=ending)",
+        "prompt=prompt, ends_prompt=())",
         (f"{LIKELIHOOD}::test_a_prompt_ends_where_the_context_does",),
     ),
     Mutant(

@@ -1,0 +1,171 @@
+"""Programs that read prompts: what they compute for whom, and that no answer depends on it."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, compiling, programs, warming
+from dms_jax.model.language_model import LanguageModel
+from tests.generation.support import GREEDY, POLICIES, model_for, prompts
+from tests.support.for_gpus import told_by
+from tests.support.instances import further
+from tests.support.models import random_model, random_tokens, tiny_config
+
+# Two widths, of which the programs for several prompts have fewer places than entries x width.
+OPTIONS = dict(page_size=16, chunk=8, prefill_chunk=64, prefill_tokens=128, max_tokens=200)
+LANES = 6
+LENGTHS = (5, 64, 1, 70, 33, 130, 20, 31, 32, 65, 9)
+
+
+@pytest.fixture
+def shapes_of(monkeypatch):
+    """Returns a function that runs a call, and says what was compiled before it, and what ran."""
+    compiled, ran = set(), []
+    call, extend = compiling.Program.__call__, warming._Calls.extend
+
+    def launched(program, *given):
+        if program is programs.extend:
+            entries, width = given[5].shape
+            ran.append((width, entries, given[10]))
+            assert given[6].sum() <= (given[10] or entries * width)
+        return call(program, *given)
+
+    def noted(self, shape, *given, **options):
+        compiled.add(tuple(shape))
+        return extend(self, shape, *given, **options)
+
+    monkeypatch.setattr(compiling.Program, "__call__", launched)
+    monkeypatch.setattr(warming._Calls, "extend", noted)
+
+    def run(work):
+        compiled.clear()
+        ran.clear()
+        return work(), set(compiled), list(ran)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        POLICIES["dms"],
+        *further(
+            POLICIES["vanilla"],
+            POLICIES["dmc"],
+            POLICIES["quest"],
+            POLICIES["streaming"],
+            dms_jax.SnapKV(budget=30, window=4),
+            dms_jax.KCache(top=40, first_layers=1),
+        ),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_answers_are_those_of_prompts_that_are_read_one_at_a_time(policy, shapes_of):
+    model = dataclasses.replace(model_for("vanilla", ends=False), policy=policy)
+    given = prompts(LENGTHS)
+    one = Engine(model, num_lanes=1, **OPTIONS)
+    (alone, _, ran) = shapes_of(lambda: one.generate(given, sampling=GREEDY))
+    assert all(places is None for _, _, places in ran)
+    engine = Engine(model, num_lanes=LANES, **OPTIONS)
+    together, compiled, ran = shapes_of(lambda: engine.generate(given, sampling=GREEDY))
+    # Prompts of a chunk and less share programs, and the ends of longer ones theirs.
+    assert {(64, 3, 128), (32, 4, 64)} <= set(ran) <= compiled
+    for left, right in zip(alone, together, strict=True):
+        assert left.tokens == right.tokens
+        chex.assert_trees_all_close(left.logprobs, right.logprobs, atol=1e-4)
+        assert left.usage.kv_reads == right.usage.kv_reads
+        assert left.usage.live_tokens == right.usage.live_tokens
+
+
+@pytest.mark.parametrize("count", [1, 3, LANES, 2 * LANES])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, seed, shapes_of):
+    """Whatever the lengths are, and in whatever order they come; equal prompts are read once."""
+    random = np.random.default_rng((count, seed))
+    lengths = random.integers(1, 150, count)
+    given = [random.integers(0, 31, length).tolist() for length in lengths]
+    given += given[: LANES - count]
+    engine = counting_engine()
+    _, compiled, ran = shapes_of(
+        lambda: engine.generate(given, sampling=dms_jax.Sampling(temperature=0, max_new_tokens=9))
+    )
+    assert set(ran) <= compiled <= set(map(tuple, engine._shapes.all))
+
+
+def counting_engine() -> Engine:
+    model = LanguageModel(random_model(tiny_config(num_layers=1), dtype=jnp.float32))
+    return Engine(model, num_lanes=LANES, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "few"), [(dms_jax.Vanilla(), True), (dms_jax.TOVA(budget=20), False)]
+)
+def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
+    model = dataclasses.replace(model_for("vanilla"), policy=policy)
+    shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
+    assert any(shape.places is not None for shape in shapes.all) == few
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+def test_on_a_mesh_all_entries_have_places(mesh):
+    with jax.set_mesh(dms_jax.make_mesh(*mesh)):
+        model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
+        shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
+    assert all(shape.places is None for shape in shapes.all)
+
+
+@pytest.mark.parametrize("places", [None, 40])
+def test_products_have_a_row_for_each_place(places):
+    """All but attention: embedding, projections, feed-forward, norms and what is added."""
+    engine = Engine(model_for("vanilla"), num_lanes=LANES, **OPTIONS)
+    shape = engine._shapes.all[0]._replace(width=32, entries=3, places=places)
+    _, given = warming._Calls(engine.runner, GREEDY.filter).extend(shape, 4)
+    static = {8: given[8], 9: given[9], 10: given[10]}
+
+    def run(*arrays):
+        return programs.extend.jitted.__wrapped__(*arrays, *static.values())
+
+    jaxpr = jax.make_jaxpr(run)(*given[:8])
+    config = engine.model.config
+    hidden = {config.hidden_size, config.intermediate_size}
+    rows = set()
+    for primitive, avals in equations(jaxpr.jaxpr):
+        for aval in avals:
+            if primitive in ("dot_general", "mul", "add") and set(aval.shape[2:]) & hidden:
+                rows.add(aval.shape[:2])
+    assert rows == {(1, 40) if places else (3, 32)}
+
+
+def equations(jaxpr):
+    """The primitives of a program with the shapes that they give, loops and calls included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, [x.aval for x in equation.outvars]
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def test_what_has_no_place_is_refused_before_anything_runs():
+    runner = counting_engine().runner
+    shape = counting_engine()._shapes.of_width(32)[-1]
+    assert shape == (32, 4, 64)
+    given = {lane: np.asarray(random_tokens(lane, 30), np.int32) for lane in range(3)}
+    with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):
+        runner.extend(given, shape=shape, prompt=True)
+    assert not runner.seen.any()
+
+
+@pytest.mark.slow
+def test_on_a_gpu_a_layer_has_one_more_launch_and_the_pool_stays_where_it_is():
+    """It packs what attention gave; what attention is given is taken apart where it is rotated."""
+    for name, found in told_by("tests/generation/prompt_launches.py").items():
+        padded, unpadded = found["padded"], found["unpadded"]
+        assert 20 < unpadded["launches"] <= padded["launches"] + 1, (name, found)
+        for each in found.values():
+            assert each["copies"] == [], name
+            assert each["aliased"] >= each["pool_bytes"], name
+        assert unpadded["temporary"] < 0.6 * padded["temporary"], (name, found)
