@@ -115,8 +115,8 @@ class _Calls:
         return np.zeros(len(self.runner.seen), np.int32)
 
     @property
-    def _keys(self) -> np.ndarray:
-        return programs.request_keys(self._lanes.tolist(), self._lanes.tolist())
+    def _seeds(self) -> np.ndarray:
+        return np.zeros((len(self.runner.seen), 2), np.uint32)
 
     @property
     def _cached(self) -> tuple[Any, ...]:
@@ -140,11 +140,11 @@ class _Calls:
         lanes, table = self._lanes, self._table(len(self._lanes), pages)
         tokens = self.runner.everywhere(lanes)
         settings = (self.runner.policy, self.rule, num_steps, end_tokens)
-        return programs.decode, (*self._cached, table, tokens, lanes, self._keys, *settings)
+        return programs.decode, (*self._cached, table, tokens, lanes, self._seeds, *settings)
 
     def first_tokens(self) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
-        given = (self._keys, lanes, self.rule, fresh, lanes)
+        given = (self._seeds, lanes, self.rule, fresh, lanes)
         return programs.first_tokens, (
             self.runner.model.transformer,
             self.runner.hidden,
