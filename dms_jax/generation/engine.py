@@ -265,7 +265,6 @@ class Engine:
                         reporter.tell()
         finally:
             reporter.tell()
-            tracker.finish()
 
     def _decoding(self) -> dict[int, Request]:
         """Returns the requests whose prompts are in the cache, by lane."""
@@ -391,8 +390,7 @@ class Engine:
         chunk = (self._seeds, rule, num_steps)
         joined = self._arrivals.incoming is not None
         self._launched.decode(self._decoding(), *chunk)
-        if joined:
-            reporter.tell()  # of the chunk before
+        reporter.tell()  # of the chunk before
         first = joined and bool(self._launched.drawn)
         self._launched.read()  # prompts, while the steps run
         self.runner.trim()
@@ -400,10 +398,10 @@ class Engine:
         if first:
             self._report(reporter, waiting)
         while True:
-            reporter.tracker.finish()
             undisturbed = not (awaited or waiting or self._cancelled)
             if undisturbed and self._launched.reserve_ahead(self._running, num_steps):
                 self._launched.decode(self._running, *chunk)
+            reporter.tell()  # of the last one that was read
             if self._launched.chunks:
                 self._launched.read_chunk()
             if joined:

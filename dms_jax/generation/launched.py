@@ -134,7 +134,7 @@ class Launched:
 
         def record() -> None:
             for lane, request in requests.items():
-                live = extended.live[lane]
+                live = extended.live[lane].tolist()
                 request.meter.add(live, held=extended.held[lane])
                 request.meter.prefilled += len(live)
 

@@ -10,7 +10,7 @@ everything that can occur is compiled (`compile_all`).
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,10 @@ def compile_first(
     num_lanes = len(runner.seen)
     # Equal prompts are read once; those of chains are mostly one list.
     prompts = {id(request.prompt): request.prompt for request in requests[:num_lanes]}
-    counts = [len(prompt) for prompt in {tuple(prompt) for prompt in prompts.values()}]
+    counts: Collection[int] = [len(each) for each in {tuple(each) for each in prompts.values()}]
     refilled = len(requests) > num_lanes
     if refilled:
-        counts = [len(request.prompt) for request in requests]
+        counts = {len(request.prompt) for request in requests}
     batches = sorted(shapes.batches(counts, refilled=refilled))
     runner.expect(max(len(request.prompt) for request in requests) + num_steps)
     pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)

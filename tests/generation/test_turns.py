@@ -1,4 +1,4 @@
-"""Between two chunks the device is idle: the host waits there for nothing but the chunk itself."""
+"""Between two chunks the device is idle: the host does there what the next programs need."""
 
 import collections
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine, compiling, programs
-from dms_jax.generation.requests import make_requests
+from dms_jax.generation import Engine, compiling, programs, reporting
+from dms_jax.generation.requests import make_requests, record_usage
 from dms_jax.generation.runner import Runner
 from tests.generation.support import POLICIES, SHAPE, model_for, prompts
 from tests.support.instances import further
@@ -18,7 +18,7 @@ NAMES = {"extend": "prompts", "first_tokens": "first", "decode": "steps"}
 
 
 def events_of(call, monkeypatch) -> list[str]:
-    """Returns in order what was launched, what the host waited for, and which chunks it read."""
+    """Returns in order what was launched, waited for, and read, and usages that were made."""
     order: list[str] = []
     launch, read = compiling.Program.__call__, Runner.read
     known = {getattr(programs, name): told for name, told in NAMES.items()}
@@ -34,6 +34,10 @@ def events_of(call, monkeypatch) -> list[str]:
         order.append(":chunk")
         return steps
 
+    def used(*arguments, **options):
+        order.append("usage")
+        record_usage(*arguments, **options)
+
     def watched(function):
         def waited(tree, *arguments, **options):
             leaves = jax.tree.leaves(tree)
@@ -47,6 +51,7 @@ def events_of(call, monkeypatch) -> list[str]:
     with monkeypatch.context() as patch:
         patch.setattr(compiling.Program, "__call__", launched)
         patch.setattr(Runner, "read", chunk)
+        patch.setattr(reporting, "record_usage", used)
         for owner, name in (
             (np, "asarray"),
             (np, "array"),
@@ -72,7 +77,7 @@ def turns_of(order: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize("name", ["vanilla", *further("dms", "tova", "streaming")])
 @pytest.mark.parametrize("joined", [False, True], ids=["call", "arrivals"])
 def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joined, monkeypatch):
-    """Not for keys of newcomers, and not for lengths: prompts, first tokens and steps go out."""
+    """Not for keys of newcomers, nor lengths; and those that ended are accounted for later."""
     model = model_for(name, ends=False)
     engine = Engine(model, POLICIES[name], max_tokens=64, **SHAPE | dict(prefill_chunk=32))
     given = prompts((5, 30, 1, 13, 9, 7))
@@ -101,3 +106,5 @@ def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joine
     assert len(turns) > len(refilled)
     assert not any("wait" in each for each in turns), turns
     assert all(each.index("prompts") < each.index("first") for each in refilled)
+    assert not any("usage" in each for each in turns), turns
+    assert order.count("usage") == len(given)
