@@ -74,7 +74,10 @@ class PageAllocator:
 
     def fits(self, slots: Int[np.ndarray, "L B K"]) -> bool:
         """Whether there are enough free pages for every row to hold `slots` slots."""
-        missing = np.maximum(self.pages_for(slots) - self.reserved, 0)
+        return self._are_free(np.maximum(self.pages_for(slots) - self.reserved, 0))
+
+    def _are_free(self, missing: Int[np.ndarray, "L B K"]) -> bool:
+        """Whether there are as many free pages."""
         if missing.sum() <= self.free_pages:  # of any one shard
             return True
         wanted = np.bincount(
@@ -88,12 +91,12 @@ class PageAllocator:
         Raises:
           CapacityError: a shard has too few free pages; then nothing is reserved.
         """
-        if not self.fits(slots):
+        target = np.maximum(self.pages_for(slots), self.reserved).astype(np.int32)
+        if not self._are_free(target - self.reserved):
             raise CapacityError(
                 f"The pool has {self.free_pages} free pages of {self.page_size} tokens, too few "
                 f"for the next chunk. Give it more memory or run fewer or shorter sequences."
             )
-        target = np.maximum(self.pages_for(slots), self.reserved).astype(np.int32)
         self._widen(int(target.max(initial=1)))
         rows, columns = _cells(self.reserved, target)
         table = self.table.reshape(-1, self.table.shape[-1])
