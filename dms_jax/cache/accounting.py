@@ -105,7 +105,7 @@ class Meter:
         """
         if len(live):
             self.live = int(live[-1])
-            self.peak = max(self.peak, int(np.max(live)))
+            self.peak = max(self.peak, int(max(live)))
         self.held = max(self.held, self.peak, held)
         self.reads += sum(reads)
 

@@ -74,7 +74,12 @@ class PageAllocator:
 
     def fits(self, slots: Int[np.ndarray, "L B K"]) -> bool:
         """Whether there are enough free pages for every row to hold `slots` slots."""
-        missing = np.maximum(self.pages_for(slots) - self.reserved, 0)
+        return self._are_free(np.maximum(self.pages_for(slots) - self.reserved, 0))
+
+    def _are_free(self, missing: Int[np.ndarray, "L B K"]) -> bool:
+        """Whether there are as many free pages."""
+        if missing.sum() <= self.free_pages:  # of any one shard
+            return True
         wanted = np.bincount(
             self._shard.ravel(), weights=missing.ravel(), minlength=len(self._free)
         )
@@ -86,12 +91,12 @@ class PageAllocator:
         Raises:
           CapacityError: a shard has too few free pages; then nothing is reserved.
         """
-        if not self.fits(slots):
+        target = np.maximum(self.pages_for(slots), self.reserved).astype(np.int32)
+        if not self._are_free(target - self.reserved):
             raise CapacityError(
                 f"The pool has {self.free_pages} free pages of {self.page_size} tokens, too few "
                 f"for the next chunk. Give it more memory or run fewer or shorter sequences."
             )
-        target = np.maximum(self.pages_for(slots), self.reserved).astype(np.int32)
         self._widen(int(target.max(initial=1)))
         rows, columns = _cells(self.reserved, target)
         table = self.table.reshape(-1, self.table.shape[-1])
@@ -105,7 +110,16 @@ class PageAllocator:
 
     def trim(self, slots: Int[np.ndarray, "L B K"]) -> None:
         """Frees the pages of each row beyond ceil(slots / P)."""
-        target = np.minimum(self.pages_for(slots), self.reserved).astype(np.int32)
+        self._keep(np.minimum(self.pages_for(slots), self.reserved).astype(np.int32))
+
+    def release(self, sequences: Int[np.ndarray, " n"]) -> None:
+        """Frees every page of these sequences."""
+        target = self.reserved.copy()
+        target[:, sequences] = 0
+        self._keep(target)
+
+    def _keep(self, target: Int[np.ndarray, "L B K"]) -> None:
+        """Frees the pages of each row beyond its first `target`, which are no more than it has."""
         rows, columns = _cells(target, self.reserved)
         table = self.table.reshape(-1, self.table.shape[-1])
         for shard, free in enumerate(self._free):
@@ -114,12 +128,6 @@ class PageAllocator:
                 self._free[shard] = np.concatenate([free, table[rows[own], columns[own]]])
         table[rows, columns] = self.no_page
         self.reserved = target
-
-    def release(self, sequences: Int[np.ndarray, " n"]) -> None:
-        """Frees every page of these sequences."""
-        slots = self.reserved.astype(np.int64) * self.page_size
-        slots[:, sequences] = 0
-        self.trim(slots)
 
     def shard_of(self, sequence: int) -> int:
         """Returns the part of the sequences, of those that have pages of their own, that it is in.

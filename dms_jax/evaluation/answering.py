@@ -68,7 +68,7 @@ def answer(
         # At its first update a request has drawn a token and has not run any decode step.
         peak = prompt_peaks.setdefault(update.index, request.meter.peak)
         if update.finished and on_answer is not None:
-            trace = Trace(request.meter.rows, peak, request.live, request.reads)
+            trace = Trace(request.meter.rows, peak, *request.totals())
             done = completion_of(request, logprobs=sampling.logprobs)
             needless = on_answer(update.index, Answer(done, trace))
             skip.update(needless)

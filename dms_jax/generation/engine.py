@@ -34,7 +34,7 @@ from dms_jax.generation.calls import keep_finished, unless_busy
 from dms_jax.generation.launched import Launched
 from dms_jax.generation.memory import pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
-from dms_jax.generation.programs import bucket, request_keys
+from dms_jax.generation.programs import bucket
 from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompts
 from dms_jax.generation.reading import Part, Reading
 from dms_jax.generation.reporting import Reporter, record_peak_bytes
@@ -118,7 +118,7 @@ class Engine:
         self._running: dict[int, Request] = {}  # lane -> request, oldest first
         self._bases: set[int] = set()  # lanes whose sequences requests continue in copies
         self._cancelled: set[int] = set()  # indices of requests to end early
-        self._keys = np.zeros_like(request_keys([0] * num_lanes, [0] * num_lanes))
+        self._seeds = np.zeros((num_lanes, 2), np.uint32)  # see `programs.request_keys`
         self._end_tokens = model.generation.eos_token_ids
         self._launched = Launched(self.runner, self._end_tokens)
         self._reading = Reading(self._shapes, takes_turns=False)
@@ -198,7 +198,7 @@ class Engine:
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
-            self._arrivals = Arrivals(len(self._keys), incoming)
+            self._arrivals = Arrivals(len(self._seeds), incoming)
             self._run(requests, sampling, on_tokens, on_told, keep=keep, streaming=streaming)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
@@ -265,7 +265,6 @@ class Engine:
                         reporter.tell()
         finally:
             reporter.tell()
-            tracker.finish()
 
     def _decoding(self) -> dict[int, Request]:
         """Returns the requests whose prompts are in the cache, by lane."""
@@ -279,7 +278,7 @@ class Engine:
 
     def _admit(self, waiting: collections.deque[Request]) -> None:
         """Moves waiting requests into free lanes, where they read their prompts."""
-        if not waiting or len(self._running) == len(self._keys):
+        if not waiting or len(self._running) == len(self._seeds):
             return
         extra = self._room.extra(self._running, self._reading.parts)
         started: dict[int, Request] = {}
@@ -306,12 +305,8 @@ class Engine:
                 continued[lane] = request.base
         if not started:
             return
-        keys = request_keys(
-            [request.seed for request in started.values()],
-            [request.copy for request in started.values()],
-            len(self._keys),
-        )
-        self._keys[list(started)] = keys
+        self._seeds = self._seeds.copy()  # a program may still read the old
+        self._seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
         if continued:
             sharing.fork(self.runner, continued)
@@ -342,7 +337,7 @@ class Engine:
         if not source_of:
             return
         rule = self._arrivals.filter(sampling, self._running)
-        self._launched.draw_first(source_of, self._running, self._keys, rule)
+        self._launched.draw_first(source_of, self._running, self._seeds, rule)
         shared = {lane: source for lane, source in source_of.items() if lane != source}
         if shared:  # its lengths are waited for
             extra = self._room.extra(self._running, self._reading.parts)
@@ -391,11 +386,10 @@ class Engine:
         extra = np.minimum(self._launched.remaining(self._decoding()), num_steps)
         self._reserve_or_preempt(extra, waiting, reporter, prompt=False)
         rule = self._arrivals.filter(sampling, self._running)
-        chunk = (self._keys, rule, num_steps)
+        chunk = (self._seeds, rule, num_steps)
         joined = self._arrivals.incoming is not None
         self._launched.decode(self._decoding(), *chunk)
-        if joined:
-            reporter.tell()  # of the chunk before
+        reporter.tell()  # of the chunk before
         first = joined and bool(self._launched.drawn)
         self._launched.read()  # prompts, while the steps run
         self.runner.trim()
@@ -403,10 +397,10 @@ class Engine:
         if first:
             self._report(reporter, waiting)
         while True:
-            reporter.tracker.finish()
             undisturbed = not (awaited or waiting or self._cancelled)
             if undisturbed and self._launched.reserve_ahead(self._running, num_steps):
                 self._launched.decode(self._running, *chunk)
+            reporter.tell()  # of the last one that was read
             if self._launched.chunks:
                 self._launched.read_chunk()
             if joined:

@@ -69,7 +69,7 @@ class Launched:
     def decode(
         self,
         running: Mapping[int, Request],
-        keys: UInt32[np.ndarray, "B n"],
+        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
         num_steps: int,
     ) -> None:
@@ -77,7 +77,7 @@ class Launched:
 
         Args:
           running: lane -> its request.
-          keys: random key data of every lane.
+          seeds: see `programs.request_keys`.
           rule: sampling settings.
           num_steps: number of steps.
         """
@@ -87,7 +87,7 @@ class Launched:
         chunk = self.runner.decode(
             self.last_tokens,
             remaining,
-            keys,
+            seeds,
             rule,
             num_steps=num_steps,
             end_tokens=self.end_tokens,
@@ -134,7 +134,7 @@ class Launched:
 
         def record() -> None:
             for lane, request in requests.items():
-                live = extended.live[lane]
+                live = extended.live[lane].tolist()
                 request.meter.add(live, held=extended.held[lane])
                 request.meter.prefilled += len(live)
 
@@ -144,7 +144,7 @@ class Launched:
         self,
         source_of: Mapping[int, int],
         running: Mapping[int, Request],
-        keys: UInt32[np.ndarray, "B n"],
+        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
     ) -> None:
         """Draws the tokens after prompts; requests that have tokens continue from their last one.
@@ -152,7 +152,7 @@ class Launched:
         Args:
           source_of: lane -> the lane that read its prompt, itself or another one.
           running: lane -> its request.
-          keys: random key data of every lane.
+          seeds: see `programs.request_keys`.
           rule: sampling settings.
         """
         last_tokens = np.array(self.last_tokens)
@@ -162,7 +162,7 @@ class Launched:
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
             return
-        drawn = sharing.first_tokens(self.runner, fresh, last_tokens, keys, rule)
+        drawn = sharing.first_tokens(self.runner, fresh, last_tokens, seeds, rule)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 
         def record() -> None:

@@ -40,7 +40,8 @@ class Packed:
         for leaf in self.leaves:
             wide = np.dtype(np.int32) if leaf.dtype == bool else np.dtype(leaf.dtype)
             end = start + leaf.size * wide.itemsize // 4
-            arrays.append(words[start:end].view(wide).reshape(leaf.shape).astype(leaf.dtype))
+            array = words[start:end].view(wide).reshape(leaf.shape)
+            arrays.append(array.astype(leaf.dtype, copy=False))
             start = end
         return jax.tree.unflatten(self.tree, arrays)
 

@@ -6,15 +6,13 @@ is read-only inside, and is not part of the cache between programs.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import Cache
@@ -66,19 +64,13 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def request_keys(
-    seeds: Sequence[int], copies: Sequence[int], size: int | None = None
-) -> UInt32[np.ndarray, "b n"]:
-    """Returns the random key of each request, as key data; `size` is the compiled length."""
-    padded = np.zeros((2, size or len(seeds)), np.uint32)
-    padded[:, : len(seeds)] = seeds, copies
-    return np.asarray(_request_keys(*padded))[: len(seeds)]
+def request_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
+    """Returns the random key of each lane's request: of its seed, and its number among copies.
 
-
-@jax.jit
-def _request_keys(seeds: UInt32[Array, " b"], copies: UInt32[Array, " b"]) -> Array:
-    keys = jax.vmap(lambda seed, copy: jax.random.fold_in(jax.random.key(seed), copy))
-    return jax.random.key_data(keys(seeds, copies))
+    Programs make them themselves. Made by one of their own, they would be waited for, or launched
+    between two chunks, while the device is idle.
+    """
+    return jax.vmap(lambda each: jax.random.fold_in(jax.random.key(each[0]), each[1]))(seeds)
 
 
 @functools.lru_cache(maxsize=8)
@@ -227,7 +219,7 @@ def first_tokens(
     transformer: Transformer,
     hidden: Float[Array, "B E"],
     sources: Int[Array, " B"],
-    keys: UInt32[Array, "B n"],
+    seeds: UInt32[Array, "B 2"],
     positions: Int[Array, " B"],
     rule: Filter,
     fresh: Bool[Array, " B"],
@@ -239,7 +231,7 @@ def first_tokens(
     log-probabilities, if they are asked for, and whether the logits were numbers.
     """
     logits = transformer.unembed(hidden[sources])
-    drawn, chosen = sample(logits, jax.random.wrap_key_data(keys), positions, rule)
+    drawn, chosen = sample(logits, request_keys(seeds), positions, rule)
     return jnp.where(fresh, drawn, tokens), chosen if rule.logprobs else None, are_numbers(logits)
 
 
@@ -268,7 +260,7 @@ def decode(
     page_table: Int[Array, "L B K M"],
     tokens: Int[Array, " B"],
     remaining: Int[Array, " B"],
-    keys: UInt32[Array, "B n"],
+    seeds: UInt32[Array, "B 2"],
     policy: Policy,
     rule: Filter,
     num_steps: int,
@@ -280,7 +272,7 @@ def decode(
 
     The results are the cache, the `Steps`, the newest token of each lane, and the tail.
     """
-    request_keys = jax.random.wrap_key_data(keys)
+    keys = request_keys(seeds)
 
     def step(carry, _):
         cache, tokens, remaining = carry
@@ -296,7 +288,7 @@ def decode(
         )
         with jax.named_scope("sample"):
             logits = transformer.unembed(passed.hidden[:, 0])
-            new, chosen = sample(logits, request_keys, passed.cache.seen, rule)
+            new, chosen = sample(logits, keys, passed.cache.seen, rule)
         new = jnp.where(active, new, tokens)
         remaining = jnp.where(_ends(new, end_tokens), 0, remaining - active)
         out = Steps(

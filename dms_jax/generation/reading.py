@@ -12,7 +12,7 @@ short prompt does not wait for the end of a long one.
 """
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 import numpy as np
 
@@ -91,20 +91,20 @@ class Reading:
         self.parts: dict[int, Part] = {}
         self._shapes, self._takes_turns = shapes, takes_turns
         self._last: tuple[bool, int] | None = None  # class of the last program
+        self._first: dict[Hashable, int] = {}  # the first lane of those that share a prompt
 
     def add(self, lane: int, part: Part) -> bool:
         """Lets a lane read its part; returns whether it does so itself, and no other one for it."""
         if part.shared is not None:
-            others = (own for own, each in self.parts.items() if each.shared == part.shared)
-            part.source = next(others, None)
+            first = self._first.setdefault(part.shared, lane)
+            part.source = None if first == lane else first
         self.parts[lane] = part
         return part.source is None
 
     def keep(self, running: Mapping[int, Request]) -> None:
         """Forgets lanes whose requests have left them."""
-        self.parts = {
-            lane: each for lane, each in self.parts.items() if running.get(lane) is each.request
-        }
+        left = [lane for lane, each in self.parts.items() if running.get(lane) is not each.request]
+        self._forget(left)
 
     def spared(self, cancelled: set[int]) -> set[int]:
         """Returns those of the requests whose prompts others share that were not cancelled."""
@@ -154,5 +154,16 @@ class Reading:
         }
         if not self._takes_turns and len(complete) < len(self.parts):
             return {}
-        self.parts = {lane: each for lane, each in self.parts.items() if lane not in complete}
+        self._forget(complete)
         return complete
+
+    def _forget(self, lanes: Collection[int]) -> None:
+        """Removes lanes; what comes later shares its prompt with none of them."""
+        if not lanes:
+            return
+        for lane in lanes:
+            del self.parts[lane]
+        self._first = {}
+        for lane, each in self.parts.items():
+            if each.shared is not None:
+                self._first.setdefault(each.shared, lane)

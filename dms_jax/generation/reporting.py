@@ -4,6 +4,9 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
 
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.reading import Reading
@@ -19,14 +22,16 @@ def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
       NotNumbersError: logits are not numbers; then nothing is added.
     """
     counts = steps.ran.sum(0).tolist()
-    check_finite((request, steps.finite[: counts[lane], lane]) for lane, request in running.items())
-    tokens, live, reads = (x.T.tolist() for x in (steps.tokens, steps.live, steps.reads))
+    if not (steps.finite | ~steps.ran).all():
+        check_finite((each, steps.finite[: counts[lane], lane]) for lane, each in running.items())
+    tokens, totals = steps.tokens.T.tolist(), np.stack([steps.live, steps.reads])
     logprobs = None if steps.logprobs is None else steps.logprobs.T.tolist()
     for lane, request in running.items():
         count = counts[lane]
+        if not count:
+            continue
         request.generated += tokens[lane][:count]
-        request.live += live[lane][:count]
-        request.reads += reads[lane][:count]
+        request.steps.append(totals[:, :count, lane])
         if logprobs is not None:
             request.logprobs += logprobs[lane][:count]
 
@@ -59,8 +64,8 @@ class _News:
 class Reporter:
     """Reports on the requests of one call.
 
-    What ended makes room at once (`settle`). Texts and callbacks take longer, and can wait until
-    the device is busy with the next programs (`tell`).
+    What ended makes room at once (`settle`). Usages, texts and callbacks take longer, and can wait
+    until the device is busy with the next programs (`tell`).
 
     Attributes:
       runner: the runner that holds their sequences.
@@ -79,6 +84,7 @@ class Reporter:
     reading: Reading
     cancelled: set[int]
     on_told: Callable[[], None] | None = None
+    _ended: list[tuple[Request, dict[str, Any]]] = dataclasses.field(default_factory=list)
     _untold: list[_News] = dataclasses.field(default_factory=list)
 
     def report(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
@@ -88,6 +94,8 @@ class Reporter:
         Those that are cancelled while another chunk runs end after it.
         """
         self.settle(running, waiting)
+        if self.on_tokens is None:
+            return
         self.tell()
         while self._to_end():
             self.settle(running, waiting)
@@ -116,13 +124,13 @@ class Reporter:
             self._keep(request)
             if request.finish_reason is not None:
                 ended.append(lane)
-                record_usage(
-                    request,
+                usage = dict(
                     cached=int(runner.seen[lane]),
                     live=int(runner.lengths[:, lane].sum()),
                     cache_bytes=held[lane],
                     host_bytes=on_host[lane],
                 )
+                self._ended.append((request, usage))
         for lane in ended:
             del running[lane]
         self.reading.keep(running)
@@ -159,20 +167,26 @@ class Reporter:
             text = self.tracker.update(request)
         else:
             self.tracker.end(request)
-        tokens = request.generated[request.reported_tokens :]
-        request.reported_tokens = len(request.generated)
         if self.on_tokens is not None:
+            tokens = request.generated[request.reported_tokens :]
             self._untold.append(_News(request, tokens, request.finish_reason is not None, text))
+        request.reported_tokens = len(request.generated)
 
     def tell(self) -> None:
-        """Makes the texts of what was kept, and calls back; a callback that raises stops it."""
-        if self.on_tokens is None or not self._untold:
-            return
+        """Says what the ended ones used, makes the texts of what was kept, and calls back.
+
+        A callback that raises stops it.
+        """
+        while self._ended:  # each once, whatever interrupts it
+            request, usage = self._ended.pop()
+            record_usage(request, **usage)
         # All is kept until all texts are made: what an interrupt stops is made by the next call.
         for news in self._untold:
             if news.text is None:
                 news.text = self.tracker.update(news.request)
         self.tracker.finish()
+        if self.on_tokens is None or not self._untold:
+            return
         untold, self._untold = self._untold, []
         for news in untold:
             assert news.text is not None

@@ -74,7 +74,7 @@ class Request:
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
       generated: token ids generated so far; the last one is not in the cache yet.
       logprobs: the log-probability of each of them, if that was asked for.
-      live, reads: totals over the rows at each decode step; the steps ran generated[:-1].
+      steps: what each chunk of decode steps did for it; see `totals`.
       slots: slots in use per row when it was last preempted, or after a prompt that it shares and
         that did not fit; it needs as many to continue.
       text: text so far.
@@ -96,8 +96,7 @@ class Request:
     base: int | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    live: list[int] = dataclasses.field(default_factory=list)
-    reads: list[int] = dataclasses.field(default_factory=list)
+    steps: list[Int[np.ndarray, "2 n"]] = dataclasses.field(default_factory=list)
     slots: Int[np.ndarray, "L K"] | None = None
     text: str = ""
     reported_tokens: int = 0
@@ -110,6 +109,21 @@ class Request:
         if self.finish_reason is not None:
             return 0
         return self.max_new_tokens - len(self.generated)
+
+    @property
+    def live(self) -> int:
+        """The live entries over all rows after the last token that was read."""
+        return int(self.steps[-1][0, -1]) if self.steps else self.meter.live
+
+    def totals(self) -> tuple[list[int], list[int]]:
+        """Returns the live entries at each decode step, and those that it read, over all rows.
+
+        The steps ran generated[:-1]; those behind a stop string are left out.
+        """
+        if not self.steps:
+            return [], []
+        live, reads = np.concatenate(self.steps, axis=1)[:, : len(self.generated) - 1].tolist()
+        return live, reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +287,7 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
       live: live slots of its lane, summed over all rows.
       **held: `cache_bytes` and `host_bytes` of its lane.
     """
-    request.meter.add(request.live, request.reads)
+    request.meter.add(*request.totals())
     prompt_tokens = len(request.before) + len(request.prompt)
     seen = request.seen + prompt_tokens + len(request.generated) - 1
     if not request.generated:  # cancelled, perhaps in the middle of its prompt

@@ -17,6 +17,9 @@ from dms_jax.generation.reading import Part
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 
+# Slots [L, K], or as many in every row: most requests have nothing to add row by row.
+Slots = int | np.integer | np.ndarray
+
 
 @dataclasses.dataclass(frozen=True)
 class Room:
@@ -102,14 +105,14 @@ class Room:
           parts: lane -> what it reads, if it does not decode yet.
         """
         extra = np.zeros(self.runner.allocator.reserved.shape, np.int64)
-        for lane, request in running.items():
-            extra[:, lane] = min(self.chunk, request.remaining)
+        following = [min(self.chunk, request.remaining) for request in running.values()]
+        extra[:, list(running)] = np.array(following, np.int64)[:, None]
         for lane, part in parts.items():
             extra[:, lane] = self.rest(part.request, part.done, part.left)
         return extra
 
-    def rest(self, request: Request, done: int, left: int) -> np.ndarray:
-        """Returns the slots [L, K] that a request needs which has read some tokens.
+    def rest(self, request: Request, done: int, left: int) -> Slots:
+        """Returns the slots of each row that a request needs which has read some tokens.
 
         They are what its prompt takes in any case, and no less than its next program reserves.
 
@@ -179,8 +182,8 @@ class Room:
                 lanes.append((-len(free), free[0]))
         return [lane for _, lane in sorted(lanes)]
 
-    def _needed(self, request: Request) -> np.ndarray:
-        """Returns the slots [L, K] without which a request is not let in.
+    def _needed(self, request: Request) -> Slots:
+        """Returns the slots of each row without which a request is not let in.
 
         They are those of its first chunks and, because it would be preempted before its first token
         otherwise, those that its prompt takes in any case, with a chunk of steps unless the prompt
@@ -195,10 +198,10 @@ class Room:
         resumed = request.slots + min(self.chunk, request.remaining)
         return np.maximum(needed, self.runner.cut(resumed, request.slots))
 
-    def _continued(self, request: Request) -> np.ndarray:
-        """Returns the slots [L, K] of the sequence that a request continues in a copy."""
+    def _continued(self, request: Request) -> Slots:
+        """Returns the slots of each row of the sequence that a request continues in a copy."""
         if request.base is None:
-            return np.zeros_like(self.runner.lengths[:, 0])
+            return 0
         return self.runner.lengths[:, request.base]
 
     def _first_slots(self, request: Request) -> int:

@@ -160,10 +160,12 @@ class Rows(abc.ABC):
 
     def cache_bytes(self) -> list[int]:
         """Returns the device bytes of each lane's reserved pages and of its policy state."""
-        pages = self.allocator.reserved.sum(2, dtype=np.int64)
-        return (self._layer_bytes @ pages + self._state_bytes).tolist()
+        return (self._bytes_of_pages(self._layer_bytes) + self._state_bytes).tolist()
 
     def host_bytes(self) -> list[int]:
         """Returns the bytes of the values in host memory of each lane's reserved pages."""
-        pages = self.allocator.reserved.sum(2, dtype=np.int64)
-        return ((self.page_bytes - self._layer_bytes) @ pages).tolist()
+        return self._bytes_of_pages(self.page_bytes - self._layer_bytes).tolist()
+
+    def _bytes_of_pages(self, layer_bytes: Int[np.ndarray, " L"]) -> Int[np.ndarray, " B"]:
+        """Returns the bytes of each lane's reserved pages, of which one has so many by layer."""
+        return np.einsum("L,LBK->B", layer_bytes, self.allocator.reserved)

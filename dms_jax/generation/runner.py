@@ -298,7 +298,7 @@ class Runner(Rows):
         self,
         tokens: Int[np.ndarray | jax.Array, " B"],
         remaining: Int[np.ndarray, " B"],
-        keys: UInt32[np.ndarray, "B n"],
+        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
         *,
         num_steps: int,
@@ -310,7 +310,7 @@ class Runner(Rows):
           tokens: each lane's newest token (int32), not in the cache yet. A lane whose newest token
             is an end token is idle.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
-          keys: random key data of each lane.
+          seeds: see `programs.request_keys`.
           rule: sampling settings.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
@@ -324,7 +324,7 @@ class Runner(Rows):
                 table,
                 self.everywhere(tokens),
                 remaining.astype(np.int32),
-                keys,
+                seeds,
                 self.policy,
                 rule,
                 num_steps,

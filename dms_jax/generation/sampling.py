@@ -108,7 +108,7 @@ class Sampling(Options):
         if not all(self.stop_strings):
             raise ConfigError(f"Sampling: no stop string may be empty, got {show(self.stop)}.")
 
-    @property
+    @functools.cached_property
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings as a tuple, whether one or several were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

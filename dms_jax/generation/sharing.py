@@ -150,7 +150,7 @@ def first_tokens(
     runner: Runner,
     source_of: Mapping[int, int],
     tokens: Int[np.ndarray, " B"],
-    keys: UInt32[np.ndarray, "B n"],
+    seeds: UInt32[np.ndarray, "B 2"],
     rule: Filter,
 ) -> tuple[Array, Array | None, Array]:
     """Draws the token after a prompt for some lanes; see `programs.first_tokens`.
@@ -159,7 +159,7 @@ def first_tokens(
       runner: the runner that ran the prompts.
       source_of: lane -> the lane that read its prompt, itself or another one.
       tokens: the newest token of every lane; it stays that of the other lanes.
-      keys: random key data of every lane.
+      seeds: see `programs.request_keys`.
       rule: sampling settings.
     """
     lanes, sources = list(source_of), np.arange(len(tokens), dtype=np.int32)
@@ -171,7 +171,7 @@ def first_tokens(
             runner.model.transformer,
             runner.hidden,
             sources,
-            keys.copy(),  # changed while the program may still run
+            seeds,
             runner.seen[sources].astype(np.int32),
             rule,
             fresh,

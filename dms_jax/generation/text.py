@@ -113,7 +113,6 @@ class TextTracker:
         if found is not None:
             kept, text = found
             del request.generated[kept:], request.logprobs[kept:]
-            del request.live[kept - 1 :], request.reads[kept - 1 :]
             request.finish_reason = "stop"
         elif request.finish_reason is not None:
             text = self._text(stream, tokens, len(tokens))

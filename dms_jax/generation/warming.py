@@ -10,7 +10,7 @@ everything that can occur is compiled (`compile_all`).
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,11 @@ def compile_first(
     num_lanes = len(runner.seen)
     # Equal prompts are read once; those of chains are mostly one list.
     prompts = {id(request.prompt): request.prompt for request in requests[:num_lanes]}
-    counts = [len(prompt) for prompt in dict.fromkeys(map(tuple, prompts.values()))]
+    unique = dict.fromkeys(map(tuple, prompts.values()))
+    counts: Collection[int] = [len(prompt) for prompt in unique]
     refilled = len(requests) > num_lanes
     if refilled:
-        counts = [len(request.prompt) for request in requests]
+        counts = {len(request.prompt) for request in requests}
     batches = sorted(shapes.batches(counts, refilled=refilled))
     runner.expect(max(len(request.prompt) for request in requests) + num_steps)
     pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)
@@ -115,8 +116,8 @@ class _Calls:
         return np.zeros(len(self.runner.seen), np.int32)
 
     @property
-    def _keys(self) -> np.ndarray:
-        return programs.request_keys(self._lanes.tolist(), self._lanes.tolist())
+    def _seeds(self) -> np.ndarray:
+        return np.zeros((len(self.runner.seen), 2), np.uint32)
 
     @property
     def _cached(self) -> tuple[Any, ...]:
@@ -141,11 +142,11 @@ class _Calls:
         lanes, table = self._lanes, self._table(len(self._lanes), pages)
         tokens = self.runner.everywhere(lanes)
         settings = (self.runner.policy, self.rule, num_steps, end_tokens)
-        return programs.decode, (*self._cached, table, tokens, lanes, self._keys, *settings)
+        return programs.decode, (*self._cached, table, tokens, lanes, self._seeds, *settings)
 
     def first_tokens(self) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
-        given = (self._keys, lanes, self.rule, fresh, lanes)
+        given = (self._seeds, lanes, self.rule, fresh, lanes)
         return programs.first_tokens, (
             self.runner.model.transformer,
             self.runner.hidden,

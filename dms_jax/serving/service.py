@@ -357,7 +357,7 @@ class Service:
         """Leaves figures for other threads."""
         self._chunks += 1
         running, in_use = self.engine.running, self.engine.runner.allocator.pages_in_use
-        live = sum(each.live[-1] if each.live else each.meter.live for each in running)
+        live = sum(each.live for each in running)
         rows = self.engine.model.config.num_layers * self.engine.model.config.num_kv_heads
         self._figures = Figures(
             len(running), live / rows, in_use, self._pages - in_use, self._chunks

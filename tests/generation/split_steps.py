@@ -61,7 +61,7 @@ def split_arguments(
 ) -> tuple:
     """Returns shapes for a chunk of steps, placed as `Runner.decode` has them on a mesh."""
     given = arguments(policy, config, batch=batch, columns=COLUMNS)
-    model, cache, host, table, tokens, remaining, keys, policy, _, _, ends = given
+    model, cache, host, table, tokens, remaining, seeds, policy, _, _, ends = given
 
     def placed(x, place):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
@@ -82,7 +82,7 @@ def split_arguments(
         table,
         tokens,
         remaining,
-        keys,
+        seeds,
         policy,
         sampling.filter,
         STEPS,

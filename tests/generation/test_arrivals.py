@@ -80,7 +80,7 @@ def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(lis
     requests, *_ = joined_while_it_decodes(engine, given, samplings, listens=listens)
     assert [each.finish_reason for each in requests] == ["length", "stop"]
     assert [each.generated for each in requests] == [alone[0].tokens, alone[1].tokens[:1]]
-    assert requests[1].live == []  # no step ran for it
+    assert requests[1].totals() == ([], [])  # no step ran for it
 
 
 @pytest.mark.slow

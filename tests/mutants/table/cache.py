@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "cache: the peak is what is live at the end of a chunk",
         FOLDER + "accounting.py",
-        "self.peak = max(self.peak, int(np.max(live)))",
+        "self.peak = max(self.peak, int(max(live)))",
         "self.peak = max(self.peak, int(live[-1]))",
         ("tests/cache/test_accounting.py",),
     ),

@@ -24,6 +24,7 @@ STOPS = "tests/generation/test_stop_strings.py"
 BATCHES = "tests/generation/test_batches.py"
 PROMPTS = "tests/generation/test_prompt_programs.py"
 UNPADDED = "tests/model/test_unpadded.py"
+TURNS = "tests/generation/test_turns.py"
 
 MUTANTS = [
     Mutant(
@@ -297,9 +298,37 @@ MUTANTS = [
     Mutant(
         "generation: chains of one prompt share their first token",
         FOLDER + "sharing.py",
-        "keys.copy(),",
-        "keys[sources],",
+        "seeds,\n            runner.seen",
+        "seeds[sources],\n            runner.seen",
         (f"{SHARED}::test_other_prompts_between_equal_ones",),
+    ),
+    Mutant(
+        "generation: a lane draws as the first of equal prompts",
+        FOLDER + "engine.py",
+        "[(each.seed, each.copy) for each in started.values()]",
+        "[(each.seed, 0) for each in started.values()]",
+        (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
+    ),
+    Mutant(
+        "generation: what ended is accounted for while the device is idle",
+        FOLDER + "reporting.py",
+        "self._ended.append((request, usage))",
+        "record_usage(request, **usage)",
+        (TURNS,),
+    ),
+    Mutant(
+        "generation: steps behind a stop string count",
+        FOLDER + "requests.py",
+        "np.concatenate(self.steps, axis=1)[:, : len(self.generated) - 1]",
+        "np.concatenate(self.steps, axis=1)",
+        (f"{TEXT}::test_a_stop_string_is_found_whatever_the_chunks",),
+    ),
+    Mutant(
+        "generation: who has left a lane still reads a prompt for those that come",
+        FOLDER + "reading.py",
+        "        self._first = {}\n        for",
+        "        for",
+        (f"{SHARED}", f"{READING}", f"{AT_RANDOM}"),
     ),
     Mutant(
         "generation: prompts are shared whatever share of their length is kept",

@@ -1,0 +1,233 @@
+"""Times what the engine itself does on the host between two chunks, without a device to wait for.
+
+The programs of `dms_jax.generation.programs` are replaced by ones that compute nothing but what the
+host reads: tokens that end no answer, lengths, and counts. Requests, lanes, layers and KV heads are
+those of a real call (`engine`), with little in each vector, so that what is left of its time is the
+host's. Reported, in milliseconds, medians over the turns of all runs:
+
+- **to_prompts**: from the arrival of a chunk's results to the launch of newcomers' prompts, and
+  **to_steps**: to that of the next steps, where nobody has come. The device is idle meanwhile.
+- **prompts_to_steps**: from the first to the last of these launches, where some have come.
+- **to_first_launch**: from the call to its first program.
+- **turn**: the whole call over its chunks.
+- **functions**, with --profile: of one more call under cProfile, which itself takes time, the
+  milliseconds a turn of each function with what it calls.
+
+    python -m experiments.benchmarks.engine_host --out experiments/results/engine/host.json
+    python -m experiments.benchmarks.engine_host --requests 1024 --clients 256 --chunk 8
+"""
+
+import contextlib
+import cProfile
+import dataclasses
+import gc
+import pathlib
+import pstats
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dms_jax
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
+from dms_jax.generation import Engine, programs
+from dms_jax.generation.compiling import Program
+from dms_jax.generation.packing import Packed
+from dms_jax.json_text import json_text
+from experiments.benchmarks import engine
+from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.shapes import SHAPES, Shape, random_model
+
+_NARROW = dict(vocab_size=512, hidden_size=64, intermediate_size=64, head_dim=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time the host's part of the engine."""
+
+    shape: Shape = "qwen2.5-0.5b"
+    """Model whose layers and KV heads there are."""
+    lanes: int = 256
+    """Sequences that are decoded at a time."""
+    requests: int = 1500
+    """Prompts of one call; see `engine`."""
+    clients: int | None = None
+    """Clients who each send a request when they have an answer; see `engine`."""
+    chunk: int = 32
+    """Decode steps per compiled program."""
+    runs: int = 5
+    """Calls that are timed after the first, which compiles."""
+    profile: bool = False
+    """Also profile a call."""
+    out: pathlib.Path = pathlib.Path("runs/engine_host.json")
+    """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_numbers(self)
+
+
+def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, prompt):
+    """Stands for `programs.extend`."""
+    lengths = cache.lengths.at[:, lanes].add(counts[:, None], mode="drop")
+    seen = cache.seen.at[lanes].add(counts, mode="drop")
+    hidden = jnp.zeros((len(lanes), transformer.config.hidden_size), cache.k_pages.dtype)
+    live = jnp.ones(tokens.shape, jnp.int32)
+    result = programs.Extension(hidden, jnp.zeros_like(counts), live, lengths)
+    return dataclasses.replace(cache, lengths=lengths, seen=seen), result, None
+
+
+def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, tokens):
+    """Stands for `programs.first_tokens`."""
+    logprobs = jnp.zeros(tokens.shape) if rule.logprobs else None
+    return jnp.where(fresh, 1, tokens), logprobs, jnp.ones(tokens.shape, bool)
+
+
+def decode(
+    transformer, cache, host, table, tokens, remaining, seeds, policy, rule, num_steps, end_tokens
+):
+    """Stands for `programs.decode`."""
+    counts = jnp.minimum(remaining, num_steps)
+    ran = jnp.arange(num_steps)[:, None] < counts
+    lengths = cache.lengths + counts[:, None]
+    steps = programs.Steps(
+        tokens=jnp.ones(ran.shape, jnp.int32),
+        logprobs=jnp.zeros(ran.shape) if rule.logprobs else None,
+        finite=jnp.ones(ran.shape, bool),
+        ran=ran,
+        live=jnp.full(ran.shape, 10_000, jnp.int32),
+        reads=jnp.full(ran.shape, 10_000, jnp.int32),
+        lengths=lengths,
+    )
+    cache = dataclasses.replace(cache, lengths=lengths, seen=cache.seen + counts)
+    return cache, Packed.of(steps), jnp.ones_like(tokens), None
+
+
+class Marks:
+    """When chunks arrived, and when programs were launched."""
+
+    def __init__(self):
+        self.events: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context in which the programs are those of this file, and are noted."""
+        stubs: dict[str, Any] = {
+            "extend": Program(extend, donate_argnums=1, static_argnums=(8, 9), keep_unused=True),
+            "first_tokens": Program(first_tokens, keep_unused=True),
+            "decode": Program(
+                decode, donate_argnums=1, static_argnums=(7, 9, 10), keep_unused=True
+            ),
+        }
+        names = {program: name for name, program in stubs.items()}
+        call, read = Program.__call__, Packed.read
+
+        def launched(program: Program, *args: Any) -> Any:
+            self.events.append((names[program], time.perf_counter()))
+            return call(program, *args)
+
+        def arrived(packed: Packed) -> Any:
+            jax.block_until_ready(packed.words)
+            self.events.append(("chunk", time.perf_counter()))
+            return read(packed)
+
+        with (
+            mock.patch.multiple(programs, **stubs),
+            mock.patch.object(Program, "__call__", launched),
+            mock.patch.object(Packed, "read", arrived),
+        ):
+            yield
+
+    def take(self) -> dict[str, list[float]]:
+        """Returns the milliseconds of each kind since the last call; see the module."""
+        found: dict[str, list[float]] = dict(to_prompts=[], to_steps=[], prompts_to_steps=[])
+        since: dict[str, float] = {}  # of this turn: the chunk, and the first prompts
+        for name, now in self.events:
+            if name == "chunk":
+                since = {name: now}
+            elif "chunk" in since and name == "extend" and name not in since:
+                found["to_prompts"].append(1e3 * (now - since["chunk"]))
+                since[name] = now
+            elif "chunk" in since and name == "decode":
+                kind, start = ("to_steps", "chunk")
+                if "extend" in since:
+                    kind, start = ("prompts_to_steps", "extend")
+                found[kind].append(1e3 * (now - since[start]))
+                since = {}
+        self.events = []
+        return found
+
+
+def main(config: Config) -> None:
+    """Times calls and writes the figures."""
+    make_place("--out", config.out)
+    timed = engine.Config(
+        shape=config.shape,
+        lanes=config.lanes,
+        requests=config.requests,
+        clients=config.clients,
+        chunk=config.chunk,
+    )
+    model, marks = random_model(SHAPES[config.shape] | _NARROW, jnp.bfloat16), Marks()
+    sampling = engine.sampling_of(timed)
+
+    def serve(profile: cProfile.Profile | None = None) -> tuple[float, float, int]:
+        """Returns the milliseconds of a call and those to its first launch, and its chunks."""
+        requests = engine.requests_of(timed, model, 1)
+        longest = timed.prompts[1] + 2 * timed.new_tokens
+        served = Engine(model, num_lanes=timed.lanes, max_tokens=longest, chunk=timed.chunk)
+        given: dict[str, Any] = {}
+        if timed.clients is not None:
+            served.warm()
+            clients = engine.Clients(requests, timed.clients)
+            given = dict(on_tokens=clients.told, incoming=clients.incoming)
+            requests = []
+        gc.collect()
+        start = time.perf_counter()
+        with profile or contextlib.nullcontext():
+            served.serve(requests, sampling, **given)
+        seconds, first = time.perf_counter() - start, marks.events[0][1] - start
+        return 1e3 * seconds, 1e3 * first, sum(name == "chunk" for name, _ in marks.events)
+
+    kinds: dict[str, list[float]] = {}
+    with marks.noted():
+        serve()
+        marks.take()
+        for _ in range(config.runs):
+            whole, first, chunks = serve()
+            kinds.setdefault("turn", []).append(whole / chunks)
+            kinds.setdefault("to_first_launch", []).append(first)
+            for kind, times in marks.take().items():
+                kinds.setdefault(kind, []).extend(times)
+        figures: dict[str, Any] = {
+            kind: dict(median=float(np.median(times)), count=len(times))
+            for kind, times in kinds.items()
+            if times
+        }
+        if config.profile:
+            profile = cProfile.Profile()
+            *_, chunks = serve(profile)
+            stats: dict[Any, Any] = pstats.Stats(profile).stats  # pyright: ignore[reportAttributeAccessIssue]
+            own = {
+                f"{pathlib.Path(file).name}:{name}": 1e3 * cumulative / chunks
+                for (file, _, name), (_, _, _, cumulative, _) in stats.items()
+                if pathlib.Path(dms_jax.__file__).parent in pathlib.Path(file).parents
+            }
+            figures["functions"] = dict(sorted(own.items(), key=lambda each: -each[1])[:40])
+    results = environment() | dict(
+        command=command(),
+        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        milliseconds=figures,
+    )
+    config.out.write_text(json_text(results, indent=1) + "\n")
+    print(json_text(figures, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

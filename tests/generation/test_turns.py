@@ -1,0 +1,110 @@
+"""Between two chunks the device is idle: the host does there what the next programs need."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, compiling, programs, reporting
+from dms_jax.generation.requests import make_requests, record_usage
+from dms_jax.generation.runner import Runner
+from tests.generation.support import POLICIES, SHAPE, model_for, prompts
+from tests.support.instances import further
+
+SAMPLED = dms_jax.Sampling(temperature=0.8, max_new_tokens=20, logprobs=True)
+NAMES = {"extend": "prompts", "first_tokens": "first", "decode": "steps"}
+
+
+def events_of(call, monkeypatch) -> list[str]:
+    """Returns in order what was launched, waited for, and read, and usages that were made."""
+    order: list[str] = []
+    launch, read = compiling.Program.__call__, Runner.read
+    known = {getattr(programs, name): told for name, told in NAMES.items()}
+
+    def launched(program, *arguments):
+        results = launch(program, *arguments)
+        order.append(known[program])
+        return results
+
+    def chunk(runner, *arguments):
+        order.append("chunk:")
+        steps = read(runner, *arguments)
+        order.append(":chunk")
+        return steps
+
+    def used(*arguments, **options):
+        order.append("usage")
+        record_usage(*arguments, **options)
+
+    def watched(function):
+        def waited(tree, *arguments, **options):
+            leaves = jax.tree.leaves(tree)
+            if any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves):
+                order.append("wait")
+            return function(tree, *arguments, **options)
+
+        return waited
+
+    call()  # which compiles
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling.Program, "__call__", launched)
+        patch.setattr(Runner, "read", chunk)
+        patch.setattr(reporting, "record_usage", used)
+        for owner, name in (
+            (np, "asarray"),
+            (np, "array"),
+            (jax, "device_get"),
+            (jax, "block_until_ready"),
+        ):
+            patch.setattr(owner, name, watched(getattr(owner, name)))
+        call()
+    return order
+
+
+def turns_of(order: list[str]) -> list[list[str]]:
+    """Splits events into what comes behind a chunk, up to the launch of the next one."""
+    turns: list[list[str]] = []
+    for event in order:
+        if event == ":chunk":
+            turns.append([])
+        elif turns and "steps" not in turns[-1]:
+            turns[-1].append(event)
+    return turns
+
+
+@pytest.mark.parametrize("name", ["vanilla", *further("dms", "tova", "streaming")])
+@pytest.mark.parametrize("joined", [False, True], ids=["call", "arrivals"])
+def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joined, monkeypatch):
+    """Not for keys of newcomers, nor lengths; and those that ended are accounted for later."""
+    model = model_for(name, ends=False)
+    engine = Engine(model, POLICIES[name], max_tokens=64, **SHAPE | dict(prefill_chunk=32))
+    given = prompts((5, 30, 1, 13, 9, 7))
+
+    def call():
+        requests = make_requests(model.config, given, SAMPLED)
+        for request, count in zip(requests, (9, 20, 12, 7, 17, 20), strict=True):
+            request.max_new_tokens = count
+        if not joined:
+            engine.serve(requests, SAMPLED)
+            return
+        coming = collections.deque([requests[:4], [], requests[4:]])
+        engine.serve(
+            [],
+            SAMPLED,
+            lambda update: None,
+            incoming=lambda wait: coming.popleft() if coming else None,
+        )
+
+    order = events_of(call, monkeypatch)
+    chunks = [order[i + 1 : order.index(":chunk", i)] for i, x in enumerate(order) if x == "chunk:"]
+    assert chunks == [["wait"]] * len(chunks)  # in one transfer
+    turns = [each for each in turns_of(order) if "steps" in each]
+    refilled = [each for each in turns if "prompts" in each]
+    assert len(refilled) >= 3
+    assert len(turns) > len(refilled)
+    assert not any("wait" in each for each in turns), turns
+    assert all(each.index("prompts") < each.index("first") for each in refilled)
+    assert not any("usage" in each for each in turns), turns
+    assert order.count("usage") == len(given)
