@@ -29,11 +29,27 @@ class Slow:
         assert self._allowed.wait(60)
 
 
-def interrupt() -> None:
-    """As Ctrl-C does, in the main thread, which waits by then."""
-    ident = threading.main_thread().ident
-    assert ident is not None
-    signal.pthread_kill(ident, signal.SIGINT)
+class Interrupts:
+    """Interrupts the main thread once, as Ctrl-C does.
+
+    A signal that comes as Python begins to wait for a lock is heeded at the next one, so they are
+    sent until the thread has heeded one.
+    """
+
+    def __init__(self):
+        self._heeded = threading.Event()
+
+    def __call__(self) -> None:
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)
+        while not self._heeded.wait(0.05):
+            signal.pthread_kill(ident, signal.SIGINT)
+
+    def handle(self, *_) -> None:
+        if not self._heeded.is_set():
+            self._heeded.set()
+            raise KeyboardInterrupt
 
 
 def fail() -> None:
@@ -42,7 +58,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "raised"),
-    [(interrupt, KeyboardInterrupt), (fail, ValueError)],
+    [(Interrupts(), KeyboardInterrupt), (fail, ValueError)],
     ids=["interrupt", "error"],
 )
 def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, stop, raised):
@@ -66,7 +82,9 @@ def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, 
         return programs[-1]
 
     programs[-1].lower = lower
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(stop, Interrupts):
+        signal.signal(signal.SIGINT, stop.handle)
     try:
         with pytest.raises(raised):
             warming._compile(runner, [(program, ()) for program in programs])
