@@ -73,7 +73,7 @@ class Config:
         check_numbers(self)
 
 
-def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, prompt):
+def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, prompt, places):
     """Stands for `programs.extend`."""
     lengths = cache.lengths.at[:, lanes].add(counts[:, None], mode="drop")
     seen = cache.seen.at[lanes].add(counts, mode="drop")
@@ -119,7 +119,9 @@ class Marks:
     def noted(self) -> Iterator[None]:
         """A context in which the programs are those of this file, and are noted."""
         stubs: dict[str, Any] = {
-            "extend": Program(extend, donate_argnums=1, static_argnums=(8, 9), keep_unused=True),
+            "extend": Program(
+                extend, donate_argnums=1, static_argnums=(8, 9, 10), keep_unused=True
+            ),
             "first_tokens": Program(first_tokens, keep_unused=True),
             "decode": Program(
                 decode, donate_argnums=1, static_argnums=(7, 9, 10), keep_unused=True
