@@ -7,6 +7,7 @@ import pytest
 from dms_jax.generation import programs
 from dms_jax.generation.compiling import Program
 from experiments.benchmarks import engine_host as script
+from tests.support.instances import further
 
 
 def test_a_turn_is_split_at_its_launches():
@@ -23,8 +24,7 @@ def test_a_turn_is_split_at_its_launches():
     assert marks.events == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("clients", [None, 3])
+@pytest.mark.parametrize("clients", [None, *further(3)])
 def test_calls_run_to_their_end_without_a_model(clients, tmp_path):
     out = tmp_path / "host.json"
     before = programs.extend, programs.decode, Program.__call__
