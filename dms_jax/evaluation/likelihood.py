@@ -1,11 +1,11 @@
 """Log-probabilities of continuations given contexts, from the real paged cache.
 
 The context is prefilled as a prompt, with whatever the policy evicts at its end; the continuation
-is teacher-forced, one decode step per token. So a policy does what it would do if the model had
-generated the continuation itself. Work that several continuations share is done once: a context
-is read in one lane and copied to those of its other continuations (`generation/sharing.py`), and
-one whose continuations have one token each (the letters of a multiple-choice question) takes one
-sequence and no decode step.
+is teacher-forced, one decode step per token, many steps in a program. So a policy does what it
+would do if the model had generated the continuation itself. Work that several continuations share
+is done once: a context is read in one lane and copied to those of its other continuations
+(`generation/sharing.py`), and one whose continuations have one token each (the letters of a
+multiple-choice question) takes one sequence and no decode step.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 
 Tokens = tuple[int, ...]
+# Steps of a program at least: continuations of many lengths run in few programs.
+_FEWEST_STEPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class _Sequence:
     Attributes:
       context: at least one token.
       read: the continuation without its last token.
-      asked: last token of each continuation, by index of its pair.
+      asked: last token of each continuation, by index of its pair; one token if any is read.
       logprobs, greedy: log-probabilities of the tokens of `read`, and whether all are greedy.
       last: the same for the last tokens, by index of the pair.
     """
@@ -70,6 +72,37 @@ class _Sequence:
     def length(self) -> int:
         """Tokens of the cache at its end."""
         return len(self.context) + len(self.read)
+
+    @property
+    def first(self) -> list[int]:
+        """The tokens that may follow the context."""
+        return [self.read[0]] if self.read else list(self.asked.values())
+
+    @property
+    def continuation(self) -> Tokens:
+        """What is read, and the token that is asked for after it."""
+        return (*self.read, next(iter(self.asked.values())))
+
+    def record(
+        self, place: int, logprobs: Float[np.ndarray, " n"], greedy: Bool[np.ndarray, " n"]
+    ) -> None:
+        """Adds what the tokens from a place of the continuation on were predicted with.
+
+        Raises:
+          CheckpointError: logits are not numbers.
+        """
+        if not np.isfinite(logprobs).all():
+            raise CheckpointError(
+                "The model's logits are not numbers (NaN). Check the weights, or load the model "
+                "with dtype=float32 if they overflow float16."
+            )
+        read = min(len(self.read) - place, len(logprobs))
+        self.logprobs += logprobs[:read].tolist()
+        self.greedy &= bool(greedy[:read].all())
+        if len(logprobs) > read:  # of one token that is asked for, or of each
+            found = zip(logprobs[read:].tolist(), greedy[read:].tolist(), strict=True)
+            asked, values = list(self.asked), list(found)
+            self.last = dict(zip(asked, values * (len(asked) // len(values)), strict=True))
 
 
 def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[Tokens, Tokens]:
@@ -151,7 +184,7 @@ def likelihoods(
     `error.finished` is {index of the pair: Likelihood}.
     """
     policy, serving = model.resolve_policy(policy), Serving.given("likelihoods", serving)
-    sequences: dict[tuple[Tokens, Tokens], _Sequence] = {}
+    sequences: dict[tuple[Tokens, ...], _Sequence] = {}
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
             raise DataError(f"Pair {index} has an empty context or an empty continuation.")
@@ -159,8 +192,9 @@ def likelihoods(
             check_tokens(np.asarray([*context, *continuation], np.int64), model.config)
         except DataError as error:
             raise DataError(f"Pair {index}: {error}") from None
-        key = (tuple(context), tuple(continuation[:-1]))
-        sequences.setdefault(key, _Sequence(*key)).asked[index] = int(continuation[-1])
+        own = _Sequence(tuple(context), tuple(continuation[:-1]))
+        key = (own.context, tuple(continuation) if own.read else ())
+        sequences.setdefault(key, own).asked[index] = int(continuation[-1])
     if not sequences:
         return []
     done: dict[int, Likelihood] = {}
@@ -214,19 +248,16 @@ def _run(engine: Engine, batch: Sequence[_Sequence]) -> list[float]:
     for first in range(0, len(readers), together):
         for parts, ends in _prompt_parts(batch, readers[first : first + together], width):
             ending = {lane: sharers[lane] for lane in ends}
-            _run_tokens(engine, batch, meters, parts, width=width, ending=ending)
+            _run_contexts(engine, batch, meters, parts, width=width, ending=ending)
     copied = {lane: source for source, lanes in sharers.items() for lane in lanes[1:]}
     for lane, source in copied.items():
         meters[lane].fork(meters[source])
     if copied := {lane: source for lane, source in copied.items() if batch[lane].read}:
         sharing.fork(runner, copied)
-    for step in range(max(len(each.read) for each in batch)):
-        parts = {
-            lane: np.asarray(each.read[step : step + 1], np.int32)
-            for lane, each in enumerate(batch)
-            if step < len(each.read)
-        }
-        _run_tokens(engine, batch, meters, parts, width=1, step=step)
+    most = max(len(each.read) for each in batch)
+    steps = min(engine.chunk, max(_FEWEST_STEPS, bucket(most)))
+    for first in range(0, most, steps):
+        _run_steps(engine, batch, meters, first, steps)
     runner.clear(list(range(len(batch))))
     return [meter.peak / rows for meter in meters]
 
@@ -254,17 +285,28 @@ def _prompt_parts(
         yield parts, [lane for lane in parts if start + width >= len(batch[lane].context)]
 
 
-def _run_tokens(
+def _reserve(
+    engine: Engine, batch: Sequence[_Sequence], extra: np.ndarray, *, prompt: bool
+) -> None:
+    """Reserves the pages of the next tokens of each lane."""
+    if not engine.runner.fits(extra, prompt=prompt):
+        raise CapacityError(
+            f"The cache cannot hold a context and its continuation of {batch[0].length} tokens. "
+            "Give it more memory (memory=), a smaller page_size, or a policy that keeps less."
+        )
+    engine.runner.reserve(extra, prompt=prompt)
+
+
+def _run_contexts(
     engine: Engine,
     batch: Sequence[_Sequence],
     meters: Sequence[Meter],
     parts: dict[int, np.ndarray],
     *,
     width: int,
-    ending: Mapping[int, Sequence[int]] | None = None,
-    step: int | None = None,
+    ending: Mapping[int, Sequence[int]],
 ) -> None:
-    """Runs the next tokens of some lanes, and scores the tokens that follow them.
+    """Runs the next tokens of contexts, and scores the tokens that follow those that are complete.
 
     Args:
       engine: with the cache.
@@ -273,84 +315,66 @@ def _run_tokens(
       parts: lane -> its next tokens.
       width: tokens per lane in the compiled chunk.
       ending: lanes whose context is complete after these tokens, with the lanes that share it.
-      step: position of the tokens in the continuations; None for contexts.
     """
-    runner, prompt = engine.runner, step is None
+    runner = engine.runner
     extra = np.zeros(len(runner.seen), np.int64)
     for lane, part in parts.items():
         extra[lane] = len(part)
-    if not runner.fits(extra, prompt=prompt):
-        raise CapacityError(
-            f"The cache cannot hold a context and its continuation of {batch[0].length} tokens. "
-            "Give it more memory (memory=), a smaller page_size, or a policy that keeps less."
-        )
-    runner.reserve(extra, prompt=prompt)
-    ending = ending or {}
-    entries = bucket(len(parts)) if prompt else _few_sizes(len(parts))
-    shape = Shape(width, min(entries, len(runner.seen)), places=None)
-    extended = runner.extend(parts, shape=shape, prompt=prompt, ends_prompt=ending)
+    _reserve(engine, batch, extra, prompt=True)
+    shape = Shape(width, min(bucket(len(parts)), len(runner.seen)), places=None)
+    extended = runner.extend(parts, shape=shape, prompt=True, ends_prompt=ending)
     runner.trim()
     for lane in parts:
         meters[lane].add(extended.live[lane], held=extended.held[lane])
-    looking = ending if step is None else {lane: [lane] for lane in parts}
-    place = 0 if step is None else step + 1  # in the continuation, of the token that follows
-    if not looking:
+    if not ending:
         return
     wanted = {
-        lane: [token for sharer in sharers for token in _targets(batch[sharer], place)]
-        for lane, sharers in looking.items()
+        lane: [token for sharer in sharers for token in batch[sharer].first]
+        for lane, sharers in ending.items()
     }
-    lanes = extended.lanes.tolist()
-    targets = np.zeros((len(lanes), bucket(max(map(len, wanted.values())))), np.int32)
+    row_of = {lane: row for row, lane in enumerate(extended.lanes.tolist())}
+    targets = np.zeros((len(extended.lanes), bucket(max(map(len, wanted.values())))), np.int32)
     for lane, tokens in wanted.items():
-        targets[lanes.index(lane), : len(tokens)] = tokens
+        targets[row_of[lane], : len(tokens)] = tokens
     with use_mesh(engine.model.mesh):
         logprobs, greedy = jax.tree.map(
             np.asarray, _score(engine.model.transformer, extended.hidden, targets)
         )
-    for lane, sharers in looking.items():
-        row, start = lanes.index(lane), 0
+    for lane, sharers in ending.items():
+        row, start = row_of[lane], 0
         for sharer in sharers:
-            end = start + len(_targets(batch[sharer], place))
-            _record(batch[sharer], place, logprobs[row, start:end], greedy[row, start:end])
+            end = start + len(batch[sharer].first)
+            batch[sharer].record(0, logprobs[row, start:end], greedy[row, start:end])
             start = end
 
 
-def _few_sizes(count: int) -> int:
-    """The next power of eight: continuations end one by one, and each size is compiled once.
-
-    # 1, 7, 8, 65  Out: 1, 8, 8, 512
-    """
-    size = 1
-    while size < count:
-        size *= 8
-    return size
-
-
-def _targets(sequence: _Sequence, place: int) -> list[int]:
-    """The tokens to score: the next one of `read`, or the last tokens of the continuations."""
-    if place < len(sequence.read):
-        return [sequence.read[place]]
-    return list(sequence.asked.values())
-
-
-def _record(
-    sequence: _Sequence,
-    place: int,
-    logprobs: Float[np.ndarray, " n"],
-    greedy: Bool[np.ndarray, " n"],
+def _run_steps(
+    engine: Engine, batch: Sequence[_Sequence], meters: Sequence[Meter], first: int, steps: int
 ) -> None:
-    if not np.isfinite(logprobs).all():
-        raise CheckpointError(
-            "The model's logits are not numbers (NaN). Check the weights, or load the model with "
-            "dtype=float32 if they overflow float16."
-        )
-    if place < len(sequence.read):
-        sequence.logprobs.append(float(logprobs[0]))
-        sequence.greedy &= bool(greedy[0])
-    else:
-        found = zip(logprobs.tolist(), greedy.tolist(), strict=True)
-        sequence.last = dict(zip(sequence.asked, found, strict=True))
+    """Runs up to so many tokens of continuations, and scores the tokens that follow them.
+
+    Args:
+      engine: with the cache.
+      batch: the sequence of each lane.
+      meters: the meter of each lane.
+      first: the place of the first of these tokens in a continuation.
+      steps: number of steps of the compiled chunk.
+    """
+    runner = engine.runner
+    tokens = np.zeros((steps + 1, len(runner.seen)), np.int32)
+    counts = np.zeros(len(runner.seen), np.int64)
+    for lane, each in enumerate(batch):
+        if (count := min(len(each.read) - first, steps)) > 0:
+            counts[lane] = count
+            tokens[: count + 1, lane] = each.continuation[first : first + count + 1]
+    _reserve(engine, batch, counts, prompt=False)
+    found = runner.teacher_forced_decode(tokens, counts)
+    runner.trim()
+    greedy = found.tokens == tokens[1:]
+    for lane in np.flatnonzero(counts).tolist():
+        ran = slice(0, counts[lane])
+        meters[lane].add(found.live[ran, lane].tolist())
+        batch[lane].record(first + 1, found.logprobs[ran, lane], greedy[ran, lane])
 
 
 @jax.jit

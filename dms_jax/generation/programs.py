@@ -347,7 +347,7 @@ def teacher_forced_decode(
         logits = transformer.unembed(passed.hidden[:, 0])
         chosen = jnp.take_along_axis(logits, following[:, None], axis=-1)[:, 0]
         out = Steps(
-            tokens=following,
+            tokens=jnp.argmax(logits, axis=-1).astype(following.dtype),
             logprobs=chosen - jax.nn.logsumexp(logits, axis=-1),
             finite=are_numbers(logits),
             ran=active,

@@ -354,8 +354,8 @@ class Runner(Rows):
     ) -> Steps:
         """Runs C = n - 1 decode steps over given tokens (pages must be reserved).
 
-        `logprobs[c]` is the log-probability of `tokens[c + 1]`. Lane b takes its first `counts[b]`
-        steps.
+        Of the result `logprobs[c]` is the log-probability of the given `tokens[c + 1]`, `tokens[c]`
+        the likeliest token in its place. Lane b takes its first `counts[b]` steps.
         """
         table = self._table(steps=True)
         with use_mesh(self.model.mesh):

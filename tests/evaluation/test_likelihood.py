@@ -33,6 +33,8 @@ PAIRS = [
     for tokens, size in zip(prompts((9, 30, 13, 20)), (1, 3, 6, 2), strict=True)
 ]
 PAIRS += [(PAIRS[0][0], [7]), (PAIRS[0][0], [7, 9]), (PAIRS[2][0], PAIRS[2][1][:2])]
+# One that is asked twice, and one that differs from it in the last token.
+PAIRS += [PAIRS[2], (PAIRS[2][0], [*PAIRS[2][1][:-1], 9])]
 
 
 @functools.cache
@@ -88,19 +90,27 @@ def assert_same(found, want):
 
 
 @pytest.mark.slow
-def test_continuations_that_end_one_by_one_need_few_programs(monkeypatch):
-    """Of 5 lanes 5, 4, 3, 2 and then 1 are at work: all but the last in steps of all lanes."""
-    steps, extend = [], Runner.extend
+def test_continuations_of_many_lengths_take_few_programs(monkeypatch):
+    """20, 9, 3 and 1 tokens, of which the last of each is not read: 19 steps are 8, 8 and 3."""
+    ran, follow = [], Runner.teacher_forced_decode
 
-    def count(runner, tokens, *, shape, prompt, **told):
-        if not prompt:
-            steps.append((len(tokens), shape.entries))
-        return extend(runner, tokens, shape=shape, prompt=prompt, **told)
+    def count(runner, tokens, counts):
+        ran.append((tokens.shape, counts.tolist()))
+        return follow(runner, tokens, counts)
 
-    monkeypatch.setattr(Runner, "extend", count)
-    pairs = [([1, 2], [3] * size) for size in (6, 5, 4, 3, 2)]
-    likelihoods(stories(), pairs, serving=dataclasses.replace(SERVING, lanes=5))
-    assert steps == [(5, 5), (4, 5), (3, 5), (2, 5), (1, 1)]
+    pairs = [([1, 2, 5], list(range(3, 3 + size))) for size in (20, 9, 3, 1)]
+    alone = [likelihoods(stories(), [pair], serving=SERVING)[0] for pair in pairs]
+    monkeypatch.setattr(Runner, "teacher_forced_decode", count)
+    assert_same(likelihoods(stories(), pairs, serving=SERVING), alone)
+    assert ran == [((9, 4), [8, 8, 2, 0]), ((9, 4), [8, 0, 0, 0]), ((9, 4), [3, 0, 0, 0])]
+    ran.clear()
+    longer = dataclasses.replace(SERVING, chunk=32)
+    assert_same(likelihoods(stories(), pairs, serving=longer), alone)
+    assert ran == [((33, 4), [19, 8, 2, 0])]
+    ran.clear()
+    likelihoods(stories(), pairs[-1:], serving=longer)
+    likelihoods(stories(), pairs[-2:], serving=longer)
+    assert ran == [((9, 2), [2, 0])]
 
 
 @pytest.mark.slow

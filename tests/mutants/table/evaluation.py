@@ -73,10 +73,24 @@ MUTANTS = [
         (f"{EVALUATING}::test_problems_of_several_tasks_are_the_first_of_each",),
     ),
     Mutant(
+        "evaluation: a continuation's last token counts as one that is read",
+        FOLDER + "likelihood.py",
+        "read = min(len(self.read) - place, len(logprobs))",
+        "read = len(logprobs)",
+        (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass",),
+    ),
+    Mutant(
+        "evaluation: the likeliest token of a step is taken for the given one",
+        "dms_jax/generation/programs.py",
+        "tokens=jnp.argmax(logits, axis=-1).astype(following.dtype),",
+        "tokens=following,",
+        (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass",),
+    ),
+    Mutant(
         "evaluation: the prompt of a likelihood never ends",
         FOLDER + "likelihood.py",
-        "prompt=prompt, ends_prompt=ending)",
-        "prompt=prompt, ends_prompt=())",
+        "prompt=True, ends_prompt=ending)",
+        "prompt=True, ends_prompt=())",
         (f"{LIKELIHOOD}::test_a_prompt_ends_where_the_context_does",),
     ),
     Mutant(
