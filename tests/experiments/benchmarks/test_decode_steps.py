@@ -52,6 +52,7 @@ def test_one_and_two_devices_take_turns_and_draw_the_same(monkeypatch, tmp_path)
     monkeypatch.setattr(decode_steps, "read_rate", lambda: 1e9)
     out = tmp_path / "steps.json"
     config = decode_steps.Config(**TINY, ratios=(1, 4), model_parallel=(1, 2), turns=2, out=out)
+    jax.clear_caches()  # another test may have lowered one of the programs
     jax.monitoring.register_event_duration_secs_listener(count)
     decode_steps.main(config)
     jax.monitoring.unregister_event_duration_listener(count)
