@@ -137,9 +137,11 @@ def _opening(results: Results) -> str:
     )
 
 
-def _provenance(record: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return f"{record['device']}, {versions}, {record['date']}."
+def _provenance(records: Sequence[dict[str, Any]]) -> str:
+    """What made the records of a run, which may be of several machines."""
+    devices = " and ".join(sorted({record["device"] for record in records}))
+    versions = ", ".join(f"{name} {version}" for name, version in records[0]["versions"].items())
+    return f"{devices}, {versions}, {records[0]['date']}."
 
 
 _OF_RUNS = (

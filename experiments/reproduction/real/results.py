@@ -130,9 +130,12 @@ class Results:
         return [*self.trainings.values(), *self.earlier_trainings]
 
     @property
-    def runs(self) -> dict[int, dict[str, Any]]:
-        """Number of each run -> one of its records, which says the device and the date."""
-        return {record["run"]: record for record in reversed(self.records.values())}
+    def runs(self) -> dict[int, list[dict[str, Any]]]:
+        """Number of each run -> its records, which say the devices and the date."""
+        runs: dict[int, list[dict[str, Any]]] = {}
+        for record in self.records.values():
+            runs.setdefault(record["run"], []).append(record)
+        return runs
 
     @property
     def judged(self) -> str:

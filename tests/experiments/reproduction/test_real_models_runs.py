@@ -404,6 +404,10 @@ def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
     assert "to 3.5 (run 1) | 7 |" in page.trainings(results)
     opening = page._opening(results)
     assert "- Run 2: a card, jax 0, 2026-01-01.\n- Run 1: a card, jax 0, 2025-12-31." in opening
+    moved = next(key for key, record in results.records.items() if record["run"] == 2)
+    elsewhere = {moved: results.records[moved] | {"device": "another"}}
+    on_two = dataclasses.replace(results, records=results.records | elsewhere)
+    assert "- Run 2: a card and another, jax 0," in page._opening(on_two)
     assert results.speed["device"] == "one"
     # The page that was written gives the same again, with this run's rows from its own files.
     write_json(file, results.to_dict())
