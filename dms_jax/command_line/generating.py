@@ -58,7 +58,7 @@ class Generating:
     page_size: int = CALL["page_size"]
     """Tokens a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]
-    """Decode steps per compiled program: text arrives this often."""
+    """Decode steps between two looks at the requests: text arrives this often."""
     kv_dtype: str | None = CALL["kv_dtype"]
     """Type of the cache where it is not that of the weights: float8_e4m3, or int4."""
     template: tuple[str, ...] = ()

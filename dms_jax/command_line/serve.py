@@ -49,7 +49,7 @@ class Config(Generating):
     max_new_tokens: int = 1024
     """Longest answer of requests that do not say, as far as there is room."""
     chunk: int = 8
-    """Decode steps per compiled program: text arrives, and requests join, this often."""
+    """Decode steps between two looks: text arrives, and requests join, this often."""
     drain_seconds: float = 30.0
     """How long running requests may take when the server is told to end."""
 

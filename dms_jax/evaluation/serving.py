@@ -24,7 +24,7 @@ class Serving(Options):
     Attributes:
       lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
       memory: bytes for the cache; None for what the lanes can need, within the free memory.
-      chunk: decode steps per compiled program.
+      chunk: decode steps between two looks at the requests.
       page_size: slots per page; 16 for Quest as published.
       prefill_chunk: prompt tokens of a sequence per compiled program.
       kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits, "int4" for 4; None for the

@@ -115,7 +115,8 @@ def generate(
       sampling: how tokens are drawn and when generation ends; None for `Sampling()`.
       memory: bytes for the cache; None for what the requests can need, within the free memory.
         Requests that do not fit wait; a running one may be preempted and recomputed.
-      chunk: decode steps per compiled program; updates and stop strings arrive this often.
+      chunk: decode steps between two looks at the requests: updates and stop strings arrive this
+        often.
       on_tokens: called with an `Update` whenever a request has new tokens.
       **options: page_size, prefill_chunk, kv_dtype, ...: see `dms_jax.generation.EngineOptions`.
 

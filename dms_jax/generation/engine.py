@@ -15,8 +15,12 @@ running request is preempted: it returns to the queue with its tokens and is rec
 prompt as a prompt and the answer as an answer, so that every policy decides as it did before.
 
 Programs are launched before the results of those before them are read, as far as nobody waits for
-these: prompts, the first tokens after them, and chunks of steps. While requests wait for a lane, a
-chunk is read before the next one is launched: a lane that ended would be idle in it.
+these: prompts, the first tokens after them, and chunks of steps. A chunk is several programs. While
+requests wait for a lane all but the last are read before the next chunk is launched, since a lane
+that ended would be idle in it; the last one runs meanwhile, so that the device is not:
+
+    device  | steps  steps  steps  steps | prompts | steps ...
+    host                             | ends and admissions, launches of prompts | reads the last
 """
 
 import collections
@@ -158,7 +162,8 @@ class Engine:
     def warm(self) -> int:
         """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
         with unless_busy(self._lock, "The engine"), self.runner.working():
-            return compile_all(self.runner, self._shapes, self.chunk, self._end_tokens)
+            num_steps = self._launched.steps_a_program(self.chunk)
+            return compile_all(self.runner, self._shapes, num_steps, self._end_tokens)
 
     @property
     def running(self) -> list[Request]:
@@ -241,10 +246,12 @@ class Engine:
         num_steps = 1 if keep and sampling.stop_strings else self.chunk
         waiting, self._running = collections.deque(requests), {}
         self._bases = {request.base for request in requests if request.base is not None}
-        compiled = (sampling.filter, num_steps, end_tokens, self._compiled)
+        a_program = self._launched.steps_a_program(num_steps)
+        compiled = (sampling.filter, a_program, end_tokens, self._compiled)
         try:
             with self.runner.working():
                 if requests and not any(request.seen or request.before for request in requests):
+                    self.runner.expect(max(len(each.prompt) for each in requests) + num_steps)
                     compile_first(self.runner, self._shapes, requests, *compiled)
                 while self._arrivals.receive(self.runner, waiting, self._running, reporter.tell):
                     if self._cancelled:  # meanwhile: their lanes are free, and none is for them
@@ -333,6 +340,7 @@ class Engine:
             runner.trim()
             self._launched.prompts(extended, {lane: self._running[lane] for lane in batch.tokens})
             break
+        self._catch_up(waiting, reporter)
         source_of = self._reading.take_complete()
         if not source_of:
             return
@@ -343,6 +351,14 @@ class Engine:
             extra = self._room.extra(self._running, self._reading.parts)
             without = self._room.fork(shared, self._running, extra)
             waiting.extendleft(self._running.pop(lane) for lane in without)
+
+    def _catch_up(self, waiting: collections.deque[Request], reporter: Reporter) -> None:
+        """Reads the steps that ran meanwhile, behind which first tokens are drawn."""
+        if not self._launched.chunks:
+            return
+        while self._launched.chunks:
+            self._launched.read_chunk()
+        reporter.settle(self._running, waiting)
 
     def _reserve_or_preempt(
         self,
@@ -355,8 +371,10 @@ class Engine:
         """Reserves pages, preempting the youngest until they fit; False if any left its lane."""
         before = len(self._running)
         while not self.runner.fits(extra, prompt=prompt):
-            if self._launched.drawn:  # those that a first token ended make room themselves
+            # Those that their steps or a first token ended make room themselves.
+            if self._launched.drawn or self._launched.chunks:
                 self._launched.read()
+                self._catch_up(waiting, reporter)
                 reporter.settle(self._running, waiting)
                 extra[[lane for lane in range(len(extra)) if lane not in self._running]] = 0
                 continue
@@ -382,31 +400,60 @@ class Engine:
         *,
         awaited: bool,
     ) -> None:
-        """Runs a chunk of steps, and those that are launched before the one before them is read."""
-        extra = np.minimum(self._launched.remaining(self._decoding()), num_steps)
+        """Runs a chunk of steps, and those that are launched before the one before them is read.
+
+        While others wait the last program of the chunk may still run at the end.
+        """
+        launched = self._launched
+        extra = np.minimum(launched.remaining(self._decoding()), num_steps)
+        if launched.chunks and not self.runner.fits_table(extra):
+            self._catch_up(waiting, reporter)
+            extra = np.minimum(launched.remaining(self._decoding()), num_steps)
         self._reserve_or_preempt(extra, waiting, reporter, prompt=False)
         rule = self._arrivals.filter(sampling, self._running)
         chunk = (self._seeds, rule, num_steps)
         joined = self._arrivals.incoming is not None
-        self._launched.decode(self._decoding(), *chunk)
+        running_on = len(launched.chunks)  # programs of the chunk before
+        launched.decode(self._decoding(), *chunk)
         reporter.tell()  # of the chunk before
-        first = joined and bool(self._launched.drawn)
-        self._launched.read()  # prompts, while the steps run
+        first = joined and bool(launched.drawn)
+        launched.read()  # prompts, while the steps run
+        for _ in range(running_on):
+            launched.read_chunk()
         self.runner.trim()
         record_peak_bytes(self.runner, self._running)
         if first:
             self._report(reporter, waiting)
         while True:
+            unread = len(launched.chunks)
             undisturbed = not (awaited or waiting or self._cancelled)
-            if undisturbed and self._launched.reserve_ahead(self._running, num_steps):
-                self._launched.decode(self._running, *chunk)
+            ahead = undisturbed and launched.reserve_ahead(self._running, num_steps)
+            if ahead:
+                launched.decode(self._running, *chunk)
+            behind = len(launched.chunks) - unread  # programs that run on
+            several = launched.steps_a_program(num_steps) < num_steps and not reporter.keep
+            if several and self._overlaps(waiting, awaited=awaited):
+                behind = max(behind, 1)
             reporter.tell()  # of the last one that was read
-            if self._launched.chunks:
-                self._launched.read_chunk()
+            while len(launched.chunks) > behind:
+                launched.read_chunk()
             if joined:
                 reporter.settle(self._running, waiting)
                 return
             self._report(reporter, waiting)
-            if not self._launched.chunks:
+            if not ahead:
                 return
             record_peak_bytes(self.runner, self._running)  # without what is not needed after all
+
+    def _overlaps(self, waiting: collections.deque[Request], *, awaited: bool) -> bool:
+        """Whether the last steps of a chunk run on while those that wait are admitted.
+
+        What ends in the programs before them must be known to the device, or a lane would be given
+        away in which it goes on: a stop string is only in the text.
+        """
+        joined = self._arrivals.incoming is not None
+        if not (joined or (waiting and not awaited)) or self._cancelled:  # ended when none runs
+            return False
+        if any(each.sampling.stop_strings for each in self._running.values()):
+            return False
+        return self._launched.goes_on(self._decoding())

@@ -22,6 +22,11 @@ from dms_jax.generation.sampling import Filter
 # Of so many answers with end tokens it is unlikely that all end within one chunk.
 LANES_AHEAD = 4
 
+# A chunk of steps is several programs. While the last one runs, the results of those before it are
+# read, lanes that ended are given away, and the prompts of newcomers are launched, which takes
+# longer than a few steps of a small model.
+_PROGRAMS, _FEWEST_STEPS = 4, 4
+
 
 @dataclasses.dataclass
 class Launched:
@@ -32,7 +37,7 @@ class Launched:
       end_tokens: token ids that end an answer.
       last_tokens: Int[B], the newest token of each lane, on the device until it is read.
       drawn: lanes whose newest token is the first of an answer, and has not been read.
-      chunks: chunks of steps that were not read, oldest first, and the requests in their lanes.
+      chunks: programs of steps that were not read, oldest first, and the requests in their lanes.
     """
 
     runner: Runner
@@ -73,27 +78,36 @@ class Launched:
         rule: Filter,
         num_steps: int,
     ) -> None:
-        """Launches a chunk of steps behind the others, if any lane may have a token to generate.
+        """Launches a chunk of steps behind the others, while any lane may have a token to generate.
 
         Args:
           running: lane -> its request.
           seeds: see `programs.request_keys`.
           rule: sampling settings.
-          num_steps: number of steps.
+          num_steps: number of steps, in programs of `steps_a_program`.
         """
-        remaining = self.remaining(running)
-        if not remaining.any():  # first tokens were all that was asked for
-            return
-        chunk = self.runner.decode(
-            self.last_tokens,
-            remaining,
-            seeds,
-            rule,
-            num_steps=num_steps,
-            end_tokens=self.end_tokens,
-        )
-        self.chunks.append((chunk, dict(running)))
-        self.last_tokens = chunk.newest
+        size = self.steps_a_program(num_steps)
+        for _ in range(0, num_steps, size):
+            remaining = self.remaining(running)
+            if not remaining.any():  # at once where first tokens were all that was asked for
+                return
+            chunk = self.runner.decode(
+                self.last_tokens,
+                remaining,
+                seeds,
+                rule,
+                num_steps=size,
+                end_tokens=self.end_tokens,
+            )
+            self.chunks.append((chunk, dict(running)))
+            self.last_tokens = chunk.newest
+
+    def steps_a_program(self, num_steps: int) -> int:
+        """Returns the steps of each program of a chunk of so many."""
+        if self.runner.host is not None:  # KCache's values are written between programs
+            return num_steps
+        least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))
+        return next(size for size in range(least, num_steps + 1) if num_steps % size == 0)
 
     def reserve_ahead(self, running: Mapping[int, Request], num_steps: int) -> bool:
         """Reserves pages for another chunk behind one that was not read, if that costs nothing.
@@ -104,16 +118,20 @@ class Launched:
         written between programs.
         """
         extra = np.minimum(self.remaining(running), num_steps)
-        enough = LANES_AHEAD if self.end_tokens else 1
-        if np.count_nonzero(extra) < enough or self.runner.host is not None:
+        if not self.goes_on(running) or self.runner.host is not None:
             return False
         if not (self.runner.fits(extra) and self.runner.fits_table(extra)):
             return False
         self.runner.reserve(extra)
         return True
 
+    def goes_on(self, running: Mapping[int, Request]) -> bool:
+        """Whether enough lanes may have tokens to generate after what was launched."""
+        enough = LANES_AHEAD if self.end_tokens else 1
+        return int(np.count_nonzero(self.remaining(running))) >= enough
+
     def read_chunk(self) -> None:
-        """Waits for the oldest chunk of steps, and records it.
+        """Waits for the oldest program of steps, and records it.
 
         Raises:
           NotNumbersError: logits are not numbers.

@@ -126,7 +126,7 @@ class Reporter:
                 ended.append(lane)
                 usage = dict(
                     cached=int(runner.seen[lane]),
-                    live=int(runner.lengths[:, lane].sum()),
+                    live=int(runner.lengths_of(lane).sum()),
                     cache_bytes=held[lane],
                     host_bytes=on_host[lane],
                 )

@@ -27,7 +27,7 @@ class Room:
 
     Attributes:
       runner: the runner that owns the lanes and pages.
-      chunk: number of decode steps per compiled program.
+      chunk: number of decode steps between two looks at the requests.
       prefill_chunk: number of prompt tokens per sequence and compiled program.
     """
 

@@ -65,13 +65,34 @@ class Rows(abc.ABC):
         """Waits for the last prompts, and reads the lengths after them."""
         if self._prompts is not None:
             unread, self._prompts = self._prompts, None
-            self.read_lengths(np.asarray(unread.lengths))
+            self.read_lengths(np.asarray(unread.lengths), unread.counts > 0)
 
-    def read_lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:
-        """Sets the lengths to those that a program returned."""
+    def read_lengths(
+        self, lengths: Int[np.ndarray, "L B K"], lanes: Bool[np.ndarray, " B"]
+    ) -> None:
+        """Sets the lengths of some lanes to those that a program returned; it ran in no other one.
+
+        Others may have been cleared and taken since it was launched. Waits for no other program.
+        """
+        lengths = np.where(lanes[:, None], lengths, self._lengths)
         held = self.allocator.reserved * self.page_size
         assert (lengths <= held).all(), "a row outgrew its reserve"
         self.lengths = lengths.astype(np.int64)
+
+    def lengths_of(self, lane: int) -> Int[np.ndarray, "L K"]:
+        """Returns the slots in use per row of a lane; waits for prompts only if one is its own."""
+        if self._prompts is not None and self._prompts.counts[lane]:
+            self.read_prompts()
+        return self._lengths[:, lane]
+
+    def forget(self, lanes: list[int]) -> None:
+        """Sets the lengths of lanes to none, whatever was launched for them."""
+        self._lengths[:, lanes] = 0
+        self.unread[lanes] = 0
+        if self._prompts is not None:
+            counts = self._prompts.counts.copy()
+            counts[lanes] = 0
+            self._prompts = dataclasses.replace(self._prompts, counts=counts)
 
     @abc.abstractmethod
     def table_width(self, slots: int, *, steps: bool = False) -> int:

@@ -186,10 +186,9 @@ class Runner(Rows):
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""
-        self.lengths[:, lanes] = 0  # after the last prompts, which may be theirs
+        self.forget(lanes)
         self.allocator.release(np.asarray(lanes, np.int64))
         self.seen[lanes] = 0
-        self.unread[lanes] = 0
         mask = np.zeros(len(self.seen), bool)
         mask[lanes] = True
         with use_mesh(self.model.mesh):
@@ -341,8 +340,7 @@ class Runner(Rows):
         # Lanes that ended are idle in what was launched since.
         ended = np.isin(steps.tokens[-1], launched.end_tokens)
         self.unread = np.where(ended, 0, self.unread - launched.most)
-        # Idle lanes may have been cleared since the launch.
-        self.read_lengths(np.where((counts > 0)[:, None], steps.lengths, self.lengths))
+        self.read_lengths(steps.lengths, counts > 0)
         self.seen = self.seen + counts
         if self.host is not None:
             assert launched.tail is not None

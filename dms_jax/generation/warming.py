@@ -57,7 +57,6 @@ def compile_first(
     if refilled:
         counts = {len(request.prompt) for request in requests}
     batches = sorted(shapes.batches(counts, refilled=refilled))
-    runner.expect(max(len(request.prompt) for request in requests) + num_steps)
     pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)
     key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:

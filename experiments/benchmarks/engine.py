@@ -85,7 +85,7 @@ class Config:
     memory: float | None = None
     """Bytes of the cache; what the sequences can need if none are given."""
     chunk: int = 32
-    """Decode steps per compiled program."""
+    """Decode steps between two looks at the requests."""
     temperature: float = 0.7
     """Temperature that tokens are drawn at."""
     top_p: float = 0.95

@@ -1,5 +1,6 @@
 """The next chunk of steps runs on the device before the last one is read, and changes nothing."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine, compiling, programs
 from dms_jax.generation.launched import LANES_AHEAD
+from dms_jax.generation.reporting import Reporter
+from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
 from tests.support.instances import further
@@ -35,8 +38,15 @@ def in_order(monkeypatch, engine, given, **options):
     return completions, order
 
 
-AHEAD = ["launch", "launch", "read", "launch", "read", "read"]
-IN_TURN = ["launch", "read"] * 3
+def spelled(order: str) -> list[str]:
+    return [{"L": "launch", "R": "read"}[letter] for letter in order.replace(" ", "")]
+
+
+# Answers of 20 tokens: chunks of 8 steps in two programs, and of the last 3 in one.
+AHEAD = spelled("LL LL RR L RR R")
+IN_TURN = spelled("LL RR LL RR L R")
+# While others wait the last program of a chunk runs on, unless answers end with it.
+REFILLED = spelled("LL R LL R R L R R")
 
 
 @pytest.mark.slow
@@ -70,9 +80,9 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
             order.append("prompt" if program is programs.extend else "steps")
         return call(program, *arguments)
 
-    def fetched(runner, lengths):
+    def fetched(runner, *arguments):
         order.append("lengths")
-        return read(runner, lengths)
+        return read(runner, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(compiling.Program, "__call__", launched)
@@ -112,8 +122,67 @@ def test_lanes_are_refilled_before_the_next_chunk(monkeypatch):
     engine = engine_for("dms")
     given = prompts()
     completions, order = in_order(monkeypatch, engine, given)
-    assert order == IN_TURN + AHEAD
+    assert order == REFILLED + AHEAD
     assert completions == engine.generate(given, sampling=GREEDY, on_tokens=lambda update: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(name, monkeypatch):
+    """Answers and every figure of usage are those of chunks that run in turn."""
+    engine, order = engine_for(name), []
+    lengths = (3, 9, 20, 6, 17, 12, 1, 20, 11)
+    launch, read = compiling.Program.__call__, Runner.read
+    known = {programs.extend: "prompts", programs.first_tokens: "first", programs.decode: "steps"}
+
+    def launched(program, *arguments):
+        order.append(known[program])
+        return launch(program, *arguments)
+
+    def fetched(runner, chunk):
+        order.append("read")
+        return read(runner, chunk)
+
+    def answers(on_tokens):
+        requests = make_requests(engine.model.config, prompts(lengths), GREEDY)
+        for request, count in zip(requests, lengths[::-1], strict=True):
+            request.max_new_tokens = count
+        return engine.serve(requests, GREEDY, on_tokens)
+
+    expected = answers(lambda update: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling.Program, "__call__", launched)
+        patch.setattr(Runner, "read", fetched)
+        assert answers(None) == expected
+    told = " ".join(order)
+    assert "read prompts read" in told  # a lane was given away while the steps ran
+    assert "prompts first" in told.replace("prompts read", "prompts")
+    assert told.count("steps") == told.count("read")  # nothing is left on the device
+    assert engine.runner.allocator.pages_in_use == 0
+    assert not engine.runner.unread.any()
+
+
+def test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on(monkeypatch):
+    """The device does not know that such an answer has ended: its chunk is read as a whole."""
+    engine = engine_for("dms")
+    running_on, settle = [], Reporter.settle
+
+    def settled(reporter, *arguments):
+        running_on.append(bool(reporter.runner.unread.any()))
+        settle(reporter, *arguments)
+
+    monkeypatch.setattr(Reporter, "settle", settled)
+
+    def serve(sampling):
+        coming = collections.deque([make_requests(engine.model.config, SIX, sampling)])
+        given = lambda wait: coming.popleft() if coming else None  # noqa: E731
+        engine.serve([], GREEDY, lambda update: None, incoming=given)
+
+    serve(dataclasses.replace(GREEDY, stop=("\x00never",)))
+    assert running_on
+    assert not any(running_on)
+    serve(GREEDY)
+    assert any(running_on)
 
 
 def ending_with(tokens: tuple[int, ...], lanes: int) -> Engine:
@@ -133,14 +202,15 @@ def test_answers_that_end_at_a_token(monkeypatch):
     completions, order = in_order(monkeypatch, engine, SIX)
     ended = [each.tokens for each in completions if each.finish_reason == "end"]
     assert 1 < len(ended) < len(SIX)
-    assert order[:3] == AHEAD[:3]
+    assert order[:5] == AHEAD[:5]
     expected, in_turn = in_order(monkeypatch, engine, SIX, on_tokens=lambda update: None)
     assert completions == expected
     assert len(order) == len(in_turn)
     assert engine.runner.allocator.pages_in_use == 0
     few, order = in_order(monkeypatch, engine, SIX[: LANES_AHEAD - 1])
     assert [each.tokens for each in few] == [each.tokens for each in expected[: len(few)]]
-    assert order == ["launch", "read"] * (len(order) // 2)
+    assert order[:4] == IN_TURN[:4]
+    assert "launch launch launch" not in " ".join(order)
 
 
 @pytest.mark.slow
@@ -150,7 +220,7 @@ def test_answers_that_all_end_at_once(monkeypatch):
     (answer,) = engine_for("dms").generate(same[:1], sampling=GREEDY)
     engine = ending_with((answer.tokens[5],), LANES_AHEAD)
     completions, order = in_order(monkeypatch, engine, same)
-    assert order == ["launch", "launch", "read", "read"]
+    assert order == spelled("LLLL RRRR")
     assert completions == engine.generate(same, sampling=GREEDY, on_tokens=lambda update: None)
     assert not engine.runner.unread.any()
     assert engine.generate(same, sampling=GREEDY) == completions
@@ -184,7 +254,7 @@ def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
     policy = dms_jax.KCache(top=4, first_layers=1)
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
     _, order = in_order(monkeypatch, engine, TWO)
-    assert order == IN_TURN
+    assert order == spelled("LR LR LR")
 
 
 def test_a_wider_program_waits_for_the_lengths(monkeypatch):
@@ -208,7 +278,7 @@ def test_a_cancellation_waits_for_the_chunk_that_was_launched(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "read", cancelled)
         completions, order = in_order(patch, engine, TWO)
-    assert order == ["launch", "launch", "read", "read", "launch", "read"]
+    assert order == spelled("LLLL RRRR L R")
     assert completions[0].finish_reason == "cancelled"
     assert completions[0].tokens == expected[0].tokens[:17]  # the first one, and two chunks
     assert completions[1].tokens == expected[1].tokens

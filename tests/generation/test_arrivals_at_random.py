@@ -9,7 +9,7 @@ from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.requests import make_request
 from tests.generation.support import model_for, prompts
 
-SHAPE = dict(num_lanes=4, page_size=8, chunk=4, prefill_chunk=16)
+SHAPE = dict(num_lanes=4, page_size=8, prefill_chunk=16)
 PROMPTS = prompts((5, 30, 40))
 # The second often: those that come together share it, and so do those that come while it is read.
 CHOICES = (0, 1, 1, 1, 1, 1, 2)
@@ -23,13 +23,20 @@ def settings(random_number, new_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "pages"), [("vanilla", 14), ("dms", 9)])
-def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(name, pages):
-    """Among them are requests whose first token ends them before their copy of a prompt fits."""
+@pytest.mark.parametrize(
+    ("name", "pages", "chunk"),
+    [("vanilla", 14, 4), ("dms", 9, 4), ("vanilla", 16, 8), ("dms", 10, 8), ("dms", 40, 8)],
+)
+def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(name, pages, chunk):
+    """Among them are requests whose first token ends them before their copy of a prompt fits.
+
+    Of chunks of 8 steps the second half may run while lanes are given away.
+    """
     model = model_for(name, ends=False)
-    whole = Engine(model, max_tokens=64, **SHAPE)
+    whole = Engine(model, max_tokens=64, chunk=chunk, **SHAPE)
     rows = model.config.num_layers * model.config.num_kv_heads
-    engine = Engine(model, max_tokens=64, memory=pages * rows * whole.runner.page_bytes, **SHAPE)
+    memory = pages * rows * whole.runner.page_bytes
+    engine = Engine(model, max_tokens=64, memory=memory, chunk=chunk, **SHAPE)
     alone = {}
     for seed in range(ROUNDS):
         choose = random.Random(seed)

@@ -354,7 +354,7 @@ def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
     """A text is read when `read` returns: its errors are not those of the next turn."""
     context, question = prompts([7, 6])
 
-    def refuse(runner, lengths):
+    def refuse(runner, *_):
         raise KeyboardInterrupt
 
     def answered(interrupted):
