@@ -5,11 +5,12 @@ host reads: tokens that end no answer, lengths, and counts. Requests, lanes, lay
 those of a real call (`engine`), with little in each vector, so that what is left of its time is the
 host's. Reported, in milliseconds, medians over the turns of all runs:
 
-- **to_prompts**: from the arrival of a chunk's results to the launch of newcomers' prompts, and
-  **to_steps**: to that of the next steps, where nobody has come. The device is idle meanwhile.
+- **to_prompts**: from the arrival of the results that a turn waits for to the launch of newcomers'
+  prompts, and **to_steps**: to that of the next steps, where nobody has come. The last steps of a
+  chunk run on meanwhile, if they take as long; behind those of a whole chunk the device is idle.
 - **prompts_to_steps**: from the first to the last of these launches, where some have come.
 - **to_first_launch**: from the call to its first program.
-- **turn**: the whole call over its chunks.
+- **turn**: the whole call over its programs of steps, of which a chunk has several.
 - **functions**, with --profile: of one more call under cProfile, which itself takes time, the
   milliseconds a turn of each function with what it calls.
 
@@ -110,7 +111,7 @@ def decode(
 
 
 class Marks:
-    """When chunks arrived, and when programs were launched."""
+    """When the results of steps arrived, and when programs were launched."""
 
     def __init__(self):
         self.events: list[tuple[str, float]] = []
@@ -151,7 +152,7 @@ class Marks:
         found: dict[str, list[float]] = dict(to_prompts=[], to_steps=[], prompts_to_steps=[])
         since: dict[str, float] = {}  # of this turn: the chunk, and the first prompts
         for name, now in self.events:
-            if name == "chunk":
+            if name == "chunk" and "extend" not in since:  # else one that ran on
                 since = {name: now}
             elif "chunk" in since and name == "extend" and name not in since:
                 found["to_prompts"].append(1e3 * (now - since["chunk"]))
@@ -180,7 +181,7 @@ def main(config: Config) -> None:
     sampling = engine.sampling_of(timed)
 
     def serve(profile: cProfile.Profile | None = None) -> tuple[float, float, int]:
-        """Returns the milliseconds of a call and those to its first launch, and its chunks."""
+        """Returns the milliseconds of a call and to its first launch, and its programs of steps."""
         requests = engine.requests_of(timed, model, 1)
         longest = timed.prompts[1] + 2 * timed.new_tokens
         served = Engine(model, num_lanes=timed.lanes, max_tokens=longest, chunk=timed.chunk)
