@@ -177,9 +177,10 @@ class Reporter:
 
         A callback that raises stops it.
         """
-        while self._ended:  # each once, whatever interrupts it
-            request, usage = self._ended.pop()
+        while self._ended:
+            request, usage = self._ended[-1]
             record_usage(request, **usage)
+            self._ended.pop()  # not before: an interrupt would lose what it has answered
         # All is kept until all texts are made: what an interrupt stops is made by the next call.
         for news in self._untold:
             if news.text is None:

@@ -277,7 +277,7 @@ def check_finite(drawn: Iterable[tuple[Request, np.bool_ | np.ndarray]]) -> None
 
 
 def record_usage(request: Request, *, cached: int, live: int, **held: int) -> None:
-    """Sets the usage of a request that has ended.
+    """Sets the usage of a request that has ended; again if an interrupt stops it, to the same.
 
     Tokens after a stop string count only towards the pages that hold them.
 
@@ -287,13 +287,14 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
       live: live slots of its lane, summed over all rows.
       **held: `cache_bytes` and `host_bytes` of its lane.
     """
-    request.meter.add(*request.totals())
+    meter = dataclasses.replace(request.meter)
+    meter.add(*request.totals())
     prompt_tokens = len(request.before) + len(request.prompt)
     seen = request.seen + prompt_tokens + len(request.generated) - 1
     if not request.generated:  # cancelled, perhaps in the middle of its prompt
         seen = cached
     if cached == seen:  # nothing came after a stop string
-        request.meter.finish(live)
-    request.usage = request.meter.usage(
+        meter.finish(live)
+    request.usage = meter.usage(
         prompt_tokens=prompt_tokens, new_tokens=len(request.generated), seen=seen, **held
     )

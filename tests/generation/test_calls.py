@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import sys
 import threading
 import types
 
@@ -9,6 +10,7 @@ import chex
 import pytest
 
 import dms_jax
+from dms_jax.cache.accounting import Meter
 from dms_jax.errors import BusyError, CapacityError
 from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Engine, Generation
@@ -121,6 +123,28 @@ def test_a_second_interrupt_carries_them_too(monkeypatch):
         with pytest.raises(KeyboardInterrupt, match="the second") as caught:
             engine.generate(given, sampling=SHORT, on_tokens=interrupt)
     assert caught.value.finished == dict(enumerate(expected[:2]))
+
+
+@pytest.mark.parametrize("place", ["add", "finish", "usage"])
+def test_an_interrupt_while_a_use_is_accounted_for_loses_nothing(place, monkeypatch):
+    """It comes before, in the middle of and behind what changes the figures; they are the same."""
+    given = prompts((5, 13))
+    engine = engine_for("vanilla")
+    expected, real = engine.generate(given, sampling=SHORT), getattr(Meter, place)
+    left = ["the first"]
+
+    def interrupted(meter, *arguments, **options):
+        result = real(meter, *arguments, **options)
+        if left and sys._getframe(1).f_code.co_name == "record_usage":
+            raise KeyboardInterrupt(left.pop())
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meter, place, interrupted)
+        with pytest.raises(KeyboardInterrupt, match="the first") as caught:
+            engine.generate(given, sampling=SHORT)
+    assert caught.value.finished == dict(enumerate(expected))
+    assert engine.generate(given, sampling=SHORT) == expected
 
 
 @pytest.mark.slow
