@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+import numpy as np
 import pytest
 
 import dms_jax
@@ -160,6 +161,23 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(na
     assert told.count("steps") == told.count("read")  # nothing is left on the device
     assert engine.runner.allocator.pages_in_use == 0
     assert not engine.runner.unread.any()
+
+
+def test_a_lane_that_is_cleared_stays_empty_whatever_was_launched_for_it():
+    """The lengths that prompts leave are read later than one of their lanes is cleared."""
+    engine = engine_for("dms")
+    runner, tokens = engine.runner, {lane: np.arange(3, 9) for lane in (0, 1)}
+    shape = next(each for each in engine._shapes.all if each.entries >= 2 and each.width >= 6)
+    with runner.working():
+        runner.reserve(np.array([6, 6]), prompt=True)
+        runner.extend(tokens, shape=shape, prompt=True, ends_prompt=[0, 1])
+        runner.clear([0])
+        assert not runner.lengths_of(0).any()  # nothing of its own to wait for
+        runner.read_prompts()
+        assert not runner.lengths[:, 0].any()
+        assert (runner.lengths[:, 1] > 0).all()
+        assert runner.allocator.pages_in_use == runner.lengths[:, 1].size
+        runner.clear([1])
 
 
 def test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on(monkeypatch):

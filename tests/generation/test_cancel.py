@@ -6,6 +6,7 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Update
+from dms_jax.generation.requests import make_requests
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
 from tests.generation.test_streaming import Listener
 
@@ -44,6 +45,22 @@ def test_running_and_waiting_requests_end(name):
     assert 0 < one.usage.kv_reads < expected[1].usage.kv_reads
     assert (never.tokens, never.text, never.logprobs) == ([], "", [])
     assert (never.usage.kv_reads, never.usage.peak_tokens, never.usage.cache_bytes) == (0, 0, 0)
+    assert engine.runner.allocator.pages_in_use == 0
+
+
+def test_a_request_that_came_ends_though_steps_run_on():
+    """While others may come the last program of a chunk is not waited for; for these ends it is."""
+    engine, given = engine_for("vanilla"), prompts((5, 9))
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=50)
+    requests = make_requests(engine.model.config, given, sampling)
+    for index, request in enumerate(requests):
+        request.index = index
+    coming = [list(requests)]
+    listener = Cancel(engine, 2, at=1, indices=[0])
+    engine.serve([], GREEDY, listener, incoming=lambda wait: coming.pop() if coming else None)
+    assert [each.finish_reason for each in requests] == ["cancelled", "length"]
+    assert len(requests[0].generated) <= 1 + 2 * CHUNK
+    assert len(requests[1].generated) == 50
     assert engine.runner.allocator.pages_in_use == 0
 
 

@@ -25,6 +25,9 @@ BATCHES = "tests/generation/test_batches.py"
 PROMPTS = "tests/generation/test_prompt_programs.py"
 UNPADDED = "tests/model/test_unpadded.py"
 TURNS = "tests/generation/test_turns.py"
+CALLS = "tests/generation/test_calls.py"
+CANCEL = "tests/generation/test_cancel.py"
+RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others"
 
 MUTANTS = [
     Mutant(
@@ -310,6 +313,55 @@ MUTANTS = [
         (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
     ),
     Mutant(
+        "generation: a program of steps sets the lengths of lanes that were given away since",
+        FOLDER + "rows.py",
+        "lengths = np.where(lanes[:, None], lengths, self._lengths)",
+        "pass",
+        (f"{AHEAD}::{RUN_ON}",),
+    ),
+    Mutant(
+        "generation: prompts that were launched set the lengths of a lane that was cleared since",
+        FOLDER + "rows.py",
+        "counts[lanes] = 0",
+        "pass",
+        (f"{AHEAD}::test_a_lane_that_is_cleared_stays_empty_whatever_was_launched_for_it",),
+    ),
+    Mutant(
+        "generation: a lane is given away while its answer goes on behind a stop string",
+        FOLDER + "engine.py",
+        "if any(each.sampling.stop_strings for each in self._running.values()):",
+        "if False:",
+        (f"{AHEAD}::test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on",),
+    ),
+    Mutant(
+        "generation: a cancelled request goes on as long as steps run on",
+        FOLDER + "engine.py",
+        " or self._cancelled:  # ended when none runs",
+        ":",
+        (f"{CANCEL}::test_a_request_that_came_ends_though_steps_run_on",),
+    ),
+    Mutant(
+        "generation: the device is idle while lanes are given away",
+        FOLDER + "engine.py",
+        "behind = max(behind, 1)",
+        "pass",
+        (TURNS, f"{AHEAD}::{RUN_ON}"),
+    ),
+    Mutant(
+        "generation: a chunk is one program",
+        FOLDER + "launched.py",
+        "least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))",
+        "least = num_steps",
+        (TURNS,),
+    ),
+    Mutant(
+        "generation: what an interrupt stops of a use is counted twice",
+        FOLDER + "requests.py",
+        "meter = dataclasses.replace(request.meter)",
+        "meter = request.meter",
+        (f"{CALLS}::test_an_interrupt_while_a_use_is_accounted_for_loses_nothing",),
+    ),
+    Mutant(
         "generation: what ended is accounted for while the device is idle",
         FOLDER + "reporting.py",
         "self._ended.append((request, usage))",
@@ -347,8 +399,8 @@ MUTANTS = [
     Mutant(
         "generation: something is put back while an answer of one token fills the pool",
         FOLDER + "engine.py",
-        "if self._launched.drawn:  # those",
-        "if False:  # those",
+        "if self._launched.drawn or self._launched.chunks:",
+        "if self._launched.chunks:",
         (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
     ),
     Mutant(
