@@ -37,8 +37,8 @@ TRAINING = (
     "divergence: nats a token from the model itself, on the tokens of its answers to questions "
     "that were held out, with what the policy evicts. reached: tokens over tokens that were not "
     "marked, at the last step. score: GSM8K, greedy, for Qwen, PIQA for SmolLM2. seconds: of the "
-    "steps, alone on the card; beside other work on it in runs 1 and 5, of SmolLM2, and in run 3 "
-    "of what took 0.3 of the tokens, apart from low rank to 4 and KVpop."
+    "steps. Alone on the card were what was trained of Qwen in run 2, and in run 3 what had 20M "
+    "tokens, low rank to 4 and KVpop; all else was beside other work on it."
 )
 SWEEP = (
     "Each is the first one with one setting changed, to a nominal ratio of 4, and is compared with "
@@ -76,13 +76,16 @@ SMOLLM2 = (
     "nominal one. The adapter is the [one that ships](../../../dms_jax/assets/"
     "smollm2-135m-instruct-dms/README.md). Methods without training hold what its line held, task "
     "by task; SnapKV and ExpectedAttention hold a whole prompt until their first cut, and Quest, "
-    "KCache and float8 all of it. The trainings read needles of the same wording, drawn with other "
+    "KCache and float8 all of it. In the picture, too, ExpectedAttention therefore holds more "
+    "than the others. The trainings read needles of the same wording, drawn with other "
     "seeds."
 )
 SPEED = (
     "Keys and values are random, and DMS is played by draws with uneven heads; the scorers of "
-    "KVzap and KVpop are not trained. reads a row: entries of keys and values read by a step, "
-    "averaged over layers, heads and sequences. Peaks of "
-    "accuracy tables are shorter than this context, where weights are most of what a step "
+    "KVzap and KVpop are not trained. Windows are of 256 tokens; SnapKV and ExpectedAttention cut "
+    "every 256 steps, where they cut every 16 for the tables of accuracy, and ms a step is without "
+    "cuts. KCache has its values in the host's memory, there on the device. reads a row: entries "
+    "of keys and values read by a step, averaged over layers, heads and sequences. Peaks of "
+    "accuracy tables are shorter than this context, and there weights are most of what a step "
     "reads."
 )

@@ -1,10 +1,11 @@
-"""The page: a verdict on each bar, then every table."""
+"""The page: a verdict on each bar, every table, then what a reader of them wrote."""
 
 import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from dms_jax import DMS
 from dms_jax.evaluation import Measured
 from experiments.reproduction.claims.cells import percent, table
 from experiments.reproduction.files import wrap, write_json, write_text
@@ -68,7 +69,6 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     parts = ["# Real language models with a small cache", _opening(results)]
     if results.labels(QWEN, "gsm8k"):
         parts += ["## Verdicts", verdicts(results)]
-    parts += [notes] if notes else []
     if results.labels(QWEN, "gsm8k"):
         parts += ["## Qwen2.5-Coder-0.5B-Instruct on GSM8K"]
         parts += ["![Accuracy of each method](gsm8k.png)"] if "gsm8k.png" in pictures else []
@@ -101,6 +101,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
             parts += [legends.LONGER, others(config, results, SMOLLM2)]
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
+    parts += [notes] if notes else []
     parts += ["## Again", again(results.commands, results.decided, results.main)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -273,14 +274,14 @@ def gains(results: Results) -> str:
 
 
 def smollm2(results: Results) -> str:
-    """Each task of SmolLM2, with the peak beside it."""
-    order = [VANILLA]
-    order += [
-        job.label
+    """Each task of SmolLM2, with the peak beside it: the control, then ratio by ratio DMS first."""
+    asked = [
+        (each.policy is not None, float(job.setting), not isinstance(each.policy, DMS), job.label)
         for each in TRAININGS.values()
         if each.model == SMOLLM2
         for job in asked_of(each, "piqa")
     ]
+    order = [VANILLA, *(label for *_, label in sorted(asked, key=lambda each: each[:-1]))]
     order += [name for name in FREE if name != VANILLA]
     rows = []
     for label in order:

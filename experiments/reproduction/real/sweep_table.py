@@ -42,7 +42,7 @@ def sweep_said(results: Results) -> str:
     """Which settings solve less than the middle of the sweep, more, or neither that can be told.
 
     Told is what is two standard errors away from it. A setting whose peak is another has it beside,
-    and one of another run that run, with whose middle it is compared.
+    and one of another run than the verdicts' that run, with whose middle it is compared.
     """
     middle = results.get(QWEN, end_of(CENTRE.name), "gsm8k")
     groups: dict[str, list[str]] = {"less": [], "more": [], "neither": []}
@@ -55,18 +55,29 @@ def sweep_said(results: Results) -> str:
         record = results.records[QWEN, end_of(training.name), "gsm8k"]
         other = abs(record["peak"] / middle["peak"] - 1) > _SAME_PEAK
         beside = f", from a peak of {record['peak']:.0f}" if other else ""
-        beside += f", run {record['run']}" if record["run"] != middle["run"] else ""
+        beside += f", run {record['run']}" if record["run"] != results.main else ""
         groups[kind] += [f"{_changed(training)} ({percent(gap, sign=True)}{beside})"]
     if middle is None or not any(groups.values()):
         return ""
     lines = [
-        f"The first one solves {percent(score(middle))}% from a peak of {middle['peak']:.0f}. Two "
-        "standard errors away from it are:",
+        f"The first one solves {_middles(results)}. Two standard errors away from that of their "
+        "own run are:",
         "",
         *(f"- {kind}: {'; '.join(groups[kind]) or 'none'}." for kind in ("less", "more")),
         f"- not told from it: {'; '.join(groups['neither']) or 'none'}.",
     ]
     return "\n".join(lines)
+
+
+def _middles(results: Results) -> str:
+    """What the middle of the sweep solves in each run that has it, and from which peak."""
+    label, said = end_of(CENTRE.name), []
+    for log in results.logs:
+        record = results.of_run(log["run"], QWEN, label, "gsm8k")
+        if log["training"] == CENTRE.name and record is not None:
+            of = f" (run {log['run']})" if log["run"] != results.main else ""
+            said.append(f"{percent(score(record))}% from a peak of {record['peak']:.0f}{of}")
+    return ", ".join(said)
 
 
 def _changed(training: Training) -> str:

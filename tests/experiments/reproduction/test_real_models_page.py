@@ -282,7 +282,8 @@ def test_a_sweep_says_what_is_told_from_its_middle(config):
     _trained(config, "sweep-window-256", 120, 230.0)
     _trained(config, "sweep-adapter", 98, 92.0)
     assert page.sweep_said(Results.read(config)).splitlines() == [
-        "The first one solves 25.0 ± 2.2% from a peak of 90. Two standard errors away from it are:",
+        "The first one solves 25.0 ± 2.2% from a peak of 90. Two standard errors away from that of "
+        "their own run are:",
         "",
         "- less: texts in place of answers (-10.0 ± 1.5).",
         "- more: window 256 (+5.0 ± 1.1, from a peak of 230).",
@@ -312,7 +313,13 @@ def test_a_sweep_over_two_runs_compares_each_setting_with_the_middle_of_its_run(
     ]
     said = page.sweep_said(results)
     assert "- more: texts in place of answers (+2.5 ± 0.8, run 1); adapter (+1.2 ± 0.6)." in said
-    assert "The first one solves 22.5" in said
+    assert (
+        "solves 22.5 ± 2.1% from a peak of 91, 25.0 ± 2.2% from a peak of 90 (run 1). Two" in said
+    )
+    # Where the verdicts are of neither's run, all of them name theirs, as rows of tables do.
+    said = page.sweep_said(dataclasses.replace(results, main=3))
+    assert "91 (run 2), 25.0 ± 2.2% from a peak of 90 (run 1)" in said
+    assert "(+2.5 ± 0.8, run 1); adapter (+1.2 ± 0.6, run 2)." in said
 
 
 def test_rulers_other_tasks_have_a_table_for_each_length(config):
@@ -328,6 +335,39 @@ def test_rulers_other_tasks_have_a_table_for_each_length(config):
     assert "| TOVA | 38 | 38 | 37.5 ± 2.4 | -12.5 ± 1.7 | 1000 |" in said
     assert "|  | RULER's others, 8,192 |" in said
     assert "4,096 tokens:" not in said
+
+
+def test_rows_of_smollm2_are_the_control_and_then_ratio_by_ratio_with_dms_first(config):
+    paths = Paths(config)
+    for system, ratio in (
+        ("smollm2-kvpop", "4"),
+        ("smollm2-all-to-8", "8"),
+        ("smollm2-kvpop", "2"),
+        ("smollm2-control", "4"),
+        ("smollm2-all-to-8", "2"),
+    ):
+        job = Job("asking", "smollm2", system, ratio, "needle")
+        write_json(paths.result(job), figures(100, 9.0))
+    write_json(paths.result(free("smollm2", "tova", "needle")), figures(100, 9.0))
+    rows = page.smollm2(Results.read(config)).splitlines()[2:]
+    assert [row.strip("| ").partition(" | ")[0] for row in rows] == [
+        "vanilla",
+        "trained further (the control)",
+        "DMS, all weights, window 16, at 2",
+        "KVpop, window 16, as much as DMS at 2",
+        "DMS, adapter, window 16, to 4",
+        "KVpop, window 16",
+        "DMS, all weights, window 16, to 8",
+        "TOVA",
+    ]
+
+
+def test_verdicts_and_tables_stand_before_what_a_reader_wrote(config):
+    said = page.page(config, Results.read(config), set(), "## What the figures say")
+    headings = [line for line in said.splitlines() if line.startswith("## ")]
+    assert headings[0] == "## Verdicts"
+    assert headings[-2:] == ["## What the figures say", "## Again"]
+    assert "## SmolLM2-135M-Instruct" in headings
 
 
 def test_systems_have_names():
