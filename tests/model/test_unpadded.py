@@ -10,13 +10,17 @@ from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies.values import Tokens
 
 
+# Sequences, width and places: each compiles programs of its own, the counts do not.
+SHAPES = [(1, 1, 3), (1, 9, 9), (5, 4, 12), (7, 9, 40)]
+
+
 @st.composite
 def lines(draw):
     """Counts of some sequences, a width, and at least as many places as there are tokens."""
-    width = draw(st.integers(1, 9))
-    counts = draw(st.lists(st.integers(0, width), min_size=1, max_size=7))
-    places = draw(st.integers(max(1, sum(counts)), sum(counts) + 9))
-    return np.array(counts, np.int32), width, places
+    sequences, width, places = draw(st.sampled_from(SHAPES))
+    counts = draw(st.lists(st.integers(0, width), min_size=sequences, max_size=sequences))
+    within = np.diff(np.minimum(np.cumsum(counts), places), prepend=0)
+    return within.astype(np.int32), width, places
 
 
 @hypothesis.settings(max_examples=25, deadline=None)
