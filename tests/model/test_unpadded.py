@@ -9,7 +9,6 @@ import numpy as np
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies.values import Tokens
 
-
 # Sequences, width and places: each compiles programs of its own, the counts do not.
 SHAPES = [(1, 1, 3), (1, 9, 9), (5, 4, 12), (7, 9, 40)]
 
