@@ -17,8 +17,7 @@ TILES = "tests/pallas_kernels/training/test_tiles.py"
 KERNELS = "tests/pallas_kernels/training/test_kernels.py"
 MMA_TRAINING = f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_mma-['odd_group']]"
 WIDE_TRAINING = (
-    f"{KERNELS}::test_gpu_kernels_in_the_interpreter"
-    "[mosaic_gpu-['dim_256', 'dim_256_packed:75']]"
+    f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_gpu-['dim_256', 'dim_256_packed:75']]"
 )
 MMA_PROMPT = f"{PREFILL}::test_gpu_kernel_in_the_interpreter[mosaic_mma-['small_pages']]"
 WRITE = "pallas_kernels/update/"
