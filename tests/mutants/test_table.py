@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -27,6 +29,20 @@ def test_it_can_be_planted(mutant):
         for name in names:
             defined = rf"^ *(def|class) {name.split('[')[0]}\("
             assert re.search(defined, source, re.MULTILINE), f"{path} has no {name}"
+
+
+@pytest.mark.slow
+def test_instances_that_it_names_are_collected():
+    """pytest runs nothing for an instance that is not there, and the mutant seems to survive."""
+    named = {test for mutant in MUTANTS for test in mutant.tests if "[" in test}
+    files = sorted({test.split("::")[0] for test in named})
+    collect = ["-m", "pytest", "--collect-only", "-q", "-o", "addopts=--import-mode=importlib"]
+    done = subprocess.run(
+        [sys.executable, *collect, *files], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert named
+    assert not named - set(done.stdout.splitlines())
 
 
 def test_what_cannot_be_planted_says_why():
