@@ -255,6 +255,7 @@ class Engine:
                     compile_first(self.runner, self._shapes, requests, *compiled)
                 while self._arrivals.receive(self.runner, waiting, self._running, reporter.tell):
                     if self._cancelled:  # meanwhile: their lanes are free, and none is for them
+                        self._catch_up(waiting, reporter)
                         self._report(reporter, waiting)
                     if takes_turns or not self._reading.parts:
                         self._admit(waiting)
@@ -358,6 +359,9 @@ class Engine:
             return
         while self._launched.chunks:
             self._launched.read_chunk()
+        reporter.tell()
+        if self._cancelled:  # perhaps in the middle of a prompt, of which what was read counts
+            self._launched.read()
         reporter.settle(self._running, waiting)
 
     def _reserve_or_preempt(
@@ -416,13 +420,13 @@ class Engine:
         running_on = len(launched.chunks)  # programs of the chunk before
         launched.decode(self._decoding(), *chunk)
         reporter.tell()  # of the chunk before
-        first = joined and bool(launched.drawn)
+        news = joined and bool(launched.drawn or running_on)  # which no later steps hold back
         launched.read()  # prompts, while the steps run
         for _ in range(running_on):
             launched.read_chunk()
         self.runner.trim()
         record_peak_bytes(self.runner, self._running)
-        if first:
+        if news:
             self._report(reporter, waiting)
         while True:
             unread = len(launched.chunks)
@@ -431,7 +435,7 @@ class Engine:
             if ahead:
                 launched.decode(self._running, *chunk)
             behind = len(launched.chunks) - unread  # programs that run on
-            several = launched.steps_a_program(num_steps) < num_steps and not reporter.keep
+            several = launched.steps_a_program(num_steps) < num_steps
             if several and self._overlaps(waiting, awaited=awaited):
                 behind = max(behind, 1)
             reporter.tell()  # of the last one that was read
@@ -452,7 +456,7 @@ class Engine:
         away in which it goes on: a stop string is only in the text.
         """
         joined = self._arrivals.incoming is not None
-        if not (joined or (waiting and not awaited)) or self._cancelled:  # ended when none runs
+        if not (joined or (waiting and not awaited)):
             return False
         if any(each.sampling.stop_strings for each in self._running.values()):
             return False

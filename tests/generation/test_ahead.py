@@ -1,6 +1,5 @@
 """The next chunk of steps runs on the device before the last one is read, and changes nothing."""
 
-import collections
 import dataclasses
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, compiling, programs
+from dms_jax.generation.batches import Shape
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.reporting import Reporter
 from dms_jax.generation.requests import make_requests
@@ -19,8 +19,8 @@ TWO = prompts((5, 13))
 SIX = prompts((5, 9, 13, 7, 11, 3))
 
 
-def in_order(monkeypatch, engine, given, **options):
-    """Returns the completions of a call, and the order in which chunks were launched and read."""
+def noted(monkeypatch):
+    """Returns a list to which launches and reads of programs of steps are added in order."""
     order, call, read = [], compiling.Program.__call__, Runner.read
 
     def launched(program, *arguments):
@@ -32,11 +32,23 @@ def in_order(monkeypatch, engine, given, **options):
         order.append("read")
         return read(runner, chunk)
 
+    monkeypatch.setattr(compiling.Program, "__call__", launched)
+    monkeypatch.setattr(Runner, "read", fetched)
+    return order
+
+
+def in_order(monkeypatch, engine, given, **options):
+    """Returns the completions of a call, and the order in which chunks were launched and read."""
     with monkeypatch.context() as patch:
-        patch.setattr(compiling.Program, "__call__", launched)
-        patch.setattr(Runner, "read", fetched)
+        order = noted(patch)
         completions = engine.generate(given, sampling=GREEDY, **options)
     return completions, order
+
+
+def arrived(engine, requests, on_tokens=None):
+    """Serves requests that come together while the engine waits for some."""
+    coming = [requests]
+    engine.serve([], GREEDY, on_tokens, incoming=lambda wait: coming.pop() if coming else None)
 
 
 def spelled(order: str) -> list[str]:
@@ -118,6 +130,32 @@ def test_prompts_evict_within_the_pages_that_they_took_in_turn(policy, monkeypat
         runner.allocator._free[0] = whole
 
 
+def test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it(monkeypatch):
+    """It is not waited for, and the lengths that its program returns later are nobody's."""
+    runner, given = Engine(model_for("dms", ends=False), max_tokens=64, **SHAPE).runner, [0, 1]
+    waited, read = [], Runner.read_lengths
+
+    def fetched(runner, *arguments):
+        waited.append(True)
+        read(runner, *arguments)
+
+    monkeypatch.setattr(Runner, "read_lengths", fetched)
+    with runner.working():
+        runner.reserve(np.array([8, 5]), prompt=True)
+        tokens = {lane: np.asarray(prompts((8, 5))[lane], np.int32) for lane in given}
+        shape = Shape(8, entries=2, places=None)
+        runner.extend(tokens, shape=shape, prompt=True, ends_prompt=given)
+        runner.clear([0])
+        assert runner.slots_held().max((0, 2)).tolist() == [0, 5]
+        assert not runner.lengths_of(0).any()
+        assert not waited
+        assert set(runner.lengths_of(1).flat) == {5}  # the window evicts nothing yet
+        assert waited
+        assert runner.lengths.max((0, 2)).tolist() == [0, 5]
+        runner.clear([1])
+    assert runner.allocator.pages_in_use == 0
+
+
 def test_lanes_are_refilled_before_the_next_chunk(monkeypatch):
     """While a request waits for a lane, an answer that ended is read at once."""
     engine = engine_for("dms")
@@ -163,23 +201,6 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(na
     assert not engine.runner.unread.any()
 
 
-def test_a_lane_that_is_cleared_stays_empty_whatever_was_launched_for_it():
-    """The lengths that prompts leave are read later than one of their lanes is cleared."""
-    engine = engine_for("dms")
-    runner, tokens = engine.runner, {lane: np.arange(3, 9) for lane in (0, 1)}
-    shape = next(each for each in engine._shapes.all if each.entries >= 2 and each.width >= 6)
-    with runner.working():
-        runner.reserve(np.array([6, 6]), prompt=True)
-        runner.extend(tokens, shape=shape, prompt=True, ends_prompt=[0, 1])
-        runner.clear([0])
-        assert not runner.lengths_of(0).any()  # nothing of its own to wait for
-        runner.read_prompts()
-        assert not runner.lengths[:, 0].any()
-        assert (runner.lengths[:, 1] > 0).all()
-        assert runner.allocator.pages_in_use == runner.lengths[:, 1].size
-        runner.clear([1])
-
-
 def test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on(monkeypatch):
     """The device does not know that such an answer has ended: its chunk is read as a whole."""
     engine = engine_for("dms")
@@ -192,15 +213,27 @@ def test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on(monkeypatch):
     monkeypatch.setattr(Reporter, "settle", settled)
 
     def serve(sampling):
-        coming = collections.deque([make_requests(engine.model.config, SIX, sampling)])
-        given = lambda wait: coming.popleft() if coming else None  # noqa: E731
-        engine.serve([], GREEDY, lambda update: None, incoming=given)
+        arrived(engine, make_requests(engine.model.config, SIX, sampling), lambda update: None)
 
     serve(dataclasses.replace(GREEDY, stop=("\x00never",)))
     assert running_on
     assert not any(running_on)
     serve(GREEDY)
     assert any(running_on)
+
+
+def test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run(monkeypatch):
+    """An answer that ends with a chunk is not told behind the next one."""
+    engine, order = engine_for("vanilla"), noted(monkeypatch)
+    requests = make_requests(engine.model.config, prompts((5, 7)), GREEDY)
+    requests[0].max_new_tokens = 1 + SHAPE["chunk"]
+
+    def told(update):
+        if update.finished:
+            order.append(f"end {update.index}")
+
+    arrived(engine, requests, told)
+    assert order == [*spelled("LL R LL R"), "end 0", *spelled("R L R R"), "end 1"]
 
 
 def ending_with(tokens: tuple[int, ...], lanes: int) -> Engine:
@@ -281,6 +314,17 @@ def test_a_wider_program_waits_for_the_lengths(monkeypatch):
     monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
     _, order = in_order(monkeypatch, engine, TWO)
     assert order == IN_TURN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wider", [False, True])
+def test_a_wider_program_waits_for_the_steps_that_run_on(wider, monkeypatch):
+    """The table would be wider than that of exact lengths: they are read first."""
+    engine, order = engine_for("dms"), noted(monkeypatch)
+    if wider:
+        monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
+    arrived(engine, make_requests(engine.model.config, prompts((5, 7)), GREEDY))
+    assert order == spelled("LL RR LL RR L R" if wider else "LL R LL RR L RR")
 
 
 def test_a_cancellation_waits_for_the_chunk_that_was_launched(monkeypatch):

@@ -84,14 +84,15 @@ def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(lis
 
 
 @pytest.mark.slow
-def test_what_is_cancelled_while_it_waits_is_never_read():
-    """A lane is free for it at the moment when it is cancelled."""
+@pytest.mark.parametrize("lengths", [(5, 30, 1), (5, 7, 1)], ids=["alone", "steps-run"])
+def test_what_is_cancelled_while_it_waits_is_never_read(lengths):
+    """A lane is free for it at the moment when it is cancelled, while steps of another may run."""
     engine, told = engine_for("vanilla"), []
     short = dataclasses.replace(GREEDY, max_new_tokens=5)
     coming = [
         make_request(engine.model.config, prompt, sampling, index=index)
         for index, (prompt, sampling) in enumerate(
-            zip(prompts()[:3], (short, GREEDY, GREEDY), strict=True)
+            zip(prompts(lengths), (short, GREEDY, GREEDY), strict=True)
         )
     ]
     requests = list(coming)
@@ -108,8 +109,56 @@ def test_what_is_cancelled_while_it_waits_is_never_read():
     engine.serve([], GREEDY, told.append, incoming=incoming)
     assert [each.finish_reason for each in requests] == ["length", "length", "cancelled"]
     assert requests[2].generated == []
-    assert requests[2].usage.prefilled_tokens == 0
+    usage = requests[2].usage
+    assert (usage.prefilled_tokens, usage.live_tokens, usage.cache_bytes) == (0, 0, 0)
     assert [each.finished for each in told if each.index == 2] == [True]
+
+
+def test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk():
+    """Half of a chunk still runs at the look at which the request is cancelled."""
+    engine = engine_for("vanilla")
+    alone = engine.generate(prompts((5,)), sampling=GREEDY)[0]
+    request = make_request(engine.model.config, *prompts((5,)), GREEDY)
+    coming, running_on = [[request]], []
+
+    def incoming(wait):
+        if coming:
+            return coming.pop()
+        if request.generated:
+            running_on.append(bool(engine.runner.unread.any()))
+            engine.cancel([0])
+        return None
+
+    engine.serve([], GREEDY, lambda update: None, incoming=incoming)
+    assert running_on[0]
+    assert request.finish_reason == "cancelled"
+    assert request.generated == alone.tokens[: 1 + SHAPE["chunk"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listens", [False, True], ids=["incoming", "told"])
+def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens):
+    """It is cancelled when its first part was launched behind steps that nobody has read."""
+    engine = engine_for("vanilla")
+    first, other = [
+        make_request(engine.model.config, prompt, GREEDY, index=index)
+        for index, prompt in enumerate(prompts((5, 30)))
+    ]
+    coming = [[first], [other]]
+
+    def cancel_other():
+        if engine.runner.seen[1] and not other.generated:
+            engine.cancel([1])
+
+    def incoming(wait):
+        if not listens:
+            cancel_other()
+        return coming.pop(0) if coming else None
+
+    engine.serve([], GREEDY, lambda update: cancel_other() if listens else None, incoming=incoming)
+    assert other.finish_reason == "cancelled"
+    usage = other.usage
+    assert usage.prefilled_tokens == usage.peak_tokens == usage.live_tokens > 0
 
 
 def cancelled_while_it_is_read(engine, prompts, *indices):

@@ -26,7 +26,6 @@ PROMPTS = "tests/generation/test_prompt_programs.py"
 UNPADDED = "tests/model/test_unpadded.py"
 TURNS = "tests/generation/test_turns.py"
 CALLS = "tests/generation/test_calls.py"
-CANCEL = "tests/generation/test_cancel.py"
 RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others"
 
 MUTANTS = [
@@ -324,7 +323,7 @@ MUTANTS = [
         FOLDER + "rows.py",
         "counts[lanes] = 0",
         "pass",
-        (f"{AHEAD}::test_a_lane_that_is_cleared_stays_empty_whatever_was_launched_for_it",),
+        (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),
     ),
     Mutant(
         "generation: a lane is given away while its answer goes on behind a stop string",
@@ -334,11 +333,53 @@ MUTANTS = [
         (f"{AHEAD}::test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on",),
     ),
     Mutant(
-        "generation: a cancelled request goes on as long as steps run on",
+        "generation: first tokens are drawn beside tokens that nobody has read",
         FOLDER + "engine.py",
-        " or self._cancelled:  # ended when none runs",
-        ":",
-        (f"{CANCEL}::test_a_request_that_came_ends_though_steps_run_on",),
+        "        self._catch_up(waiting, reporter)\n        source_of",
+        "        source_of",
+        (f"{AHEAD}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",),
+    ),
+    Mutant(
+        "generation: the last steps of a chunk are read with the next chunk",
+        FOLDER + "engine.py",
+        "for _ in range(running_on):",
+        "for _ in range(0):",
+        (f"{AHEAD}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",),
+    ),
+    Mutant(
+        "generation: what the last steps of a chunk gave is told behind the next one",
+        FOLDER + "engine.py",
+        "bool(launched.drawn or running_on)",
+        "bool(launched.drawn)",
+        (f"{AHEAD}::test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run",),
+    ),
+    Mutant(
+        "generation: a wider program does not wait for the steps that run on",
+        FOLDER + "engine.py",
+        "if launched.chunks and not self.runner.fits_table(extra):",
+        "if False:",
+        (f"{AHEAD}::test_a_wider_program_waits_for_the_steps_that_run_on",),
+    ),
+    Mutant(
+        "generation: something is put back while steps that may end an answer run",
+        FOLDER + "engine.py",
+        "if self._launched.drawn or self._launched.chunks:",
+        "if self._launched.drawn:",
+        (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
+    ),
+    Mutant(
+        "generation: a request that is cancelled while steps run goes on for another chunk",
+        FOLDER + "engine.py",
+        "            self._catch_up(waiting, reporter)\n                        self._report",
+        "            self._report",
+        (f"{ARRIVALS}::test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk",),
+    ),
+    Mutant(
+        "generation: a prompt that is cancelled behind steps that run does not count",
+        FOLDER + "engine.py",
+        "if self._cancelled:  # perhaps",
+        "if False:  # perhaps",
+        (f"{ARRIVALS}::test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile",),
     ),
     Mutant(
         "generation: the device is idle while lanes are given away",
