@@ -316,6 +316,21 @@ def test_a_wider_program_waits_for_the_lengths(monkeypatch):
     assert order == IN_TURN
 
 
+def test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs(monkeypatch):
+    """12 tokens and a chunk of 8 take more than the narrowest 16 pages, whatever its programs."""
+    engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **SHAPE | dict(page_size=1))
+    widths, call = [], compiling.Program.__call__
+
+    def launched(program, *arguments):
+        if program in (programs.extend, programs.decode):
+            widths.append(arguments[3].shape[-1])
+        return call(program, *arguments)
+
+    monkeypatch.setattr(compiling.Program, "__call__", launched)
+    engine.generate(prompts((12,)), sampling=GREEDY)
+    assert set(widths) == {64}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wider", [False, True])
 def test_a_wider_program_waits_for_the_steps_that_run_on(wider, monkeypatch):

@@ -78,7 +78,7 @@ def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
         num_lanes=4,
         max_tokens=MAX_TOKENS,
         memory=page_bytes(config, policy, 4, model.dtype, None) * rows * pages,
-        chunk=4,
+        chunk=8,  # two programs
         page_size=4,
         prefill_chunk=64,
         prefill_tokens=128,

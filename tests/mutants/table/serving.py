@@ -124,6 +124,13 @@ MUTANTS = [
         (f"{ANSWERS}::test_an_answer_is_that_of_generate_whole_and_streamed",),
     ),
     Mutant(
+        "serving: a warm server, and steps as if a chunk were one program",
+        "dms_jax/generation/engine.py",
+        "            num_steps = self._launched.steps_a_program(self.chunk)\n",
+        "            num_steps = self.chunk\n",
+        (WARM,),
+    ),
+    Mutant(
         "serving: a warm server, and no page table but the narrowest",
         "dms_jax/generation/runner.py",
         "return sorted({self.table_width(each, steps=steps) for each in slots})",
