@@ -40,7 +40,7 @@ from dms_jax.generation.memory import pool_pages
 from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.programs import bucket
 from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompts
-from dms_jax.generation.reading import Part, Reading
+from dms_jax.generation.reading import Reading
 from dms_jax.generation.reporting import Reporter, record_peak_bytes
 from dms_jax.generation.requests import (
     Completion,
@@ -288,29 +288,7 @@ class Engine:
         """Moves waiting requests into free lanes, where they read their prompts."""
         if not waiting or len(self._running) == len(self._seeds):
             return
-        extra = self._room.extra(self._running, self._reading.parts)
-        started: dict[int, Request] = {}
-        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
-        taken = self._running.keys() | self._bases
-        placed = self._room.place_all(waiting, taken, extra)
-        while waiting:
-            request = waiting[0]
-            lane = placed.popleft() if placed else self._room.place(request, taken, extra)
-            if lane is None:
-                if not self._running:
-                    raise self._room.too_small(request, "the first chunk")
-                break
-            self._running[lane] = started[lane] = waiting.popleft()
-            taken.add(lane)
-            # A preempted request recomputes its answer as an answer, if the policy distinguishes
-            # it from a prompt. Its last token has never been in the cache.
-            prompt, past = request.before + request.prompt, request.generated[:-1]
-            if self.policy.parallel != "prompts":
-                prompt, past = prompt + past, []
-            shared = sharing.prompt_of(self.runner, request, lane)
-            reads = self._reading.add(lane, Part(request, prompt, past, shared))
-            if reads and request.base is not None:
-                continued[lane] = request.base
+        started, continued = self._room.admit(waiting, self._running, self._reading, self._bases)
         if not started:
             return
         self._seeds = self._seeds.copy()  # a program may still read the old
@@ -382,15 +360,8 @@ class Engine:
                 reporter.settle(self._running, waiting)
                 extra[[lane for lane in range(len(extra)) if lane not in self._running]] = 0
                 continue
-            youngest = next(reversed(self._running))
-            if len(self._running) == 1:
-                raise self._room.too_small(self._running[youngest], "the sequence to its end")
             self._launched.read()
-            request = self._running.pop(youngest)
-            request.slots = self.runner.lengths[:, youngest].copy()
-            waiting.appendleft(request)
-            self.runner.clear([youngest])
-            extra[youngest] = 0
+            extra[self._room.put_back(self._running, waiting)] = 0
         self._reading.keep(self._running)
         self.runner.reserve(extra, prompt=prompt)
         return len(self._running) == before
@@ -414,8 +385,7 @@ class Engine:
             self._catch_up(waiting, reporter)
             extra = np.minimum(launched.remaining(self._decoding()), num_steps)
         self._reserve_or_preempt(extra, waiting, reporter, prompt=False)
-        rule = self._arrivals.filter(sampling, self._running)
-        chunk = (self._seeds, rule, num_steps)
+        chunk = (self._seeds, self._arrivals.filter(sampling, self._running), num_steps)
         joined = self._arrivals.incoming is not None
         running_on = len(launched.chunks)  # programs of the chunk before
         launched.decode(self._decoding(), *chunk)
@@ -435,8 +405,8 @@ class Engine:
             if ahead:
                 launched.decode(self._running, *chunk)
             behind = len(launched.chunks) - unread  # programs that run on
-            several = launched.steps_a_program(num_steps) < num_steps
-            if several and self._overlaps(waiting, awaited=awaited):
+            admits = joined or bool(waiting and not awaited)
+            if admits and launched.may_run_on(self._decoding(), num_steps):
                 behind = max(behind, 1)
             reporter.tell()  # of the last one that was read
             while len(launched.chunks) > behind:
@@ -448,16 +418,3 @@ class Engine:
             if not ahead:
                 return
             record_peak_bytes(self.runner, self._running)  # without what is not needed after all
-
-    def _overlaps(self, waiting: collections.deque[Request], *, awaited: bool) -> bool:
-        """Whether the last steps of a chunk run on while those that wait are admitted.
-
-        What ends in the programs before them must be known to the device, or a lane would be given
-        away in which it goes on: a stop string is only in the text.
-        """
-        joined = self._arrivals.incoming is not None
-        if not (joined or (waiting and not awaited)):
-            return False
-        if any(each.sampling.stop_strings for each in self._running.values()):
-            return False
-        return self._launched.goes_on(self._decoding())

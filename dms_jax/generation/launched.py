@@ -130,6 +130,18 @@ class Launched:
         enough = LANES_AHEAD if self.end_tokens else 1
         return int(np.count_nonzero(self.remaining(running))) >= enough
 
+    def may_run_on(self, running: Mapping[int, Request], num_steps: int) -> bool:
+        """Whether the last program of a chunk may run while those that wait are admitted.
+
+        What ends in the programs before it must be known to the device, or a lane would be given
+        away in which it goes on: a stop string is only in the text.
+        """
+        if self.steps_a_program(num_steps) == num_steps:
+            return False
+        if any(each.sampling.stop_strings for each in running.values()):
+            return False
+        return self.goes_on(running)
+
     def read_chunk(self) -> None:
         """Waits for the oldest program of steps, and records it.
 

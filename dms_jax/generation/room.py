@@ -7,13 +7,13 @@ too.
 
 import collections
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 
 import numpy as np
 
 from dms_jax.errors import CapacityError
 from dms_jax.generation import sharing
-from dms_jax.generation.reading import Part
+from dms_jax.generation.reading import Part, Reading
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 
@@ -63,6 +63,67 @@ class Room:
         """Returns the slots without which no row of a request, alone, comes to its end."""
         last = self._all_slots(request) if endless and not request.sampling.stop_strings else 0
         return max(self._prompt_slots(request), self._first_slots(request), last)
+
+    def admit(
+        self,
+        waiting: collections.deque[Request],
+        running: dict[int, Request],
+        reading: Reading,
+        bases: Set[int],
+    ) -> tuple[dict[int, Request], dict[int, int]]:
+        """Moves waiting requests into free lanes, as far as they fit, to read their prompts there.
+
+        Args:
+          waiting: requests in the order in which they are let in.
+          running: lane -> its request.
+          reading: the lanes that do not decode yet.
+          bases: lanes whose sequences requests continue in copies.
+
+        Returns:
+          Lane -> the request that was let in; lane -> the lane whose sequence its prompt continues.
+
+        Raises:
+          CapacityError: the first one does not fit, and nothing runs.
+        """
+        extra = self.extra(running, reading.parts)
+        started: dict[int, Request] = {}
+        continued: dict[int, int] = {}
+        taken = running.keys() | bases
+        placed = self.place_all(waiting, taken, extra)
+        while waiting:
+            request = waiting[0]
+            lane = placed.popleft() if placed else self.place(request, taken, extra)
+            if lane is None:
+                if not running:
+                    raise self.too_small(request, "the first chunk")
+                break
+            running[lane] = started[lane] = waiting.popleft()
+            taken.add(lane)
+            # A preempted request recomputes its answer as an answer, if the policy distinguishes
+            # it from a prompt. Its last token has never been in the cache.
+            prompt, past = request.before + request.prompt, request.generated[:-1]
+            if self.runner.policy.parallel != "prompts":
+                prompt, past = prompt + past, []
+            shared = sharing.prompt_of(self.runner, request, lane)
+            reads = reading.add(lane, Part(request, prompt, past, shared))
+            if reads and request.base is not None:
+                continued[lane] = request.base
+        return started, continued
+
+    def put_back(self, running: dict[int, Request], waiting: collections.deque[Request]) -> int:
+        """Moves the youngest running request back into the queue; returns the lane that it left.
+
+        Raises:
+          CapacityError: it is the only one.
+        """
+        youngest = next(reversed(running))
+        if len(running) == 1:
+            raise self.too_small(running[youngest], "the sequence to its end")
+        request = running.pop(youngest)
+        request.slots = self.runner.lengths[:, youngest].copy()
+        waiting.appendleft(request)
+        self.runner.clear([youngest])
+        return youngest
 
     def place_all(
         self,

@@ -1,0 +1,134 @@
+"""Mistakes in what `dms_jax/generation` launches before it has read what it launched before."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/generation/"
+AHEAD = "tests/generation/test_ahead.py"
+ARRIVALS = "tests/generation/test_arrivals.py"
+AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
+TURNS = "tests/generation/test_turns.py"
+RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others"
+
+MUTANTS = [
+    Mutant(
+        "generation: prompts that were not read take no slots",
+        FOLDER + "rows.py",
+        "slots = slots + prompts.counts[:, None]",
+        "pass",
+        (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
+    ),
+    Mutant(
+        "generation: a full pool does not wait for what prompts evict",
+        FOLDER + "rows.py",
+        """            self.read_prompts()
+            self.trim()
+""",
+        "            pass\n",
+        (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
+    ),
+    Mutant(
+        "generation: a program of steps sets the lengths of lanes that were given away since",
+        FOLDER + "rows.py",
+        "lengths = np.where(lanes[:, None], lengths, self._lengths)",
+        "pass",
+        (f"{AHEAD}::{RUN_ON}",),
+    ),
+    Mutant(
+        "generation: prompts that were launched set the lengths of a lane that was cleared since",
+        FOLDER + "rows.py",
+        "counts[lanes] = 0",
+        "pass",
+        (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),
+    ),
+    Mutant(
+        "generation: a lane is given away while its answer goes on behind a stop string",
+        FOLDER + "launched.py",
+        "if any(each.sampling.stop_strings for each in running.values()):",
+        "if False:",
+        (f"{AHEAD}::test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on",),
+    ),
+    Mutant(
+        "generation: first tokens are drawn beside tokens that nobody has read",
+        FOLDER + "engine.py",
+        "        self._catch_up(waiting, reporter)\n        source_of",
+        "        source_of",
+        (f"{AHEAD}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",),
+    ),
+    Mutant(
+        "generation: the last steps of a chunk are read with the next chunk",
+        FOLDER + "engine.py",
+        "for _ in range(running_on):",
+        "for _ in range(0):",
+        (f"{AHEAD}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",),
+    ),
+    Mutant(
+        "generation: what the last steps of a chunk gave is told behind the next one",
+        FOLDER + "engine.py",
+        "bool(launched.drawn or running_on)",
+        "bool(launched.drawn)",
+        (f"{AHEAD}::test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run",),
+    ),
+    Mutant(
+        "generation: a wider program does not wait for the steps that run on",
+        FOLDER + "engine.py",
+        "if launched.chunks and not self.runner.fits_table(extra):",
+        "if False:",
+        (f"{AHEAD}::test_a_wider_program_waits_for_the_steps_that_run_on",),
+    ),
+    Mutant(
+        "generation: something is put back while steps that may end an answer run",
+        FOLDER + "engine.py",
+        "if self._launched.drawn or self._launched.chunks:",
+        "if self._launched.drawn:",
+        (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
+    ),
+    Mutant(
+        "generation: a request that is cancelled while steps run goes on for another chunk",
+        FOLDER + "engine.py",
+        "            self._catch_up(waiting, reporter)\n                        self._report",
+        "            self._report",
+        (f"{ARRIVALS}::test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk",),
+    ),
+    Mutant(
+        "generation: a prompt that is cancelled behind steps that run does not count",
+        FOLDER + "engine.py",
+        "if self._cancelled:  # perhaps",
+        "if False:  # perhaps",
+        (f"{ARRIVALS}::test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile",),
+    ),
+    Mutant(
+        "generation: the device is idle while lanes are given away",
+        FOLDER + "engine.py",
+        "behind = max(behind, 1)",
+        "pass",
+        (TURNS, f"{AHEAD}::{RUN_ON}"),
+    ),
+    Mutant(
+        "generation: a chunk is one program",
+        FOLDER + "launched.py",
+        "least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))",
+        "least = num_steps",
+        (TURNS,),
+    ),
+    Mutant(
+        "generation: what ended is accounted for while the device is idle",
+        FOLDER + "reporting.py",
+        "self._ended.append((request, usage))",
+        "record_usage(request, **usage)",
+        (TURNS,),
+    ),
+    Mutant(
+        "generation: every end of an answer waits for the prompts of others",
+        FOLDER + "rows.py",
+        "if self._prompts is not None and self._prompts.counts[lane]:",
+        "if self._prompts is not None:",
+        (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),
+    ),
+    Mutant(
+        "generation: the page table of a call is as wide as its first program of steps needs",
+        FOLDER + "engine.py",
+        "len(each.prompt) for each in requests) + num_steps",
+        "len(each.prompt) for each in requests) + a_program",
+        (f"{AHEAD}::test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs",),
+    ),
+]
