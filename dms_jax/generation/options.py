@@ -31,8 +31,8 @@ class EngineOptions(Options):
         sized; None for all of the model's positions.
       memory: bytes for the page pool, over all devices; None for what the sequences can need,
         within the free memory.
-      chunk: decode steps between two looks at the requests, run as compiled programs of a quarter
-        of them, of four at least; no more than `max_tokens` make sense.
+      chunk: decode steps between two looks at the requests, no more than `max_tokens`; up to four
+        runs of one compiled program, as long as each has four steps and they divide the chunk.
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
         programs of a half or, where a policy reads tokens one by one, a quarter and a sixteenth.
