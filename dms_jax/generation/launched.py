@@ -117,18 +117,18 @@ class Launched:
         if the rows could need a wider table, whose program is compiled anew. KCache's values are
         written between programs.
         """
-        extra = np.minimum(self.remaining(running), num_steps)
-        if not self.goes_on(running) or self.runner.host is not None:
+        remaining = self.remaining(running)
+        if not self._goes_on(remaining) or self.runner.host is not None:
             return False
+        extra = np.minimum(remaining, num_steps)
         if not (self.runner.fits(extra) and self.runner.fits_table(extra)):
             return False
         self.runner.reserve(extra)
         return True
 
-    def goes_on(self, running: Mapping[int, Request]) -> bool:
+    def _goes_on(self, remaining: Int[np.ndarray, " B"]) -> bool:
         """Whether enough lanes may have tokens to generate after what was launched."""
-        enough = LANES_AHEAD if self.end_tokens else 1
-        return int(np.count_nonzero(self.remaining(running))) >= enough
+        return int(np.count_nonzero(remaining)) >= (LANES_AHEAD if self.end_tokens else 1)
 
     def may_run_on(self, running: Mapping[int, Request], num_steps: int) -> bool:
         """Whether the last program of a chunk may run while those that wait are admitted.
@@ -140,7 +140,7 @@ class Launched:
             return False
         if any(each.sampling.stop_strings for each in running.values()):
             return False
-        return self.goes_on(running)
+        return self._goes_on(self.remaining(running))
 
     def read_chunk(self) -> None:
         """Waits for the oldest program of steps, and records it.

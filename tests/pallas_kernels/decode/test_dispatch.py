@@ -304,7 +304,7 @@ def test_inside_shard_map():
     case = cases.DecodeCase("sharded", (70, 3, 64, 0), head_dim=64, group=2)
     inputs = as_arrays(decode_inputs(case))
     if len(jax.devices("cpu")) < 2:
-        pytest.skip("needs two devices")
+        pytest.skip("needs two CPU devices: there are 8 without --gpu")
     devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     by_rows, whole = PartitionSpec("data"), PartitionSpec()
