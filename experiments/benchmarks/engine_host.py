@@ -12,7 +12,8 @@ host's. Reported, in milliseconds, medians over the turns of all runs:
 - **to_first_launch**: from the call to its first program.
 - **turn**: the whole call over its programs of steps, of which a chunk has several.
 - **functions**, with --profile: of one more call under cProfile, which itself takes time, the
-  milliseconds a turn of each function with what it calls.
+  milliseconds a turn of each function with what it calls. It counts the calls of every thread as
+  if they were one's: a process that runs other Python meanwhile has no such figures.
 
     python -m experiments.benchmarks.engine_host --out experiments/results/engine/host.json
     python -m experiments.benchmarks.engine_host --requests 1024 --clients 256 --chunk 8
