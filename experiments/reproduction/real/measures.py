@@ -24,7 +24,13 @@ from dms_jax.evaluation.tasks.ruler import ruler_tasks
 from dms_jax.policies import Policy
 from experiments.reproduction.claims.jobs import answer_numbers
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import CHOICES, FRONTIERS, RULER_TASKS, UNSEEN
+from experiments.reproduction.real.systems import (
+    CHOICES,
+    FRONTIERS,
+    RULER_TASKS,
+    SHORT_TASKS,
+    UNSEEN,
+)
 
 PAGE_SIZE = 16  # as Quest is published
 TASKS_OF_CHOICES = {
@@ -37,6 +43,7 @@ LENGTHS = {  # settings
     "needle": "ruler_length",
     "ruler": "long_ruler_length",
     RULER_TASKS: "long_ruler_length",
+    SHORT_TASKS: "ruler_length",
 }
 _TIMES = {"": 1, "twice": 2, "four-times": 4}  # behind the name of such a measure
 NEEDLES = ("niah_single_1", "niah_single_2")
@@ -70,7 +77,7 @@ def measure(
         return {**found.to_dict(), "score": found.loss.to_list(), "per_problem": per_window}
     if length := tokens_of(config, name):
         tasks, each = [RULER(task, length=length) for task in NEEDLES], config.needle_problems
-        if name.startswith(RULER_TASKS):
+        if name.partition("-")[0] in (RULER_TASKS, SHORT_TASKS):
             tasks, each = _other_than_needles(length), config.ruler_problems
         count = len(tasks) * each
         told["sampling"] = Sampling(temperature=0)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from dms_jax import DMS
+from dms_jax import DMS, KVpop, KVzap
 from experiments.reproduction.real.results import Results
 from experiments.reproduction.real.systems import TRAININGS, VANILLA
-from experiments.reproduction.real.training import WINDOW
 
 _KINDS = {"all": "all weights", "low_rank": "low rank", "adapter": "adapter"}
 _FREE_LABELS = {
@@ -44,14 +43,14 @@ def name_of(label: str) -> str:
     if training.policy is None:
         return "trained further (the control)"
     words = [training.policy.name, _KINDS[training.trainable]]
-    if not training.evicts_as_trained:
-        words[1:] = [f"window {WINDOW}"]
+    if isinstance(training.policy, KVpop | KVzap):
+        words[1:] = [f"window {training.policy.window}"]
     words += [f"window {training.policy.window}"] if isinstance(training.policy, DMS) else []
     if training.evicts_as_trained:
         words += [f"at {setting}" if float(setting) in training.snapshots else f"to {setting}"]
     elif float(setting) in training.budgets:
         words += [f"as much as DMS at {setting}"]
     words += [training.words] if training.words else []
-    if training.share < 1 and not training.of_sweep:  # a sweep's is said of all of it
-        words += [f"{training.share:g} of the tokens"]
+    if training.share != 1 and not training.of_sweep:  # a sweep's is said of all of it
+        words += [f"{training.share:g} {'of' if training.share < 1 else 'times'} the tokens"]
     return ", ".join(words)

@@ -13,12 +13,13 @@ from experiments.reproduction.real import figures, legends
 from experiments.reproduction.real.commands import again
 from experiments.reproduction.real.measures import tokens_of
 from experiments.reproduction.real.names import shown
-from experiments.reproduction.real.plan import asked_of
+from experiments.reproduction.real.plan import asked_of, free
 from experiments.reproduction.real.results import (
     CHAINS,
     TASKS,
     Results,
     end_of,
+    is_free,
     score,
     vote_of,
 )
@@ -32,6 +33,7 @@ from experiments.reproduction.real.systems import (
     LIKE,
     OTHERS,
     RULER_TASKS,
+    SHORT_TASKS,
     TRAININGS,
     VANILLA,
 )
@@ -86,7 +88,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     if any(results.labels(QWEN, measure) for measure in OTHERS[QWEN]):
         parts += ["## Other tasks of Qwen2.5-Coder-0.5B-Instruct"]
         parts += [others(config, results, QWEN), legends.OTHERS]
-        parts += [ruler(config, results)]
+        parts += [ruler(config, results, QWEN)]
     if results.labels(QWEN, "frontier"):
         parts += ["## Votes of more chains"]
         drawn = "frontier.png" in pictures
@@ -99,6 +101,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         parts += [smollm2(results), legends.SMOLLM2]
         if any(results.labels(SMOLLM2, measure) for measure in OTHERS[SMOLLM2]):
             parts += [legends.LONGER, others(config, results, SMOLLM2)]
+            parts += [ruler(config, results, SMOLLM2)]
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
     parts += [notes] if notes else []
@@ -281,6 +284,11 @@ def smollm2(results: Results) -> str:
         if each.model == SMOLLM2
         for job in asked_of(each, "piqa")
     ]
+    asked += [
+        (True, float(setting), True, free(SMOLLM2, name, setting=setting).label)
+        for setting in LIKE[SMOLLM2]
+        for name in FREE
+    ]
     order = [VANILLA, *(label for *_, label in sorted(asked, key=lambda each: each[:-1]))]
     order += [name for name in FREE if name != VANILLA]
     rows = []
@@ -293,7 +301,7 @@ def smollm2(results: Results) -> str:
         told = zip(found, _TASK_LABELS, strict=True)
         cells = [_with_peak(record, task, own["run"]) for record, task in told]
         of_tasks = {record["run"] for record in found[: len(TASKS)] if record}
-        told_of = len(of_tasks) == 1 or label in FREE
+        told_of = len(of_tasks) == 1 or is_free(label)
         mean = "" if label == VANILLA else percent(gap if told_of else None, sign=True)
         rows.append([shown(results, label, own), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)
@@ -318,7 +326,8 @@ def others(config: Config, results: Results, model: str) -> str:
 
 def _task_name(config: Config, task: str) -> str:
     tokens = tokens_of(config, task)
-    what = "RULER's others" if task.startswith(RULER_TASKS) else "RULER's needles"
+    of_others = task.partition("-")[0] in (RULER_TASKS, SHORT_TASKS)
+    what = "RULER's others" if of_others else "RULER's needles"
     return f"{what}, {tokens:,}" if tokens else _OTHER_LABELS[task]
 
 

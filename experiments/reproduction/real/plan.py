@@ -40,7 +40,7 @@ SPEED = "speed"
 _FREE_ELSEWHERE = ("tova", "expected", "streaming", "snapkv")
 _AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
 _OF_THE_TABLE = ("snapkv", "quest", "kcache", "vanilla-float8", "dms-float8")  # and so in one run
-_ELSEWHERE = 2  # other retrofits that are asked other tasks, in the order of the settings
+_ELSEWHERE = 3  # other retrofits that are asked other tasks, in the order of the settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,8 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
         yield [free(QWEN, name, setting=setting) for name in _AT_THE_PEAK]
     for each in sweep:
         yield [*trained([each]), *asked_of(each)]
-    yield [job for each in (*rivals, *others) for job in asked_of(each, *FRONTIERS)]
+    own = [each for each in (*rivals, *others) if not each.asked]
+    yield [job for each in own for job in asked_of(each, *FRONTIERS)]
 
 
 def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
@@ -163,6 +164,9 @@ def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
         yield [*trained([each]), *asked_of(each)]
     for measure in MEASURES[SMOLLM2]:
         yield [free(SMOLLM2, name, measure) for name in FREE if SMOLLM2 in FREE[name].models]
+    for setting in LIKE[SMOLLM2]:
+        for measure in MEASURES[SMOLLM2]:
+            yield [free(SMOLLM2, name, measure, setting=setting) for name in _FREE_ELSEWHERE]
     for measure in OTHERS[SMOLLM2]:
         yield [free(SMOLLM2, VANILLA, measure)]
         yield [asked_of(each, measure)[0] for each in wanted]
@@ -171,7 +175,8 @@ def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
 
 def trained(trainings: list[Training]) -> list[Job]:
     """The jobs that train."""
-    return [Job("training", each.model, each.name) for each in trainings if not each.ships]
+    own = [each for each in trainings if not each.ships]
+    return [Job("training", each.model, each.of or each.name) for each in own]
 
 
 def lessons(config: Config, model: str) -> list[Job]:
@@ -192,11 +197,11 @@ def free(model: str, name: str, measure: str = "gsm8k", *, setting: str = "") ->
 
 
 def asked_of(training: Training, *measures: str) -> list[Job]:
-    """What a training is asked, the end of it first; all measures of its model unless given."""
+    """What a training is asked, the end of it first; all that it is asked unless given."""
     return [
         Job("asking", training.model, training.name, f"{ratio:g}", measure)
         for ratio in reversed(training.settings)
-        for measure in measures or MEASURES[training.model]
+        for measure in measures or training.asked or MEASURES[training.model]
     ]
 
 
@@ -216,6 +221,7 @@ class Paths(Places):
 
     def model(self, name: str, setting: str) -> pathlib.Path:
         """What a training exported at a ratio, or what ships."""
+        name = TRAININGS[name].of or name
         if TRAININGS[name].ships:
             kept = KEPT / TRAININGS[name].ships
             return kept if kept.is_dir() else assets.path(TRAININGS[name].ships)
@@ -259,8 +265,9 @@ class Paths(Places):
         training = TRAININGS[job.system]
         if self.model(job.system, f"{training.ratio:g}").exists():
             return False
+        own = {name for name, each in TRAININGS.items() if (each.of or name) == job.system}
         asked = [each for each in jobs(self.config) if each.kind == "asking"]
-        return any(each.system == job.system and not self.done(each) for each in asked)
+        return any(each.system in own and not self.done(each) for each in asked)
 
     def ready(self, job: Job) -> bool:
         """Whether what a job needs is there."""

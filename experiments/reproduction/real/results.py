@@ -11,7 +11,6 @@ import numpy as np
 import dms_jax
 from dms_jax.evaluation import Measured, difference, majority, mean_over_problems
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point
-from dms_jax.policies import DMS
 from experiments.reproduction.files import read_json
 from experiments.reproduction.real.commands import jobs_command
 from experiments.reproduction.real.plan import Job, Paths, jobs
@@ -22,10 +21,10 @@ from experiments.reproduction.real.systems import (
     FRONTIER,
     FRONTIERS,
     PLANNED,
+    RIVAL,
     TRAININGS,
     UNSEEN,
     VANILLA,
-    Training,
 )
 from experiments.reproduction.real.training import QWEN, SMOLLM2
 from experiments.reproduction.runs import read_plan
@@ -171,7 +170,7 @@ class Results:
         return [label for name, label, on in self.records if (name, on) == (model, measure)]
 
     def rivals(self, measure: str | None = None) -> list[str]:
-        """Trainings of Qwen to the ratio of the planned one, the nearest to the model first.
+        """The planned training of Qwen and its rival, the nearest to the model first.
 
         Nearness is the divergence on training questions that were held out: no test problem is
         looked at.
@@ -180,7 +179,7 @@ class Results:
           measure: only trainings that it was taken of; None for all.
         """
         asked = lambda name: measure is None or (QWEN, end_of(name), measure) in self.records  # noqa: E731
-        names = [name for name in self.trainings if _rival(TRAININGS[name]) and asked(name)]
+        names = [name for name in (PLANNED, RIVAL) if name in self.trainings and asked(name)]
         return sorted(names, key=lambda name: self.trainings[name]["held_out"]["distillation"])
 
     def gap(
@@ -217,7 +216,7 @@ class Results:
         tasks of the one, they are of several, each difference of one of them.
         """
         of = lambda number, *key: self.of_run(number, SMOLLM2, *key)  # noqa: E731
-        untrained = lambda *key: self.get(SMOLLM2, *key) if key[0] in (VANILLA, *FREE) else None  # noqa: E731
+        untrained = lambda *key: self.get(SMOLLM2, *key) if is_free(key[0]) else None  # noqa: E731
         runs = {number for number, *_ in self.by_run}
         for number in sorted(runs, key=lambda number: (number != self.main, -number)):
             beside = [of(number, other, task) or untrained(other, task) for task in TASKS]
@@ -227,7 +226,7 @@ class Results:
                 return _mean([gap for gap in gaps if gap is not None])
         gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]
         found = [gap for gap in gaps if gap is not None]
-        return _mean(found) if one in FREE and len(found) == len(TASKS) else None
+        return _mean(found) if is_free(one) and len(found) == len(TASKS) else None
 
     def fewer(self, model: str, label: str, measure: str) -> float | None:
         """How many times smaller the peak is than the vanilla one; None as `gap` is."""
@@ -389,10 +388,9 @@ def end_of(name: str) -> str:
     return Job("asking", training.model, name, f"{training.ratio:g}").label
 
 
-def _rival(training: Training) -> bool:
-    planned = TRAININGS[PLANNED]
-    same = (training.model, training.ratio) == (planned.model, planned.ratio)
-    return same and isinstance(training.policy, DMS)
+def is_free(label: str) -> bool:
+    """Whether a system needs no training, at whatever setting."""
+    return label.partition("-at")[0] in FREE
 
 
 def score(record: dict[str, Any]) -> Measured:

@@ -6,28 +6,29 @@ from experiments.reproduction.real.measures import tokens_of
 from experiments.reproduction.real.names import shown
 from experiments.reproduction.real.results import Results, score
 from experiments.reproduction.real.settings import Config
-from experiments.reproduction.real.systems import FREE, OTHERS, RULER_TASKS, VANILLA
-from experiments.reproduction.real.training import QWEN
+from experiments.reproduction.real.systems import FREE, OTHERS, RULER_TASKS, SHORT_TASKS, VANILLA
 
 
-def ruler(config: Config, results: Results) -> str:
+def ruler(config: Config, results: Results, model: str) -> str:
     """A table for each length, with what it is of; nothing where no such task was asked."""
-    measures = [each for each in OTHERS[QWEN] if each.startswith(RULER_TASKS)]
-    parts = [_of_length(config, results, each) for each in measures if results.labels(QWEN, each)]
+    kinds = (RULER_TASKS, SHORT_TASKS)
+    asked = [each for each in OTHERS[model] if results.labels(model, each)]
+    own = [each for each in asked if each.partition("-")[0] in kinds]
+    parts = [_of_length(config, results, model, each) for each in own]
     return "\n\n".join([*parts, legends.RULER]) if parts else ""
 
 
-def _of_length(config: Config, results: Results, measure: str) -> str:
+def _of_length(config: Config, results: Results, model: str, measure: str) -> str:
     def place(label: str) -> tuple[bool, bool, float]:
-        value = score(results.records[QWEN, label, measure]).value
+        value = score(results.records[model, label, measure]).value
         return label != VANILLA, label in FREE, -value
 
-    labels = sorted(results.labels(QWEN, measure), key=place)
-    tasks = list(results.records[QWEN, labels[0], measure]["tasks"])
+    labels = sorted(results.labels(model, measure), key=place)
+    tasks = list(results.records[model, labels[0], measure]["tasks"])
     rows = []
     for label in labels:
-        record = results.records[QWEN, label, measure]
-        gap = None if label == VANILLA else results.gap(QWEN, label, VANILLA, measure)
+        record = results.records[model, label, measure]
+        gap = None if label == VANILLA else results.gap(model, label, VANILLA, measure)
         rows.append(
             [
                 shown(results, label, record),

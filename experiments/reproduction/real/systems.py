@@ -26,14 +26,18 @@ MEASURES = {QWEN: ("gsm8k",), SMOLLM2: (CHOICES, "text", "needle")}
 FRONTIER, HALF = "frontier", "frontier-half"
 FRONTIERS = {FRONTIER: 1, HALF: 2}  # chains of which a vote is taken -> share of the new tokens
 UNSEEN = "unseen"  # greedy answers to training questions that are in no lesson
-RULER_TASKS = "ruler_tasks"  # all that need no file and are not the two needles, asked together
+# RULER's tasks that need no file and are not the two needles, asked together; of SmolLM2 shorter.
+RULER_TASKS, SHORT_TASKS = "ruler_tasks", "short_ruler_tasks"
 # Asked of a few systems: other tasks, and retrieval from twice and four times as many tokens.
 OTHERS = {
     QWEN: (
         *("math500", "humaneval", "ruler", "ruler-twice", "ruler-four-times"),
         *(RULER_TASKS, f"{RULER_TASKS}-twice", f"{RULER_TASKS}-four-times"),
     ),
-    SMOLLM2: ("needle-twice", "needle-four-times"),
+    SMOLLM2: (
+        *("needle-twice", "needle-four-times"),
+        *(SHORT_TASKS, f"{SHORT_TASKS}-twice", f"{SHORT_TASKS}-four-times"),
+    ),
 }
 
 
@@ -73,6 +77,16 @@ TRAININGS = {
             make=scorer(recipes.kvpop),
         ),
         Training(
+            "kvzap-w128",
+            policy=dms_jax.KVzap(window=128),
+            ratio=_RATIO,
+            trainable="adapter",
+            share=_SHARE,
+            make=scorer(recipes.kvzap),
+            of="kvzap",
+            asked=("ruler", RULER_TASKS),  # an answer to GSM8K has no more at its peak
+        ),
+        Training(
             "dmc",
             policy=dms_jax.DMC(),
             ratio=4.0,
@@ -93,6 +107,20 @@ TRAININGS = {
         ),
         Training("adapter-to-8", ratio=8.0, trainable="adapter", share=_SHARE),
         Training("all-to-8", ratio=8.0, trainable="all", share=_SHARE),
+        Training(
+            "shift-0",
+            policy=dms_jax.DMS(window=WINDOW, shift=0, source="adapter"),
+            ratio=_RATIO,
+            make=recipes.dms_warm_up,
+            words="deciding for itself (shift 0), from attention first",
+        ),
+        Training(
+            "long",
+            ratio=_RATIO,
+            share=3.0,
+            make=recipes.dms_warm_up,
+            words="from attention first",
+        ),
         Training(
             "warm-up-w16-kept", ratio=_RATIO, ships="warm-up-w16", words="the adapter of run 3"
         ),

@@ -37,6 +37,8 @@ class Training:
         the lowest or the highest of these, the greedy ones, those that were judged correct; or
         texts in their place.
       ships: the adapter that it is, one of this library or of `KEPT`; nothing is trained then.
+      of: the training whose model it asks, with a policy of its own; nothing is trained then.
+      asked: what it is asked, in place of all that is measured of its model.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Training:
     words: str = ""
     lessons: Lessons = "all"
     ships: str = ""
+    of: str = ""
+    asked: tuple[str, ...] = ()
 
     @property
     def settings(self) -> tuple[float, ...]:

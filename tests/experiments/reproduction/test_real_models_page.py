@@ -337,6 +337,19 @@ def test_rulers_other_tasks_have_a_table_for_each_length(config):
     assert "4,096 tokens:" not in said
 
 
+def test_rulers_other_tasks_of_smollm2_are_shorter_and_have_tables_too(config):
+    paths = Paths(config)
+    for system, right in (("vanilla", 200), ("tova", 150)):
+        share = {"accuracy": [right / PROBLEMS, 0.1]}
+        record = figures(right, 2000.0, tasks={"vt": share})
+        write_json(paths.result(free("smollm2", system, "short_ruler_tasks")), record)
+    said = page.page(config, Results.read(config), set(), "")
+    _, _, small = said.partition("## SmolLM2-135M-Instruct")
+    assert "2,048 tokens:\n\n|  | vt | mean | to vanilla | peak |" in small
+    assert "| TOVA | 38 | 37.5 ± 2.4 | -12.5 ± 1.7 | 2000 |" in small
+    assert "|  | RULER's others, 2,048 |" in small
+
+
 def test_rows_of_smollm2_are_the_control_and_then_ratio_by_ratio_with_dms_first(config):
     paths = Paths(config)
     for system, ratio in (
@@ -348,13 +361,16 @@ def test_rows_of_smollm2_are_the_control_and_then_ratio_by_ratio_with_dms_first(
     ):
         job = Job("asking", "smollm2", system, ratio, "needle")
         write_json(paths.result(job), figures(100, 9.0))
-    write_json(paths.result(free("smollm2", "tova", "needle")), figures(100, 9.0))
+    for setting in ("", "2"):
+        tova = free("smollm2", "tova", "needle", setting=setting)
+        write_json(paths.result(tova), figures(100, 9.0))
     rows = page.smollm2(Results.read(config)).splitlines()[2:]
     assert [row.strip("| ").partition(" | ")[0] for row in rows] == [
         "vanilla",
         "trained further (the control)",
         "DMS, all weights, window 16, at 2",
         "KVpop, window 16, as much as DMS at 2",
+        "TOVA, as much as DMS at 2",
         "DMS, adapter, window 16, to 4",
         "KVpop, window 16",
         "DMS, all weights, window 16, to 8",

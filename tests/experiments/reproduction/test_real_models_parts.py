@@ -75,6 +75,8 @@ def test_needles_are_also_looked_for_among_more_tokens():
     lengths = [tokens_of(GIVEN, name) for name in ("ruler", "ruler-twice", "ruler-four-times")]
     assert lengths == [4096, 8192, 16384]
     assert [tokens_of(GIVEN, name) for name in ("needle", "needle-four-times")] == [2048, 8192]
+    short = systems.SHORT_TASKS
+    assert [tokens_of(GIVEN, name) for name in (short, f"{short}-twice")] == [2048, 4096]
     assert tokens_of(GIVEN, "math500") is None
     asked = {job.measure for job in plan.jobs(GIVEN)}
     assert {*systems.OTHERS["qwen"], *systems.OTHERS["smollm2"]} < asked
@@ -111,6 +113,23 @@ def test_a_training_that_was_left_behind_is_done_again_if_there_is_more_to_ask(t
     assert paths.done(training)
     paths.result(question).unlink()
     paths.model("all-to-8", "8").mkdir(parents=True)
+    assert paths.done(training)
+
+
+def test_a_policy_of_another_training_asks_its_model(tmp_path):
+    """KVzap with the window of its paper, which an answer to GSM8K does not exceed."""
+    asked = ("training-qwen-kvzap", "*-kvzap-w128-*")
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path, parts=asked))
+    training, *questions = plan.jobs(paths.config)
+    assert training.name == "training-qwen-kvzap"
+    assert [job.measure for job in questions] == ["ruler", systems.RULER_TASKS]
+    own = TRAININGS["kvzap-w128"]
+    assert paths.model(own.name, "3.3") == paths.model("kvzap", "3.3")
+    assert own.policy.window == 128
+    write_json(paths.summary("kvzap"), {})
+    assert not paths.done(training)  # its model is elsewhere, and has more to answer
+    for job in questions:
+        write_json(paths.result(job), {})
     assert paths.done(training)
 
 
