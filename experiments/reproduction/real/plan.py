@@ -28,6 +28,7 @@ from experiments.reproduction.real.systems import (
     MEASURES,
     OTHERS,
     PLANNED,
+    TO_4,
     TRAININGS,
     UNSEEN,
     VANILLA,
@@ -40,7 +41,7 @@ SPEED = "speed"
 _FREE_ELSEWHERE = ("tova", "expected", "streaming", "snapkv")
 _AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
 _OF_THE_TABLE = ("snapkv", "quest", "kcache", "vanilla-float8", "dms-float8")  # and so in one run
-_ELSEWHERE = 3  # other retrofits that are asked other tasks, in the order of the settings
+_ELSEWHERE = (TO_4, "kvzap", "kvpop")  # what is asked other tasks beside what is judged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +119,7 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     rivals = [each for each in large if each.name in first]
     judged = [each for each in large if each.name in (first[0], CONTROL)]
     others = [each for each in large if each not in (*rivals, *judged) and not each.of_sweep]
+    elsewhere = [each for each in others if each.name in _ELSEWHERE]
     sweep = [each for each in large if each.of_sweep]
     yield lessons(config, QWEN)
     yield [free(QWEN, VANILLA), Job("speed", QWEN, SPEED)]
@@ -140,7 +142,7 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     yield [asked_of(each, FRONTIER)[0] for each in judged]
     for measure in (UNSEEN, *OTHERS[QWEN]):
         yield [free(QWEN, VANILLA, measure)]
-        yield [asked_of(each, measure)[0] for each in (*judged, *others[:_ELSEWHERE])]
+        yield [asked_of(each, measure)[0] for each in (*judged, *elsewhere)]
     yield [free(QWEN, name) for name in FREE]
     for measure in reversed(OTHERS[QWEN]):
         yield [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]

@@ -78,6 +78,11 @@ def test_needles_are_also_looked_for_among_more_tokens():
     short = systems.SHORT_TASKS
     assert [tokens_of(GIVEN, name) for name in (short, f"{short}-twice")] == [2048, 4096]
     assert tokens_of(GIVEN, "math500") is None
+    decided = dataclasses.replace(GIVEN, judged="warm-up-w16-kept")
+    for name in (systems.TO_4, "kvzap", "kvpop", "control"):  # whatever the verdicts are about
+        for config in (GIVEN, decided):
+            own = {job.measure for job in plan.jobs(config) if job.system == name}
+            assert own > set(systems.OTHERS["qwen"])
     asked = {job.measure for job in plan.jobs(GIVEN)}
     assert {*systems.OTHERS["qwen"], *systems.OTHERS["smollm2"]} < asked
 
