@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 
 import dms_jax
+from dms_jax.checks import Count, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.writing import Writer
 from dms_jax.generation import Completion, Update
@@ -39,9 +40,12 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
       lines: what is said; what is typed unless given.
     """
     console = Console(highlight=False)
-    policy = config.make_policy()  # first: a model takes long to load
+    # First: a model takes long to load, and nobody is asked for a line that is not answered.
+    policy, sampling = config.make_policy(), config.make_sampling()
+    max_tokens = check("--max-tokens", config.max_tokens, Count | None)
+    cache = config.cache()
     model = config.load()
-    talk = dms_jax.Conversation(model, policy, max_tokens=config.max_tokens, **config.cache())
+    talk = dms_jax.Conversation(model, policy, max_tokens=max_tokens, **cache)
     templated = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if config.system is not None and not templated:
         raise dms_jax.ConfigError("--system: the checkpoint has no chat template.")
@@ -53,7 +57,8 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
             first = config.system is not None and not talk.turns
             system = [{"role": "system", "content": config.system}] if first else []
             prompt = [*system, {"role": "user", "content": line}]
-        answer(console, talk, prompt, config.make_sampling(seed=config.seed + len(talk.turns)))
+        seed = config.seed + len(talk.turns)
+        answer(console, talk, prompt, dataclasses.replace(sampling, seed=seed))
     return talk.turns
 
 

@@ -81,13 +81,14 @@ class Screen:
     def __init__(self, console: Console, prompts: Sequence[str]):
         self._console, self._prompts = console, prompts
         self._texts: dict[int, str] = collections.defaultdict(str)
-        self._alone = len(prompts) == 1
+        self._alone, self._shown = len(prompts) == 1, False
         self._writer = Writer(console)
-        if self._alone:
-            self._show_prompt(0)
 
     def __call__(self, update: Update) -> None:
         if self._alone:
+            if not self._shown:  # not before: what is refused is a line of its own
+                self._show_prompt(0)
+                self._shown = True
             self._writer.write(update.text, last=update.finished)
             return
         self._texts[update.index] += update.text
@@ -161,16 +162,16 @@ def main(config: Config) -> Generation:
     sampling = config.make_sampling()
     if config.samples < 1:
         raise dms_jax.ConfigError(f"--samples must be at least 1, got {config.samples}.")
-    model = config.load()
     texts = [text for text in texts for _ in range(config.samples)]
-    prompts = as_prompts(config, texts)
+    prompts, cache = as_prompts(config, texts), config.cache()
+    model = config.load()
     start = time.perf_counter()
     generation = dms_jax.generate(
         model,
         prompts,
         policy=policy,
         sampling=sampling,
-        **config.cache(),
+        **cache,
         on_tokens=Screen(console, texts),
     )
     seconds = time.perf_counter() - start

@@ -12,6 +12,7 @@ from dms_jax.command_line.options import (
     read_options,
     read_policy,
 )
+from dms_jax.generation import EngineOptions
 from dms_jax.policies import Policy
 
 SAMPLING = dms_jax.Sampling()
@@ -82,8 +83,14 @@ class Generating:
         return dms_jax.Sampling(**{name: getattr(self, name) for name in names} | more)
 
     def cache(self) -> dict[str, Any]:
-        """The cache's keyword arguments of `generate` and `Conversation`."""
+        """The cache's keyword arguments of `generate`, `Conversation` and `Service`.
+
+        Raises:
+          ConfigError: one is malformed, which is said before a model is loaded.
+        """
         memory = None if self.memory_gb is None else self.memory_gb * 1e9
-        return dict(
+        cache: dict[str, Any] = dict(
             memory=memory, page_size=self.page_size, chunk=self.chunk, kv_dtype=self.kv_dtype
         )
+        EngineOptions(num_lanes=1, max_tokens=None, **cache)
+        return cache

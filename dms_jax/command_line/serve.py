@@ -99,4 +99,5 @@ def make_service(config: Config) -> Service:
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
     )
-    return Service(config.load(), policy, **limits, **config.cache())
+    limits |= config.cache()
+    return Service(config.load(), policy, **limits)

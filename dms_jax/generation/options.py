@@ -7,7 +7,7 @@ of those that `generate`, `score`, `evaluate` and `Conversation` pass on to `Eng
 import dataclasses
 from typing import Annotated, TypedDict
 
-from dms_jax.cache.quantization import KV_DTYPES
+from dms_jax.cache.quantization import KV_DTYPES, format_of
 from dms_jax.checks import Count, CountOnDevice, Options, Positive
 
 
@@ -53,3 +53,7 @@ class EngineOptions(Options):
     prefill_tokens: CountOnDevice = 8192
     table_width: Count | None = None
     kv_dtype: Annotated[str | None, f"give {' or '.join(map(repr, KV_DTYPES))}"] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        format_of(self.kv_dtype)

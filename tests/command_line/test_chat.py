@@ -69,3 +69,14 @@ def test_a_system_prompt_needs_a_template(stories, monkeypatch):
     monkeypatch.setattr(chat.Config, "load", lambda self: stories)
     with pytest.raises(dms_jax.ConfigError, match="--system: the checkpoint has no chat template"):
         chat.main(dataclasses.replace(QUICK, system="Be brief."), [])
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_tokens": 0}, {"stop": ("",)}])
+def test_nobody_is_asked_for_a_line_that_is_not_answered(wrong, stories, monkeypatch):
+    def asked():
+        raise AssertionError("a line was asked for")
+        yield
+
+    monkeypatch.setattr(chat.Config, "load", lambda self: stories)
+    with pytest.raises(dms_jax.ConfigError, match=r"must be|may be empty"):
+        chat.main(dataclasses.replace(QUICK, **wrong), asked())

@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 import dms_jax
-from dms_jax.command_line import generate
+from dms_jax.command_line import chat, generate, serve
 from dms_jax.command_line.options import read_policy
 from dms_jax.command_line.running import run
+from dms_jax.generation import Update
 from tests.support.instances import further
 
 QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "--chunk", "8"]
@@ -47,8 +48,13 @@ def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_names_of_pictures_in_a_prompt_are_no_pictures(terminal):
     out, prompt = io.StringIO(), "a :dog: in [bold]"
-    generate.Screen(Console(file=out, force_terminal=terminal, color_system=None), [prompt])
-    assert out.getvalue() == prompt + "\n"
+    screen = generate.Screen(
+        Console(file=out, force_terminal=terminal, color_system=None), [prompt]
+    )
+    assert out.getvalue() == ""  # what is refused is refused before there is an answer
+    screen(Update(0, [1], " and", finished=False))
+    screen(Update(0, [2], " so", finished=True))
+    assert out.getvalue() == f"{prompt}\n and so\n"
 
 
 def test_several_answers_under_another_policy(capsys, tmp_path):
@@ -94,15 +100,35 @@ def test_options_of_a_policy():
         (["a", "--samples", "0"], "--samples must be at least 1"),
         (["a", "--memory-gb", "0.000001"], "Give it more memory"),
         (["a", "--page-size", "0"], "page_size must be"),
+        (["a", "--chunk", "0"], "chunk must be"),
+        (["a", "--kv-dtype", "int5"], "kv_dtype must be"),
+        (["Once " * 600], "601 tokens do not fit"),
         (["a", "--chat"], "no chat template"),
         ([""], "empty string"),
     ],
 )
 def test_mistakes_are_told_in_a_line(arguments, says, capsys):
     assert call(arguments) == 2
-    error = " ".join(capsys.readouterr().err.split())
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    error = " ".join(shown.err.split())
     assert says in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", [generate, chat, serve], ids=lambda command: command.__name__)
+@pytest.mark.parametrize(
+    "wrong", [{"chunk": 0}, {"page_size": 0}, {"memory_gb": -1.0}, {"kv_dtype": "int5"}], ids=str
+)
+def test_options_are_refused_before_a_model_is_loaded(command, wrong, monkeypatch):
+    def load(self):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(command.Config, "load", load)
+    main = serve.make_service if command is serve else command.main
+    given = {"prompts": ("Once",)} if command is generate else {}
+    with pytest.raises(dms_jax.ConfigError, match="must be"):
+        main(command.Config(**given, **wrong))
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
