@@ -19,6 +19,7 @@ do not interrupt it). The work per token does not grow with the length of the te
 """
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -40,7 +41,6 @@ class _Stream:
       start, committed: s and c of the module docstring; s is -1 if the window begins with `before`.
       prefix: length of the text of tokens[s:c].
       stops: the stop strings in its text.
-      incomplete_stops: whether any of them has an incomplete character.
       text: text of tokens[:c].
       seen: number of tokens processed.
       shown: number of characters returned.
@@ -50,7 +50,6 @@ class _Stream:
     start: int
     prefix: int
     stops: StopStrings
-    incomplete_stops: bool
     committed: int = 0
     text: str = ""
     seen: int = 0
@@ -109,7 +108,8 @@ class TextTracker:
             self._streams[request.index] = stream
         # An end token is not text, whether or not the tokenizer calls it special.
         tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
-        found = self._find_stop(stream, tokens) if stop else None
+        final = request.finish_reason is not None
+        found = self._find_stop(stream, tokens, final=final) if stop else None
         if found is not None:
             kept, text = found
             del request.generated[kept:], request.logprobs[kept:]
@@ -143,13 +143,11 @@ class TextTracker:
     def _begin(self, request: Request) -> _Stream:
         """Returns the state before the first token."""
         before = self._last_with_text(request.prompt)
-        stop = request.sampling.stop_strings
         return _Stream(
             before,
             start=-len(before),
             prefix=len(self._decode(before)),
-            stops=StopStrings(stop),
-            incomplete_stops=any(_INCOMPLETE in each for each in stop),
+            stops=StopStrings(request.sampling.stop_strings),
         )
 
     def _last_with_text(self, prompt: list[int]) -> list[int]:
@@ -213,9 +211,12 @@ class TextTracker:
     def _may_continue(self, token: int) -> bool:
         """Whether a run of single-byte tokens may continue after it: a byte, or without text."""
         if token not in self._open:
-            piece = self._tokenizer.backend.id_to_token(token) or ""
-            self._open[token] = bool(_BYTE_TOKEN.fullmatch(piece)) or not self._decode([token])
+            self._open[token] = self._is_byte(token) or not self._decode([token])
         return self._open[token]
+
+    def _is_byte(self, token: int) -> bool:
+        piece = self._tokenizer.backend.id_to_token(token) or ""
+        return bool(_BYTE_TOKEN.fullmatch(piece))
 
     def _length_alone(self, token: int) -> int:
         """Returns the length of the text of a token by itself; 0 if it may depend on others."""
@@ -224,21 +225,43 @@ class TextTracker:
             self._alone[token] = 0 if _INCOMPLETE in text else len(text)
         return self._alone[token]
 
-    def _find_stop(self, stream: _Stream, tokens: list[int]) -> tuple[int, str] | None:
+    def _find_stop(
+        self, stream: _Stream, tokens: list[int], *, final: bool
+    ) -> tuple[int, str] | None:
         """Returns the fewest tokens whose text holds a stop string, and the text before it.
 
-        The result does not depend on the chunks: every token is checked as if it came alone.
+        The result does not depend on the chunks: every token is checked as if it came alone. With
+        `final` no more come, and what is incomplete stays so.
         """
         behind = self._behind(stream, tokens, len(tokens))
-        # A stop string may appear and vanish again while a character is incomplete, and one that
-        # has such a character itself also when the character is complete.
-        vanishes = stream.incomplete_stops or _INCOMPLETE in behind
-        if not vanishes and stream.stops.find(behind) is None:
+        # A stop string may appear and vanish again while a character is incomplete.
+        if _INCOMPLETE not in behind and stream.stops.find(behind) is None:
             return None
-        for end in range(stream.seen + 1, len(tokens) + 1):
-            behind = self._behind(stream, tokens, end)
-            position = stream.stops.find(behind)
+        first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1
+        for end in range(first, len(tokens) + 1):
+            known = self._known(stream, tokens, end)
+            if final and end == len(tokens):
+                known = self._behind(stream, tokens, end)
+            position = stream.stops.find(known)
             if position is not None:
-                return end, (stream.text + behind)[: len(stream.text) + position]
+                return end, (stream.text + known)[: len(stream.text) + position]
             self._commit(stream, tokens, end)  # so that the next window is short
         return None
+
+    def _known(self, stream: _Stream, tokens: list[int], end: int) -> str:
+        """Returns what is known of the part of the text of tokens[:end] that is not committed.
+
+        At its end may be the beginning of a character, which reads as U+FFFD and is none: one in a
+        run of single-byte tokens for each of them, since that is decoded as a whole, else one.
+        """
+        behind = self._behind(stream, tokens, end)
+        complete = behind.rstrip(_INCOMPLETE)
+        if complete == behind:
+            return behind
+        window = reversed(tokens[max(stream.start, 0) : end])
+        run = itertools.takewhile(self._may_continue, window)
+        most = max(1, sum(map(self._is_byte, run)))
+        known = behind[: max(len(complete), len(behind) - most)]
+        if end - stream.committed > _MOST_PENDING:  # what is committed then is known
+            known = max(known, self._last_complete(stream, tokens, end)[1], key=len)
+        return known

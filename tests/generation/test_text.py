@@ -118,6 +118,19 @@ def test_a_character_cut_across_tokens_is_held_back(kind):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def known(kind: str, tokens: list[int]) -> str:
+    """The text of tokens without what may be the beginning of a character: see `text.py`."""
+    text, run = tokenizer(kind).decode(tokens), 0
+    for token in reversed(tokens):
+        byte = (tokenizer(kind).backend.id_to_token(token) or "").startswith("<0x")
+        if not byte and tokenizer(kind).decode([token]):
+            break
+        run += byte
+    for _ in range(max(run, 1)):
+        text = text.removesuffix("\ufffd")
+    return text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stop_string_is_found_whatever_the_chunks(kind, seed):
@@ -130,9 +143,9 @@ def test_a_stop_string_is_found_whatever_the_chunks(kind, seed):
     fewest = next(
         n
         for n in range(1, len(tokens) + 1)
-        if any(stop in tokenizer(kind).decode(tokens[:n]) for stop in stops)
+        if any(stop in known(kind, tokens[:n]) for stop in stops)
     )
-    decoded = tokenizer(kind).decode(tokens[:fewest])
+    decoded = known(kind, tokens[:fewest])
     cut = min(decoded.find(stop) for stop in stops if stop in decoded)
     for sizes in ([1], [2], [9], [200]):
         running, pieces = stream(kind, tokens, sizes, stop=stops)
@@ -144,17 +157,56 @@ def test_a_stop_string_is_found_whatever_the_chunks(kind, seed):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
-def test_a_part_of_a_character_that_is_a_stop_string_is_found_whatever_the_chunks(kind):
-    """It has gone from the text when the other parts have come."""
-    before, tokens = tokenizer(kind).encode("a ", False), tokenizer(kind).encode("a 🙂 b", False)
-    fewest = next(
-        n for n in range(1, len(tokens) + 1) if "\ufffd" in tokenizer(kind).decode(tokens[:n])
-    )
-    assert "\ufffd" not in tokenizer(kind).decode(tokens)
-    for sizes in ([1], [2], [len(before), 1], [200]):
-        running, _ = stream(kind, tokens, sizes, stop=["\ufffd"])
-        assert running.finish_reason == "stop"
-        assert running.generated == tokens[:fewest]
+@pytest.mark.parametrize("stop", ["\ufffd", " \ufffd", "\ufffd\ufffd"])
+def test_a_part_of_a_character_is_no_stop_string_while_it_may_be_completed(kind, stop):
+    """It reads as U+FFFD until the other parts come, a run of single bytes as several."""
+    text = "a 🙂🙂 你 b"
+    tokens = tokenizer(kind).encode(text, False)
+    assert any("\ufffd" in tokenizer(kind).decode(tokens[:n]) for n in range(len(tokens)))
+    for sizes in ([1], [2], [3, 1], [200]):
+        running, pieces = stream(kind, tokens, sizes, stop=[stop])
+        assert (running.finish_reason, running.generated) == ("length", tokens)
+        assert running.text == "".join(pieces) == text
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
+@pytest.mark.parametrize("ends", ["text", "end", "length"])
+def test_a_part_of_a_character_is_a_stop_string_when_nothing_completes_it(kind, ends):
+    smile = tokenizer(kind).encode("a 🙂", False)
+    broken = smile[: next(n for n in range(9) if "\ufffd" in tokenizer(kind).decode(smile[:n]))]
+    behind = tokenizer(kind).encode("and so on", False) if ends == "text" else []
+    tokens = [*broken, *behind, *([END] if ends == "end" else [])]
+    kept = [*broken, *behind[:1]]  # only what follows tells
+    for sizes in ([1], [2], [len(broken) - 1, 1], [len(broken), 1], [200]):
+        running, pieces = stream(kind, tokens, sizes, stop=["\ufffd"], end_tokens=[END])
+        assert (running.finish_reason, running.generated) == ("stop", kept)
+        assert running.text == "".join(pieces) == "a "
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
+def test_a_long_run_of_parts_that_nothing_completes_is_a_stop_string(kind):
+    """Of parts that are no beginning all but the last are known to be none, of a run none is."""
+    tokens = [tokenizer(kind).encode("🙂", False)[-1]] * 200
+    assert tokenizer(kind).decode(tokens) == "\ufffd" * 200
+    fewest = {"qwen2": 2 + 1, "stories260k": 64 + 1}[kind]
+    for sizes in ([1], [7], [200]):
+        running, pieces = stream(kind, tokens, sizes, stop=["\ufffd\ufffd"])
+        assert (running.finish_reason, len(running.generated)) == ("stop", fewest)
+        assert running.text == "".join(pieces) == ""
+
+
+@pytest.mark.parametrize("kind", ["mistral", "stories260k"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_in_a_long_run_of_bytes_parts_are_told_from_characters_whatever_the_chunks(kind, broken):
+    """It is committed in parts, whose text is that of whole characters."""
+    parts = [tokenizer(kind).backend.token_to_id(f"<0x{byte:02X}>") for byte in "你".encode()]
+    tokens = [*parts[broken:], *parts * 40]
+    ends = {
+        (running.finish_reason, len(running.generated), running.text)
+        for sizes in ([1], [2], [7], [64], [200])
+        for running, _ in [stream(kind, tokens, sizes, stop=["\ufffd"])]
+    }
+    assert ends == {("stop", 64 + 1, "") if broken else ("length", 123, "你" * 41)}
 
 
 def test_what_may_become_a_stop_string_is_held_back():

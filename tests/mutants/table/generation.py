@@ -356,11 +356,18 @@ MUTANTS = [
         (f"{TEXT}::test_a_stop_string_in_a_large_chunk_is_found_by_short_windows",),
     ),
     Mutant(
-        "generation: a part of a character that is a stop string is lost in a large chunk",
+        "generation: the first part of a character is taken for a stop string",
         FOLDER + "text.py",
-        "vanishes = stream.incomplete_stops or ",
-        "vanishes = ",
-        (f"{TEXT}::test_a_part_of_a_character_that_is_a_stop_string_is_found_whatever_the_chunks",),
+        "most = max(1, sum(map(self._is_byte, run)))",
+        "most = 0",
+        (f"{TEXT}::test_a_part_of_a_character_is_no_stop_string_while_it_may_be_completed",),
+    ),
+    Mutant(
+        "generation: a part of a character at the end of an answer is no stop string",
+        FOLDER + "text.py",
+        "first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1",
+        "first = stream.seen + 1",
+        (f"{TEXT}::test_a_part_of_a_character_is_a_stop_string_when_nothing_completes_it",),
     ),
     Mutant(
         "generation: a stop string of which nobody is told is found behind the next chunk",
