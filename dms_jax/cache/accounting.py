@@ -36,7 +36,9 @@ class Usage:
         token caused. A cut of whole rows (SnapKV and similar policies) by a token that completed a
         stop string is left out if the same program ran later tokens.
       compression_ratio: tokens seen divided by live entries, both at the end.
-      cache_bytes: device bytes of this sequence at the end: its pages and the policy's state.
+      cache_bytes: device bytes of this sequence at the end: the pages of its entries, without what
+        is reserved beyond them, and the policy's state. Of a request that ends while it waits, what
+        it held before it was put back; 0 if it never began.
       peak_cache_bytes: the highest device bytes, with the pages reserved for the running chunk.
       host_bytes: bytes of values in host memory at the end (KCache), which the others leave out.
       prefilled_tokens: tokens that were computed as a prompt for this request: all of its prompt,

@@ -265,7 +265,6 @@ def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int])
             taken = slice(0, counts[lane])
             meter.add(steps.live[taken, lane], steps.reads[taken, lane].tolist())
             logprobs[lane].append(steps.logprobs[taken, lane])
-    held, on_host = runner.cache_bytes(), runner.host_bytes()
     for lane, meter in enumerate(meters):
         meter.finish(int(runner.lengths[:, lane].sum()))
     scores = [
@@ -275,8 +274,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int])
                 prompt_tokens=1,
                 new_tokens=len(sequence) - 1,
                 seen=len(sequence) - 1,
-                cache_bytes=held[lane],
-                host_bytes=on_host[lane],
+                **runner.bytes_of(runner.lengths[:, lane]),
             ),
         )
         for lane, sequence in enumerate(batch)

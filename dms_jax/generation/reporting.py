@@ -112,7 +112,6 @@ class Reporter:
         self.tell()
         runner = self.runner
         runner.trim()
-        held, on_host = runner.cache_bytes(), runner.host_bytes()
         cancelled = self._to_end()
         self.cancelled -= cancelled
         ended = []
@@ -124,12 +123,9 @@ class Reporter:
             self._keep(request)
             if request.finish_reason is not None:
                 ended.append(lane)
-                usage = dict(
-                    cached=int(runner.seen[lane]),
-                    live=int(runner.lengths_of(lane).sum()),
-                    cache_bytes=held[lane],
-                    host_bytes=on_host[lane],
-                )
+                slots = runner.lengths_of(lane)
+                usage = dict(cached=int(runner.seen[lane]), live=int(slots.sum()))
+                usage |= runner.bytes_of(slots)
                 self._ended.append((request, usage))
         for lane in ended:
             del running[lane]
@@ -141,7 +137,8 @@ class Reporter:
     def _settle_waiting(self, waiting: collections.deque[Request], cancelled: set[int]) -> None:
         """Does the same for those that wait; chains that left their lane have a first token.
 
-        What was put back in this call waits before all others, of which there may be thousands.
+        What was put back in this call waits before all others, of which there may be thousands. It
+        used what it held before, or a chain what its copy of the prompt would have.
         """
         put_back = itertools.takewhile(lambda each: each.slots is not None, waiting)
         news = [each for each in put_back if len(each.generated) > each.reported_tokens]
@@ -154,7 +151,10 @@ class Reporter:
         for request in news:
             self._keep(request)
             if request.finish_reason is not None:
-                record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
+                held = dict(cache_bytes=0, host_bytes=0)  # it never began
+                if request.slots is not None:
+                    held = self.runner.bytes_of(request.slots)
+                record_usage(request, cached=0, live=0, **held)
         if any(request.finish_reason is not None for request in news):
             left = [each for each in waiting if each.finish_reason is None]
             waiting.clear()

@@ -285,7 +285,7 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
       request: the request.
       cached: tokens that its lane has seen.
       live: live slots of its lane, summed over all rows.
-      **held: `cache_bytes` and `host_bytes` of its lane.
+      **held: its `cache_bytes` and `host_bytes`.
     """
     meter = dataclasses.replace(request.meter)
     meter.add(*request.totals())

@@ -181,12 +181,17 @@ class Rows(abc.ABC):
 
     def cache_bytes(self) -> list[int]:
         """Returns the device bytes of each lane's reserved pages and of its policy state."""
-        return (self._bytes_of_pages(self._layer_bytes) + self._state_bytes).tolist()
+        pages = np.einsum("L,LBK->B", self._layer_bytes, self.allocator.reserved)
+        return (pages + self._state_bytes).tolist()
 
-    def host_bytes(self) -> list[int]:
-        """Returns the bytes of the values in host memory of each lane's reserved pages."""
-        return self._bytes_of_pages(self.page_bytes - self._layer_bytes).tolist()
+    def bytes_of(self, slots: Int[np.ndarray, "L K"]) -> dict[str, int]:
+        """Returns the `cache_bytes` and `host_bytes` (see `Usage`) of a sequence.
 
-    def _bytes_of_pages(self, layer_bytes: Int[np.ndarray, " L"]) -> Int[np.ndarray, " B"]:
-        """Returns the bytes of each lane's reserved pages, of which one has so many by layer."""
-        return np.einsum("L,LBK->B", layer_bytes, self.allocator.reserved)
+        Args:
+          slots: the slots in use of each row. What is reserved beyond them does not count: steps
+            may run in which its lane is idle.
+        """
+        pages = self.allocator.pages_for(slots).sum(1)
+        held = int(self._layer_bytes @ pages)
+        on_host = int(self.page_bytes * pages.sum()) - held
+        return {"cache_bytes": held + self._state_bytes, "host_bytes": on_host}

@@ -199,8 +199,8 @@ def filled_runner(
         kv_dtype=racer.kv_dtype,
     )
     runner.lengths = lengths.copy()
-    runner.reserve(np.zeros(batch, np.int64))
-    held = dict(cache_bytes=sum(runner.cache_bytes()), host_bytes=sum(runner.host_bytes()))
+    sequences = [runner.bytes_of(lengths[:, lane]) for lane in range(batch)]
+    held = {name: sum(each[name] for each in sequences) for name in sequences[0]}
     runner.reserve(np.full(batch, steps))
     cache = runner.cache
     rows, pages = state_at(racer.policy, cache, lengths, context)

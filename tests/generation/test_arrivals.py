@@ -11,7 +11,9 @@ from dms_jax.generation.requests import make_request
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, SHAPE, engine_for, model_for, prompts
+from tests.support.instances import further
 
+ONE = dataclasses.replace(GREEDY, max_new_tokens=1)
 SETTINGS = [
     GREEDY,
     dms_jax.Sampling(temperature=0.9, top_k=4, max_new_tokens=15, seed=3, logprobs=True),
@@ -81,6 +83,25 @@ def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(lis
     assert [each.finish_reason for each in requests] == ["length", "stop"]
     assert [each.generated for each in requests] == [alone[0].tokens, alone[1].tokens[:1]]
     assert requests[1].totals() == ([], [])  # no step ran for it
+
+
+@pytest.mark.parametrize("name", ["dmc", *further("vanilla", "dms", "tova")])
+def test_what_an_answer_holds_that_its_first_token_ends_is_without_the_steps_that_run(name):
+    """They were launched before the token was read, and their pages are reserved for its lane."""
+    (prompt,), plain = prompts((13,)), model_for(name, ends=False)
+    (first,) = Engine(plain, max_tokens=64, **SHAPE).generate([prompt], sampling=ONE)[0].tokens
+    model = dataclasses.replace(plain, generation=GenerationDefaults(eos_token_ids=(first,)))
+    engine = Engine(model, max_tokens=64, **SHAPE)
+    config = model.config
+    (request,) = coming = [make_request(config, prompt, GREEDY)]
+    engine.serve([], GREEDY, incoming=lambda wait: [coming.pop()] if coming else None)
+    assert (request.generated, request.finish_reason) == ([first], "end")
+    rows = config.num_layers * config.num_kv_heads
+    page = rows * 2 * 16 * config.head_dim * 4  # one holds the prompt of a row
+    state = engine.runner._state_bytes
+    assert 0 < request.usage.live_tokens <= 13
+    assert request.usage.cache_bytes == page + state
+    assert page + state < request.usage.peak_cache_bytes <= 2 * page + state
 
 
 @pytest.mark.slow
