@@ -6,6 +6,8 @@
 
 The sign of the scale puts the extreme number of a group at -8, so that all 16 integers are used.
 The error is at most |s| / 2, and |s| (1 + 2^-5) where a number of the other sign is beyond 7.5 |s|.
+A rotated number may be sqrt(D) times the largest one: beyond the largest of bfloat16 (3.4e38) it
+becomes that, so that s c is finite in float32. Infinities and NaN in x are NaN in what is read.
 
 A few dimensions of keys are far larger than the others, and would take the whole range of their
 group. The rotation spreads them over the vector, whose numbers are then nearly Gaussian (QuaRot,
@@ -28,6 +30,9 @@ from dms_jax.cache.format import Format, within
 from pallas_kernels.four_bits import pack, scaled
 
 _LEAST_SCALE = 2.0**-120  # scales stay normal numbers
+_LARGEST_SCALE = float(jnp.finfo(jnp.bfloat16).max) / 8
+# Sums of numbers beyond the first may overflow float32: such vectors are rotated in this unit.
+_LARGE, _UNIT = 2.0**96, 2.0**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +51,18 @@ class Int4(Format):
     def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Array, Array]:
         """Returns (packed integers [..., D / 2], bfloat16 scales [..., D / group])."""
         head_dim = x.shape[-1]
-        wide = self._turn(x)
+        wide, unit = self._turn_in_units(x)
         size = head_dim if self.group is None else math.gcd(self.group, head_dim)
         groups = wide.reshape(*x.shape[:-1], -1, size)
         low, high = groups.min(-1), groups.max(-1)
         extreme = jnp.where(-low >= high, low, high)
+        largest = _LARGEST_SCALE / unit
+        scales = jnp.clip(extreme / -8, -largest, largest) * unit
+        scales = jnp.where(jnp.isinf(extreme), extreme, scales)
         least = jnp.where(extreme > 0, -_LEAST_SCALE, _LEAST_SCALE)
-        scales = jnp.where(jnp.abs(extreme) < 8 * _LEAST_SCALE, least, extreme / -8)
+        scales = jnp.where(jnp.abs(scales) < _LEAST_SCALE, least, scales)
         scales = scales.astype(jnp.float32).astype(jnp.bfloat16)
-        codes = jnp.round(groups / scales[..., None].astype(wide.dtype))
+        codes = jnp.round(groups / scales[..., None].astype(wide.dtype) * unit[..., None])
         return pack(jnp.clip(codes, -8, 7).astype(jnp.int8).reshape(x.shape)), scales
 
     def dequantize(self, values: Array, scales: Array, dtype: Any) -> Float[Array, "*slots D"]:
@@ -77,13 +85,23 @@ class Int4(Format):
 
     def _turn(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         """Returns rotated vectors, in float32 at least; twice gives the vectors."""
+        turned, unit = self._turn_in_units(x)
+        return turned * unit
+
+    def _turn_in_units(
+        self, x: Float[Array, "*slots D"]
+    ) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots 1"]]:
+        """Returns the same in units of a power of two, in which no sum overflows, and these."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        large = jnp.abs(x).max(-1, keepdims=True) > _LARGE
+        unit = jnp.where(large, _UNIT, 1.0).astype(x.dtype)
         if not self.rotated:
-            return x
+            return x / unit, unit
         size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides D
-        blocks = x.reshape(*x.shape[:-1], -1, size)
+        blocks = (x / unit).reshape(*x.shape[:-1], -1, size)
         matrix = hadamard(size).astype(x.dtype)
-        return jnp.matmul(blocks, matrix, precision=jax.lax.Precision.HIGHEST).reshape(x.shape)
+        turned = jnp.matmul(blocks, matrix, precision=jax.lax.Precision.HIGHEST)
+        return turned.reshape(x.shape), unit
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Quantization to integers of 4 bits with a scale per group, after a rotation, as it is defined.
 
 y = H x, block by block; H is orthogonal, Hadamard, as large as the power of two in the head dim
-s = -e / 8 in bfloat16, e the number of largest magnitude of its group (the negative one of two)
+s = -e / 8 in bfloat16, e the number of largest magnitude of its group (the negative one of two);
+    at most an eighth of the largest number of bfloat16
 y ~ s c, c the integer from -8 to 7 nearest to y / s, ties to even
 """
 
@@ -35,7 +36,8 @@ def scale_of(group: np.ndarray) -> float:
     extreme = max(group, key=lambda number: (abs(number), -number))
     if abs(extreme) < 2.0**-117:
         return -(2.0**-120) if extreme > 0 else 2.0**-120
-    return float(ml_dtypes.bfloat16(np.float32(extreme / -8)))
+    largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max) / 8
+    return float(ml_dtypes.bfloat16(np.float32(np.clip(extreme / -8, -largest, largest))))
 
 
 def quantize(x, *, group: int | None = GROUP, rotated: bool = True):

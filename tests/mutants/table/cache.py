@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "cache: the sign of a 4-bit scale is lost",
         FOLDER + "int4.py",
-        "extreme / -8)",
-        "jnp.abs(extreme) / 8)",
+        "extreme / -8,",
+        "jnp.abs(extreme) / 8,",
         ("tests/cache/test_int4.py::test_numbers_by_hand",),
     ),
     Mutant(
