@@ -64,6 +64,20 @@ class Room:
         last = self._all_slots(request) if endless and not request.sampling.stop_strings else 0
         return max(self._prompt_slots(request), self._first_slots(request), last)
 
+    def slots_alone(self, most: int) -> int:
+        """Returns the most slots, up to `most`, that every row of a sequence can hold alone.
+
+        The pool is empty.
+        """
+        least = 0
+        while least < most:
+            middle = (least + most + 1) // 2
+            alone = np.zeros(self.runner.lengths.shape, np.int64)
+            alone[:, 0] = middle
+            fits = self.runner.fits(alone, prompt=True)
+            least, most = (middle, most) if fits else (least, middle - 1)
+        return least
+
     def admit(
         self,
         waiting: collections.deque[Request],

@@ -14,10 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Unpack
 
-import numpy as np
-
 from dms_jax.checks import Whole, check, require, show_options
-from dms_jax.errors import BusyError, CapacityError, DataError, DmsJaxError
+from dms_jax.errors import BusyError, CapacityError, DataError, DmsJaxError, OutOfMemoryError
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
 from dms_jax.generation.prompts import check_stop
 from dms_jax.generation.requests import (
@@ -29,6 +27,8 @@ from dms_jax.generation.requests import (
 from dms_jax.generation.room import Room
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
+
+_SHORTEN = "Shorten the prompt, or ask for a shorter answer."
 
 _logger = logging.getLogger("dms_jax")
 
@@ -61,6 +61,12 @@ Listener = Callable[[Piece | Exception], None]
 
 def _nothing() -> None:
     pass
+
+
+def _what(request: Request) -> str:
+    """A request as who asked for it knows it."""
+    tokens = len(request.prompt)
+    return f"The prompt of {tokens:,} tokens with its answer of up to {request.max_new_tokens:,}"
 
 
 def call_listener(listener: Callable[..., None], *news: Piece | Exception) -> None:
@@ -143,7 +149,7 @@ class Service:
         # At once for all that will come: page tables keep their widths, and compile nothing.
         runner.raise_max_length(self.max_tokens)
         self._room = Room(runner, self.engine.chunk, self.engine.options.prefill_chunk)
-        self._slots = self._slots_alone()
+        self._slots = self._room.slots_alone(self.max_tokens + self.engine.chunk)
         self._pages = runner.allocator.pages_per_shard * runner.num_shards
         self._endless = not model.generation.eos_token_ids
         self._jobs: dict[int, _Job] = {}  # by index, the oldest first
@@ -296,32 +302,19 @@ class Service:
 
     # -- what fits --------------------------------------------------------------------------------
 
-    def _slots_alone(self) -> int:
-        """Returns the most slots that every row of a single sequence can hold in an empty pool."""
-        runner = self.engine.runner
-        least, most = 0, self.max_tokens + self.engine.chunk
-        while least < most:
-            middle = (least + most + 1) // 2
-            alone = np.zeros(runner.lengths.shape, np.int64)
-            alone[:, 0] = middle
-            least, most = (middle, most) if runner.fits(alone, prompt=True) else (least, middle - 1)
-        return least
-
     def _check_length(self, prompt: int, answer: int) -> None:
         if prompt + answer > self.max_tokens:
             raise DataError(
                 f"The prompt has {prompt:,} tokens and an answer of up to {answer:,} is asked for; "
-                f"a sequence may have {self.max_tokens:,} here. Shorten the prompt, or ask for a "
-                "shorter answer."
+                f"a sequence may have {self.max_tokens:,} here. {_SHORTEN}"
             )
 
     def _check_room(self, request: Request) -> None:
         slots = self._room.least_slots(request, endless=self._endless)
         if slots > self._slots:
             raise CapacityError(
-                f"The prompt of {len(request.prompt):,} tokens with its answer of up to "
-                f"{request.max_new_tokens:,} needs {slots:,} slots in every row of the cache; a "
-                f"sequence that is alone can have {self._slots:,}. Shorten them."
+                f"{_what(request)} needs room for at least {slots:,} tokens in the cache; a "
+                f"sequence has room for {self._slots:,} here. {_SHORTEN}"
             )
 
     # -- in the engine's thread -------------------------------------------------------------------
@@ -410,6 +403,13 @@ class Service:
             time.sleep(1.0)
 
     def _end(self, request: Request, error: Exception) -> None:
+        if isinstance(error, CapacityError) and not isinstance(error, OutOfMemoryError):
+            # The engine numbers requests and names its options, which mean nothing to who asked.
+            seen = len(request.prompt) + len(request.generated)
+            error = CapacityError(
+                f"{_what(request)} does not fit into the cache here, even alone: it was full at "
+                f"token {seen:,} of these. {_SHORTEN}"
+            )
         job = self._jobs.pop(request.index)
         call_listener(job.listener, error)
         call_listener(job.told)

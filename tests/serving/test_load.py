@@ -16,7 +16,15 @@ from dms_jax.serving import Piece, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY
 from dms_jax.serving.metrics import Metrics
-from tests.serving.support import LANES, SHAPE, hold_steps, make_service, serving, wait_until
+from tests.serving.support import (
+    LANES,
+    SHAPE,
+    hold_steps,
+    make_service,
+    serving,
+    stories,
+    wait_until,
+)
 from tests.support.models import random_model, tiny_config
 
 LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
@@ -138,9 +146,16 @@ def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
     go_on.set()
     for thread in (whole, *later):
         thread.join(60)
-    status, text = answers["whole"]
+    status, text = answers["whole"]  # in terms of what was asked, not of the engine's
     assert status == 400
-    assert "it is full" in text
+    error = json.loads(text)["error"]
+    assert error["code"] == "context_length_exceeded"
+    prompt = len(stories().tokenizer.encode(LONG["prompt"]))
+    assert error["message"] == (
+        f"The prompt of {prompt} tokens with its answer of up to 3 does not fit into the cache "
+        f"here, even alone: it was full at token {prompt} of these. Shorten the prompt, or ask "
+        "for a shorter answer."
+    )
     status, text = answers["stream"]  # it had begun, so the error is its last event
     assert status == 200
     assert json.loads(text.split("data: ")[-1])["error"]["type"] == "server_error"
@@ -271,6 +286,9 @@ def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     wait_until(lambda: not service._jobs)
     assert service.drain(60.0)
     assert isinstance(news[0][-1], CapacityError)
+    told = sum(len(piece.tokens) for piece in news[0][:-1])
+    assert "prompt of 3 tokens with its answer of up to 24 does not" in str(news[0][-1])
+    assert f"full at token {3 + told} of these" in str(news[0][-1])
     assert news[1][-1].completion.tokens == news[2][-1].completion.tokens
     tokens = [token for each in news[1] for token in each.tokens]
     assert tokens == news[1][-1].completion.tokens
@@ -335,7 +353,7 @@ def test_logits_that_are_not_numbers_end_a_chain_that_left_its_lane():
 def test_what_cannot_fit_is_refused_with_numbers():
     service = make_service(memory=40_000, max_tokens=400)
     sampling = service_module.Sampling(max_new_tokens=10)
-    with pytest.raises(CapacityError, match=r"needs \d+ slots .* alone can have \d+"):
+    with pytest.raises(CapacityError, match=r"room for at least \d+ .* has room for \d+"):
         service.submit([[1] * 380], sampling, print)
     with pytest.raises(service_module.DataError, match="a sequence may have 400"):
         service.submit([[1] * 395], sampling, print)
