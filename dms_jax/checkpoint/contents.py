@@ -24,7 +24,8 @@ from dms_jax.policies.values import AdapterShape
 # Published checkpoints have at most ten; every step of generation compares with each.
 MAX_END_TOKENS = 64
 # The hub's names begin with a letter or a digit; ./model and ../model are paths, and so is what
-# ends as a file of weights does.
+# ends as a file of weights does: more often it is missing than a repository of that name, which
+# with its revision is none.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _WEIGHTS = (".gguf", ".safetensors")
 _PATH = ("/", "./", "../", "~")
@@ -110,7 +111,10 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
         )
     if not isinstance(path, str) or path.startswith(_PATH) or path.lower().endswith(_WEIGHTS):
         kind = "file" if directory.suffix.lower() in _WEIGHTS else "directory or file"
-        raise CheckpointError(f"there is no {kind} {directory.absolute()}")
+        hint = ""
+        if isinstance(path, str) and _HUB_ID.fullmatch(path):
+            hint = f"; if a repository on the hub has this name, give its revision: {path}@main"
+        raise CheckpointError(f"there is no {kind} {directory.absolute()}{hint}")
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(f"no directory or file {path}, and it is not a hub id (owner/name)")
     from huggingface_hub import snapshot_download

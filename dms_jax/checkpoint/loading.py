@@ -34,7 +34,8 @@ def load(
     """Load a checkpoint.
 
     Args:
-        path: a Hugging Face directory, a hub id ("owner/name" or "owner/name@revision"), or a GGUF
+        path: a Hugging Face directory, a hub id ("owner/name" or "owner/name@revision"; with the
+            revision where the name ends as a file's does, in .gguf or .safetensors), or a GGUF
             file (the first one, or any, of a model that is split over several).
         dtype: type of the parameters; None keeps what the files hold, and float32 where they hold
             quantised numbers.
