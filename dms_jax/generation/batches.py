@@ -245,6 +245,7 @@ class LaunchedSteps:
       end_tokens: token ids that end an answer.
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with.
+      forgotten: Int[B], that of `Rows` when it was launched.
     """
 
     steps: Packed
@@ -253,6 +254,7 @@ class LaunchedSteps:
     end_tokens: tuple[int, ...]
     tail: Tail | None
     table: Int[np.ndarray, "L B K M"]
+    forgotten: Int[np.ndarray, " B"]
 
 
 def build_batch(

@@ -133,14 +133,11 @@ class Launched:
     def may_run_on(self, running: Mapping[int, Request], num_steps: int) -> bool:
         """Whether the last program of a chunk may run while those that wait are admitted.
 
-        What ends in the programs before it must be known to the device, or a lane would be given
-        away in which it goes on: a stop string is only in the text.
+        An answer that a stop string ends, which is only in the text, goes on in it. Whoever gets
+        its lane and its pages is read behind it, and what it did there is dropped.
         """
-        if self.steps_a_program(num_steps) == num_steps:
-            return False
-        if any(each.sampling.stop_strings for each in running.values()):
-            return False
-        return self._goes_on(self.remaining(running))
+        several = self.steps_a_program(num_steps) < num_steps
+        return several and self._goes_on(self.remaining(running))
 
     def read_chunk(self) -> None:
         """Waits for the oldest program of steps, and records it.

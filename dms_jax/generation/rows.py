@@ -37,6 +37,8 @@ class Rows(abc.ABC):
     Attributes:
       allocator: the pages.
       unread: Int[B], the most tokens of each lane in chunks of steps that were not read.
+      forgotten: Int[B], how often each lane was forgotten: steps that were launched before are not
+        those of who has it now.
     """
 
     cache: Any
@@ -45,6 +47,7 @@ class Rows(abc.ABC):
     page_bytes: int
     allocator: PageAllocator
     unread: Int[np.ndarray, " B"]
+    forgotten: Int[np.ndarray, " B"]
     _max_length: int  # tokens of the longest sequence so far
     _slot_limit: int | None
     _layer_bytes: Any
@@ -89,6 +92,8 @@ class Rows(abc.ABC):
         """Sets the lengths of lanes to none, whatever was launched for them."""
         self._lengths[:, lanes] = 0
         self.unread[lanes] = 0
+        self.forgotten = self.forgotten.copy()  # what was launched has the old
+        self.forgotten[lanes] += 1
         if self._prompts is not None:
             counts = self._prompts.counts.copy()
             counts[lanes] = 0

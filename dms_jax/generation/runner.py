@@ -181,6 +181,7 @@ class Runner(Rows):
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
         self.unread = np.zeros(num_lanes, np.int64)
+        self.forgotten = np.zeros(num_lanes, np.int64)
         self._max_lengths = np.zeros(num_lanes, np.int32)
         self.dirty = False
 
@@ -331,15 +332,18 @@ class Runner(Rows):
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
         self.unread = self.unread + most
-        return LaunchedSteps(steps, newest, most, end_tokens, tail, table)
+        return LaunchedSteps(steps, newest, most, end_tokens, tail, table, self.forgotten)
 
     def read(self, launched: LaunchedSteps) -> Steps:
-        """Waits for a chunk of steps, the oldest that was not read, and returns its results."""
+        """Waits for the oldest chunk that was not read; returns its steps but of cleared lanes."""
         steps = launched.steps.read()
+        kept = launched.forgotten == self.forgotten
+        steps = steps.replace(ran=steps.ran & kept)
         counts = steps.ran.sum(0)
         # Lanes that ended are idle in what was launched since.
         ended = np.isin(steps.tokens[-1], launched.end_tokens)
-        self.unread = np.where(ended, 0, self.unread - launched.most)
+        unread = np.where(ended, 0, self.unread - launched.most)
+        self.unread = np.where(kept, unread, self.unread)
         self.read_lengths(steps.lengths, counts > 0)
         self.seen = self.seen + counts
         if self.host is not None:
@@ -367,7 +371,7 @@ class Runner(Rows):
                 self.policy,
             )
         self.unread = self.unread + counts
-        return self.read(LaunchedSteps(steps, tokens[-1], counts, (), tail, table))
+        return self.read(LaunchedSteps(steps, tokens[-1], counts, (), tail, table, self.forgotten))
 
     def expect(self, tokens: int) -> None:
         """Makes page tables wide enough for a sequence of so many tokens before it grows to it.

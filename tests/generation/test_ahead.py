@@ -10,9 +10,10 @@ from dms_jax.generation import Engine, compiling, programs
 from dms_jax.generation.batches import Shape
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.reporting import Reporter
-from dms_jax.generation.requests import make_requests
+from dms_jax.generation.requests import make_request, make_requests
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+from tests.generation.test_generate import same_usage
 from tests.support.instances import further
 
 TWO = prompts((5, 13))
@@ -201,25 +202,44 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(na
     assert not engine.runner.unread.any()
 
 
-def test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on(monkeypatch):
-    """The device does not know that such an answer has ended: its chunk is read as a whole."""
-    engine = engine_for("dms")
-    running_on, settle = [], Reporter.settle
+@pytest.mark.parametrize("name", ["dms", *further(*sorted(set(POLICIES) - {"dms"}))])
+def test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on(name, monkeypatch):
+    """The device does not know that it has ended: what it gives there is nobody's."""
+    engine, given_away, settle, clear = engine_for(name), [], Reporter.settle, Runner.clear
+    text = engine.model.tokenizer.decode
+    alone = [engine.generate([prompt], sampling=GREEDY)[0] for prompt in SIX]
+    running_on = []
+
+    def cleared(runner, lanes):
+        given_away.extend(lane for lane in lanes if runner.unread[lane])
+        clear(runner, lanes)
 
     def settled(reporter, *arguments):
         running_on.append(bool(reporter.runner.unread.any()))
         settle(reporter, *arguments)
 
     monkeypatch.setattr(Reporter, "settle", settled)
-
-    def serve(sampling):
-        arrived(engine, make_requests(engine.model.config, SIX, sampling), lambda update: None)
-
-    serve(dataclasses.replace(GREEDY, stop=("\x00never",)))
-    assert running_on
-    assert not any(running_on)
-    serve(GREEDY)
+    monkeypatch.setattr(Runner, "clear", cleared)
+    # The third to fifth token of each is the end of its answer.
+    stops = [text(each.tokens[2:5]).strip() for each in alone]
+    samplings = [dataclasses.replace(GREEDY, stop=stop) for stop in stops]
+    want = [engine.generate([SIX[i]], sampling=each)[0] for i, each in enumerate(samplings)]
+    assert {each.finish_reason for each in want} == {"stop"}
+    requests = [
+        make_request(engine.model.config, prompt, sampling, index=index)
+        for index, (prompt, sampling) in enumerate(zip(SIX, samplings, strict=True))
+    ]
+    given_away.clear()
+    running_on.clear()
+    arrived(engine, requests, lambda update: None)
     assert any(running_on)
+    assert given_away
+    for request, one in zip(requests, want, strict=True):
+        assert (request.generated, request.text) == (one.tokens, one.text)
+        assert request.finish_reason == "stop"
+        same_usage(request.usage, one.usage)
+    assert engine.runner.allocator.pages_in_use == 0
+    assert not engine.runner.unread.any()
 
 
 def test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run(monkeypatch):

@@ -1,5 +1,6 @@
 """Requests that come and are cancelled at random moments, in pools that are too small for them."""
 
+import collections
 import dataclasses
 import random
 
@@ -7,6 +8,7 @@ import pytest
 
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.requests import make_request
+from dms_jax.generation.room import Room
 from tests.generation.support import model_for, prompts
 
 SHAPE = dict(num_lanes=4, page_size=8, prefill_chunk=16)
@@ -16,10 +18,16 @@ CHOICES = (0, 1, 1, 1, 1, 1, 2)
 ROUNDS = 25
 
 
-def settings(random_number, new_tokens):
+# Letters that answers come to at any place; most requests stop at none.
+STOPS = ((), (), ("w",), (" a", "ck"))
+
+
+def settings(random_number, new_tokens, stop=()):
     """Greedy, or drawn from one of two seeds."""
     temperature = 0.0 if random_number == 0 else 1.0
-    return Sampling(temperature=temperature, seed=random_number, max_new_tokens=new_tokens)
+    return Sampling(
+        temperature=temperature, seed=random_number, max_new_tokens=new_tokens, stop=stop
+    )
 
 
 @pytest.mark.slow
@@ -27,24 +35,35 @@ def settings(random_number, new_tokens):
     ("name", "pages", "chunk"),
     [("vanilla", 14, 4), ("dms", 9, 4), ("vanilla", 16, 8), ("dms", 10, 8), ("dms", 40, 8)],
 )
-def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(name, pages, chunk):
+def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(
+    name, pages, chunk, monkeypatch
+):
     """Among them are requests whose first token ends them before their copy of a prompt fits.
 
-    Of chunks of 8 steps the second half may run while lanes are given away.
+    Of chunks of 8 steps the second half may run while lanes are given away, also those of answers
+    that a stop string ended, of which the device does not know.
     """
+    put_back = Room.put_back
+
+    def checked(room, *given):
+        assert not room.runner.unread.any()  # steps that may end an answer and make room
+        return put_back(room, *given)
+
+    monkeypatch.setattr(Room, "put_back", checked)
     model = model_for(name, ends=False)
     whole = Engine(model, max_tokens=64, chunk=chunk, **SHAPE)
     rows = model.config.num_layers * model.config.num_kv_heads
     memory = pages * rows * whole.runner.page_bytes
     engine = Engine(model, max_tokens=64, memory=memory, chunk=chunk, **SHAPE)
-    alone = {}
+    alone, ended = {}, collections.Counter()
     for seed in range(ROUNDS):
-        choose = random.Random(seed)
+        choose, stops = random.Random(seed), random.Random(-1 - seed)
         drawn = [
             (
                 choose.choice(CHOICES),
                 choose.choice((0, 0, 1, 2)),
                 choose.choice((1, 1, 2, 4, 9, 20)),
+                stops.choice(STOPS),
             )
             for _ in range(choose.randint(2, 9))
         ]
@@ -65,11 +84,15 @@ def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(name, 
             if request.finish_reason == "cancelled":
                 assert request.generated == want.tokens[: len(request.generated)], what
                 continue
-            assert (request.finish_reason, request.generated) == ("length", want.tokens), what
+            ended[request.finish_reason] += 1
+            assert (request.finish_reason, request.text) == (want.finish_reason, want.text), what
+            assert request.generated == want.tokens, what
             for field in ("live_tokens", "peak_tokens", "kv_reads", "compression_ratio"):
                 found, wanted = (getattr(usage, field) for usage in (request.usage, want.usage))
                 assert found == pytest.approx(wanted), (what, field)
         assert engine.runner.allocator.pages_in_use == 0
+        assert not engine.runner.unread.any()
+    assert min(ended["stop"], ended["length"]) > 10
 
 
 def serve_at_random(engine, pending, choose):

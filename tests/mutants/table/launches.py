@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 AHEAD = "tests/generation/test_ahead.py"
+STOPPED = f"{AHEAD}::test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on"
 ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 TURNS = "tests/generation/test_turns.py"
@@ -41,11 +42,18 @@ MUTANTS = [
         (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),
     ),
     Mutant(
-        "generation: a lane is given away while its answer goes on behind a stop string",
+        "generation: steps behind a stop string are those of who has the lane now",
+        FOLDER + "rows.py",
+        "self.forgotten[lanes] += 1",
+        "self.forgotten[lanes] += 0",
+        (STOPPED,),
+    ),
+    Mutant(
+        "generation: a stop string among the requests holds up the others",
         FOLDER + "launched.py",
-        "if any(each.sampling.stop_strings for each in running.values()):",
-        "if False:",
-        (f"{AHEAD}::test_no_lane_of_a_stop_string_is_given_away_while_it_goes_on",),
+        "several = self.steps_a_program(num_steps) < num_steps",
+        "several = not any(each.sampling.stop_strings for each in running.values())",
+        (STOPPED,),
     ),
     Mutant(
         "generation: first tokens are drawn beside tokens that nobody has read",
