@@ -180,7 +180,7 @@ def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
     """Compiles programs for their arguments in threads; returns how many there are.
 
     An error or an interrupt waits for those that are being compiled, and for none that has not
-    begun.
+    begun: a process that ends while the compiler runs in one of its threads aborts.
     """
     calls = list(calls)
     threads = max(4, os.cpu_count() or 1)
