@@ -239,11 +239,11 @@ class Engine:
         reporter = Reporter(
             self.runner, tracker, on_tokens, keep, self._reading, self._cancelled, on_told
         )
-        # Updates and stop strings are looked at before the next chunk, and so are first tokens.
-        # Each request that comes has stop strings of its own.
-        awaited = on_tokens is not None or joined or bool(sampling.stop_strings)
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
-        num_steps = 1 if keep and sampling.stop_strings else self.chunk
+        by_step = keep and bool(sampling.stop_strings)
+        num_steps = 1 if by_step else self.chunk
+        # Then the host looks at each chunk before the next, and at first tokens; and at updates.
+        awaited = on_tokens is not None or joined or by_step
         waiting, self._running = collections.deque(requests), {}
         self._bases = {request.base for request in requests if request.base is not None}
         a_program = self._launched.steps_a_program(num_steps)

@@ -242,6 +242,35 @@ def test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on(
     assert not engine.runner.unread.any()
 
 
+@pytest.mark.parametrize("name", ["dms", *further(*sorted(set(POLICIES) - {"dms"}))])
+def test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to(name, monkeypatch):
+    """Answers, log-probabilities and what they used are those of chunks in turn."""
+    engine = engine_for(name)
+    text, sampling = engine.model.tokenizer.decode, dataclasses.replace(GREEDY, logprobs=True)
+    whole = engine.generate(SIX, sampling=sampling)
+    # Two of the answers end at their third to fifth token, or where another has that text.
+    stops = tuple(text(whole[place].tokens[2:5]).strip() for place in (1, 4))
+    sampling = dataclasses.replace(sampling, stop=stops)
+    with monkeypatch.context() as patch:
+        order = noted(patch)
+        found = engine.generate(SIX, sampling=sampling)
+        ahead = list(order)
+        order.clear()
+        expected = engine.generate(SIX, sampling=sampling, on_tokens=lambda update: None)
+    assert {each.finish_reason for each in found} == {"stop", "length"}
+    for one, other in zip(found, expected, strict=True):
+        if one.finish_reason == "stop":  # with other steps behind it in the cache
+            same_usage(one.usage, other.usage)
+            one = dataclasses.replace(one, usage=other.usage)
+        assert one == other
+    unread = np.cumsum([1 if each == "launch" else -1 for each in ahead])
+    assert unread.max() > 2  # programs of a chunk
+    assert unread[-1] == 0
+    assert np.cumsum([1 if each == "launch" else -1 for each in order]).max() == 2
+    assert engine.runner.allocator.pages_in_use == 0
+    assert not engine.runner.unread.any()
+
+
 def test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run(monkeypatch):
     """An answer that ends with a chunk is not told behind the next one."""
     engine, order = engine_for("vanilla"), noted(monkeypatch)

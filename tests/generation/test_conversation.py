@@ -65,7 +65,7 @@ def test_quest_turns_keep_their_prompts_dense():
 
 
 @pytest.mark.slow
-def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached():
+def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached(fed):
     model = model_for("vanilla", ends=False)
     (free,) = engine_for("vanilla").generate(prompts([9]), sampling=GREEDY)
     stop = free.text[9:12]
@@ -75,7 +75,10 @@ def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached():
     assert first.finish_reason == "stop"
     assert first.text == free.text[: free.text.index(stop)]
     assert first.tokens == free.tokens[: len(first.tokens)]
+    assert stop not in model.tokenizer.decode(first.tokens[:-1])
+    fed.clear()
     second = conversation.say([7, 8, 9], sampling=SHORT)
+    assert sum(fed) == 1 + 3  # the turn before it is not read again
     whole = prompts([9])[0] + first.tokens + [7, 8, 9]
     (expected,) = engine_for("vanilla").generate([whole], sampling=SHORT)
     assert second.tokens == expected.tokens

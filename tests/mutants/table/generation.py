@@ -16,6 +16,7 @@ SHARED = "tests/generation/test_shared_prompts.py"
 ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 READING = "tests/generation/test_reading.py"
+AHEAD = "tests/generation/test_ahead.py"
 TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_warming.py"
 TEXT = "tests/generation/test_text.py"
@@ -375,6 +376,20 @@ MUTANTS = [
         "awaited = on_tokens is not None or joined or ",
         "awaited = on_tokens is not None or ",
         (f"{ARRIVALS}::test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk",),
+    ),
+    Mutant(
+        "generation: in a conversation steps are launched before a stop string is looked for",
+        FOLDER + "engine.py",
+        "or joined or by_step",
+        "or joined",
+        (f"{TALK}::test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached",),
+    ),
+    Mutant(
+        "generation: whoever has stop strings waits for whole chunks",
+        FOLDER + "engine.py",
+        "or joined or by_step",
+        "or joined or bool(sampling.stop_strings)",
+        (f"{AHEAD}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to[dms]",),
     ),
     Mutant(
         "generation: an interrupt waits for every program that is to be compiled",
