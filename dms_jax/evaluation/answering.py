@@ -35,6 +35,8 @@ def answer(
     serving: Serving,
     on_answer: OnAnswer | None = None,
     skipped: Set[int] = frozenset(),
+    *,
+    late: bool = False,
 ) -> None:
     """Runs requests to completion.
 
@@ -51,6 +53,8 @@ def answer(
       on_answer: called with the index and the answer of each request that has ended; it returns the
         indices of requests that need not start or go on any more.
       skipped: indices of requests that need not start.
+      late: whether it is called while the next programs run, so that they wait for nothing that it
+        does; what it ends goes on until they have ended.
 
     Raises:
       CapacityError: the memory does not hold a single sequence.
@@ -60,15 +64,12 @@ def answer(
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     engine = serving.engine(model, policy, sequences=len(requests), max_tokens=longest)
     by_index = {request.index: request for request in requests}
-    prompt_peaks: dict[int, int] = {}
     skip = set(skipped)
 
     def hand_out(update: Update) -> None:
-        request = by_index[update.index]
-        # At its first update a request has drawn a token and has not run any decode step.
-        peak = prompt_peaks.setdefault(update.index, request.meter.peak)
         if update.finished and on_answer is not None:
-            trace = Trace(request.meter.rows, peak, *request.totals())
+            request = by_index[update.index]
+            trace = Trace(request.meter.rows, request.prompt_peak, *request.totals())
             done = completion_of(request, logprobs=sampling.logprobs)
             needless = on_answer(update.index, Answer(done, trace))
             skip.update(needless)
@@ -89,7 +90,7 @@ def answer(
             else:
                 wave.append(request)
         if wave:
-            engine.serve(wave, sampling, on_tokens, streaming=False)
+            engine.serve(wave, sampling, on_tokens, streaming=False, late=late)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +197,7 @@ class Evaluation:
                     self.serving,
                     keep if watched else None,
                     needless,
+                    late=not self.stop_decided,
                 )
             finally:
                 if journal is not None:

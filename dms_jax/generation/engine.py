@@ -180,6 +180,7 @@ class Engine:
         *,
         keep: bool = False,
         streaming: bool = True,
+        late: bool = False,
         incoming: Incoming | None = None,
         on_told: Callable[[], None] | None = None,
     ) -> list[Completion]:
@@ -188,8 +189,8 @@ class Engine:
         Without `streaming` the updates have no text, which is made once, when a request has ended.
         With `incoming` (see `arrivals`) more requests come meanwhile, each with its own sampling
         and an index that is free; `on_tokens` tells of them, and they were not checked for room.
-        `on_tokens` is then called while the next programs run, and a request that it cancels ends
-        after these. `on_told` is called behind the calls of `on_tokens` for a chunk.
+        Then, or if it may be `late`, `on_tokens` is called while the next programs run, and what it
+        cancels ends after these. `on_told` is called behind the calls of `on_tokens` for a chunk.
 
         Any exception that stops it, an interrupt included, leaves the engine usable and has the
         completions of the requests that had ended: `error.finished` is {index: Completion}.
@@ -204,7 +205,7 @@ class Engine:
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests, sampling)
             self._arrivals = Arrivals(len(self._seeds), incoming)
-            self._run(requests, sampling, on_tokens, on_told, keep=keep, streaming=streaming)
+            self._run(requests, sampling, on_tokens, on_told, keep, streaming, late)
             completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
         return completions
 
@@ -224,9 +225,9 @@ class Engine:
         sampling: Sampling,
         on_tokens: OnTokens | None,
         on_told: Callable[[], None] | None,
-        *,
         keep: bool,
         streaming: bool,
+        late: bool,
     ) -> None:
         streaming, end_tokens = streaming and on_tokens is not None, self._end_tokens
         tracker = TextTracker(self.model.tokenizer, end_tokens, streaming=streaming)
@@ -242,8 +243,8 @@ class Engine:
         # Stop strings are found between chunks; a conversation must not cache tokens after one.
         by_step = keep and bool(sampling.stop_strings)
         num_steps = 1 if by_step else self.chunk
-        # Then the host looks at each chunk before the next, and at first tokens; and at updates.
-        awaited = on_tokens is not None or joined or by_step
+        # Then the host looks at each chunk before the next, and at first tokens, as a listener may.
+        awaited = joined or by_step or (on_tokens is not None and not late)
         waiting, self._running = collections.deque(requests), {}
         self._bases = {request.base for request in requests if request.base is not None}
         a_program = self._launched.steps_a_program(num_steps)
@@ -325,9 +326,8 @@ class Engine:
             return
         rule = self._arrivals.filter(sampling, self._running)
         self._launched.draw_first(source_of, self._running, self._seeds, rule)
-        shared = {lane: source for lane, source in source_of.items() if lane != source}
-        if shared:  # its lengths are waited for
-            extra = self._room.extra(self._running, self._reading.parts)
+        if shared := {lane: source for lane, source in source_of.items() if lane != source}:
+            extra = self._room.extra(self._running, self._reading.parts)  # waits for lengths
             without = self._room.fork(shared, self._running, extra)
             waiting.extendleft(self._running.pop(lane) for lane in without)
 
@@ -411,10 +411,10 @@ class Engine:
             reporter.tell()  # of the last one that was read
             while len(launched.chunks) > behind:
                 launched.read_chunk()
-            if joined:
+            if joined or not awaited:
                 reporter.settle(self._running, waiting)
-                return
-            self._report(reporter, waiting)
+            else:
+                self._report(reporter, waiting)
             if not ahead:
                 return
             record_peak_bytes(self.runner, self._running)  # without what is not needed after all

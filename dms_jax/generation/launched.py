@@ -201,6 +201,7 @@ class Launched:
                     request.logprobs.append(float(logprobs[lane]))
                 if source is not request:
                     request.meter.fork(source.meter)
+                request.prompt_peak = request.meter.peak
 
         self.last_tokens, self.drawn = drawn[0], frozenset(fresh)
         self._unread.append(record)

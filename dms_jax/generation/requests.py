@@ -77,6 +77,7 @@ class Request:
       steps: what each chunk of decode steps did for it; see `totals`.
       slots: slots in use per row when it was last preempted, or after a prompt that it shares and
         that did not fit; it needs as many to continue.
+      prompt_peak: the most live entries after any token of the prompt, known with the first token.
       text: text so far.
       reported_tokens: generated tokens that were streamed.
       finish_reason: None while it runs; then see `Completion`.
@@ -98,6 +99,7 @@ class Request:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     steps: list[Int[np.ndarray, "2 n"]] = dataclasses.field(default_factory=list)
     slots: Int[np.ndarray, "L K"] | None = None
+    prompt_peak: int = 0
     text: str = ""
     reported_tokens: int = 0
     finish_reason: FinishReason | None = None

@@ -9,12 +9,13 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import DataError
-from dms_jax.evaluation import Serving, evaluate
+from dms_jax.evaluation import Serving, System, evaluate, hyperscale
 from dms_jax.evaluation import journal as module
 from dms_jax.generation import Engine
 from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import model_for, stories
+from tests.support.instances import further
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=16)
 SERVING = Serving(lanes=2, page_size=16, chunk=8)
@@ -48,6 +49,24 @@ def calls_of(monkeypatch):
 
     monkeypatch.setattr(Engine, "serve", counted)
     return sizes
+
+
+@pytest.mark.parametrize("stop_decided", [False, *further(True)])
+def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch, stop_decided):
+    """But those that decide whether others go on are looked at before them."""
+    late, serve = [], Engine.serve
+
+    def served(self, *given, **options):
+        late.append(options["late"])
+        return serve(self, *given, **options)
+
+    monkeypatch.setattr(Engine, "serve", served)
+    systems = [System("one", dms_jax.Vanilla())]
+    options = dict(lengths=(8,), chains=(2,), problems=1, sampling=SAMPLING, serving=SERVING)
+    told = dict(out=tmp_path, stop_decided=stop_decided)
+    hyperscale(stories(), Continue(), systems, seeds=(0,), **options, **told)
+    assert late[0]
+    assert (False in late) == stop_decided
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The next chunk of steps runs on the device before the last one is read, and changes nothing."""
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -267,6 +268,63 @@ def test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to(name, mo
     assert unread.max() > 2  # programs of a chunk
     assert unread[-1] == 0
     assert np.cumsum([1 if each == "launch" else -1 for each in order]).max() == 2
+    assert engine.runner.allocator.pages_in_use == 0
+    assert not engine.runner.unread.any()
+
+
+@pytest.mark.parametrize("name", ["dms", *further(*sorted(set(POLICIES) - {"dms"}))])
+def test_who_may_be_late_is_told_while_the_next_steps_run(name, monkeypatch):
+    """The same is told of the same answers: of six over two lanes, and of two."""
+    engine, launched, launch, read = engine_for(name), [], compiling.Program.__call__, Runner.read
+
+    def launching(program, *arguments):
+        launched.append(program)
+        return launch(program, *arguments)
+
+    def reading(runner, chunk):
+        steps = read(runner, chunk)
+        if not runner.unread.any():  # the device has nothing to do
+            launched.clear()
+        return steps
+
+    def served(given, listener, **options):
+        requests = make_requests(engine.model.config, given, GREEDY)
+        return engine.serve(requests, GREEDY, listener, streaming=False, **options)
+
+    for given in (SIX, TWO):
+        tokens, busy = collections.defaultdict(list), []
+
+        def listen(update, tokens=tokens, busy=busy):
+            tokens[update.index] += update.tokens
+            busy.append(bool(launched))
+
+        expected = served(given, lambda update: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling.Program, "__call__", launching)
+            patch.setattr(Runner, "read", reading)
+            found = served(given, listen, late=True)
+        assert found == expected
+        assert [tokens[index] for index in range(len(given))] == [each.tokens for each in found]
+        assert busy.index(False) == len(busy) - 2  # behind the last steps of all
+        assert len(busy) >= 2 * len(given)
+        assert not engine.runner.unread.any()
+
+
+def test_what_a_listener_cancels_who_is_late_ends_behind_the_steps_that_run():
+    engine = engine_for("dms")
+    requests = make_requests(engine.model.config, SIX, GREEDY)
+
+    def cancel(update):
+        if update.index == 0:
+            engine.cancel([0, 1, 5])  # two in lanes, and one that waits
+
+    whole = engine.generate(SIX, sampling=GREEDY)
+    found = engine.serve(requests, GREEDY, cancel, streaming=False, late=True)
+    cancelled = [each.finish_reason == "cancelled" for each in found]
+    assert cancelled == [True, True, False, False, False, True]
+    for one, other in zip(found, whole, strict=True):
+        assert one.tokens == other.tokens[: len(one.tokens)]
+    assert [len(each.tokens) for each in found][2:] == [20, 20, 20, 0]
     assert engine.runner.allocator.pages_in_use == 0
     assert not engine.runner.unread.any()
 

@@ -7,7 +7,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
-from dms_jax.generation.requests import make_request
+from dms_jax.generation.requests import make_request, make_requests
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, SHAPE, engine_for, model_for, prompts
@@ -74,7 +74,7 @@ def test_what_a_lane_asks_is_looked_at_once(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("listens", [True, False], ids=["told", "untold"])
 def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(listens):
-    """Whether or not anybody is told: a lane that a chunk writes to must not be cleared."""
+    """Whether or not anybody is told."""
     engine, given = engine_for("vanilla"), prompts((5, 13))
     alone = [engine.generate([prompt], sampling=GREEDY)[0] for prompt in given]
     stop = engine.model.tokenizer.decode(alone[1].tokens[:1]).strip()
@@ -83,6 +83,19 @@ def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(lis
     assert [each.finish_reason for each in requests] == ["length", "stop"]
     assert [each.generated for each in requests] == [alone[0].tokens, alone[1].tokens[:1]]
     assert requests[1].totals() == ([], [])  # no step ran for it
+
+
+def test_requests_are_looked_for_between_chunks_of_those_that_nobody_listens_to():
+    """An answer of 20 tokens takes chunks of 8, 8 and 3 steps."""
+    engine, looked = engine_for("dms"), []
+    coming = make_requests(engine.model.config, prompts((5,)), GREEDY)
+
+    def incoming(wait):
+        looked.append(wait)
+        return [coming.pop()] if coming else None if wait else []
+
+    engine.serve([], GREEDY, incoming=incoming)
+    assert looked == [True, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["dmc", *further("vanilla", "dms", "tova")])

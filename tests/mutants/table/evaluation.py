@@ -136,10 +136,17 @@ MUTANTS = [
         (TRACES,),
     ),
     Mutant(
+        "evaluation: answers that decide whether others go on are looked at too late",
+        FOLDER + "answering.py",
+        "late=not self.stop_decided",
+        "late=True",
+        ("tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run[True]",),
+    ),
+    Mutant(
         "evaluation: hyperscale, the peak of a prompt is that of the whole answer",
         FOLDER + "answering.py",
-        "peak = prompt_peaks.setdefault(update.index, request.meter.peak)",
-        "peak = request.meter.peak",
+        "request.prompt_peak, *request.totals()",
+        "request.meter.peak, *request.totals()",
         (TRACES,),
     ),
     Mutant(
