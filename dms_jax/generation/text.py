@@ -234,8 +234,10 @@ class TextTracker:
         `final` no more come, and what is incomplete stays so.
         """
         behind = self._behind(stream, tokens, len(tokens))
-        # A stop string may appear and vanish again while a character is incomplete.
-        if _INCOMPLETE not in behind and stream.stops.find(behind) is None:
+        # A stop string may appear and vanish again while a character is incomplete. Where many
+        # tokens are pending, what is committed of them depends on those at which that is asked.
+        few = len(tokens) - stream.committed <= _MOST_PENDING
+        if few and _INCOMPLETE not in behind and stream.stops.find(behind) is None:
             return None
         first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1
         for end in range(first, len(tokens) + 1):

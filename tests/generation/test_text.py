@@ -209,6 +209,20 @@ def test_in_a_long_run_of_bytes_parts_are_told_from_characters_whatever_the_chun
     assert ends == {("stop", 64 + 1, "") if broken else ("length", 123, "你" * 41)}
 
 
+@pytest.mark.parametrize("kind", ["mistral", "stories260k"])
+def test_parts_of_characters_behind_many_spaces_are_told_whatever_the_chunks(kind):
+    """A space alone has no text, so that a run of bytes may go on behind as many as there are."""
+    space = tokenizer(kind).backend.token_to_id("▁")
+    part = tokenizer(kind).backend.token_to_id("<0x9F>")
+    tokens = [space] * 90 + [part] * 60
+    ends = {
+        (running.finish_reason, len(running.generated), running.text)
+        for sizes in ([1], [2], [7], [32], [64], [200])
+        for running, _ in [stream(kind, tokens, sizes, stop=["\ufffd"])]
+    }
+    assert len(ends) == 1
+
+
 def test_what_may_become_a_stop_string_is_held_back():
     tokens = tokenizer("stories260k").encode("one two three four", False)
     running, pieces = stream("stories260k", tokens, [1], stop=["two thread", "three five"])

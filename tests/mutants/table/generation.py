@@ -371,6 +371,13 @@ MUTANTS = [
         (f"{TEXT}::test_a_part_of_a_character_is_a_stop_string_when_nothing_completes_it",),
     ),
     Mutant(
+        "generation: a large chunk of spaces is looked at as a whole",
+        FOLDER + "text.py",
+        "few = len(tokens) - stream.committed <= _MOST_PENDING",
+        "few = True",
+        (f"{TEXT}::test_parts_of_characters_behind_many_spaces_are_told_whatever_the_chunks",),
+    ),
+    Mutant(
         "generation: requests that come wait for whole answers that nobody listens to",
         FOLDER + "engine.py",
         "awaited = joined or by_step or ",
