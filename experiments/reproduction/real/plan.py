@@ -83,7 +83,7 @@ def jobs(config: Config) -> list[Job]:
 
     Raises:
       ConfigError: nothing is given to measure, or a training or a part of the settings is not
-        known.
+        known, or what is to be judged learns no ratio.
     """
     if not config.models or config.data is None:
         raise dms_jax.ConfigError("give --data, and --qwen or --smollm2 or both.")
@@ -91,6 +91,12 @@ def jobs(config: Config) -> list[Job]:
         if name not in TRAININGS:
             known = ", ".join(TRAININGS)
             raise dms_jax.ConfigError(f"there is no training {name!r}; there are {known}")
+    judged = TRAININGS.get(config.judged)
+    if judged and not (judged.model == QWEN and judged.evicts_as_trained):
+        raise dms_jax.ConfigError(
+            f"--judged {judged.name}: what has no ratio of its own is asked with as much as the "
+            "judged training holds, which must be a retrofit of Qwen that learns its ratio."
+        )
     names = dict.fromkeys(config.trainings or TRAININGS)
     wanted = [TRAININGS[name] for name in names if TRAININGS[name].model in config.models]
     order: list[Job] = []

@@ -87,6 +87,33 @@ def test_needles_are_also_looked_for_among_more_tokens():
     assert {*systems.OTHERS["qwen"], *systems.OTHERS["smollm2"]} < asked
 
 
+@pytest.mark.parametrize("judged", ["", "warm-up-w16-kept"])
+def test_no_job_waits_for_what_no_job_makes(judged, tmp_path):
+    """Whatever is judged; and each has files of its own."""
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path, judged=judged))
+    left = plan.jobs(paths.config)
+    assert len({job.name for job in left}) == len(left)
+    while ready := [job for job in left if paths.ready(job)]:
+        for job in ready:
+            left.remove(job)
+            if job.kind == "lessons":
+                write_json(paths.lessons(job.model, job.system), {})
+            elif job.kind == "training":
+                for ratio in TRAININGS[job.system].settings:
+                    paths.model(job.system, f"{ratio:g}").mkdir(parents=True, exist_ok=True)
+            else:
+                assert not paths.result(job).exists()
+                write_json(paths.result(job), {})
+    assert [job.name for job in left] == []
+
+
+@pytest.mark.parametrize("judged", ["kvzap", "control", systems.SHIPPED])
+def test_what_learns_no_ratio_of_qwen_is_not_judged(judged):
+    """The methods without training would wait for it for ever, and it for itself."""
+    with pytest.raises(dms_jax.ConfigError, match=f"--judged {judged}: .* learns its ratio"):
+        plan.jobs(dataclasses.replace(GIVEN, judged=judged))
+
+
 def test_what_holds_as_much_as_another_ratio_waits_for_that_retrofit(tmp_path):
     paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
     asked = [job for job in plan.jobs(paths.config) if job.system in ("kvpop", "tova")]
