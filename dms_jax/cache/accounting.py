@@ -34,7 +34,7 @@ class Usage:
         this figure depends on the chunk size and on preemption.
       live_tokens: live entries at the end, averaged likewise, after any eviction that the last
         token caused. A cut of whole rows (SnapKV and similar policies) by a token that completed a
-        stop string is left out if the same program ran later tokens.
+        stop string is left out if later tokens ran before it was found.
       compression_ratio: tokens seen divided by live entries, both at the end.
       cache_bytes: device bytes of this sequence at the end: the pages of its entries, without what
         is reserved beyond them, and the policy's state. Of a request that ends while it waits, what

@@ -207,6 +207,8 @@ class Extended:
       before: Int[b] on the device, slots in use before the tokens, summed over L * K rows.
       totals: Int[b, T] on the device, live slots after each token, summed likewise.
       rows: L * K if the tokens ran in one pass, and so all held a slot in each row at once, else 0.
+      lengths: Int[L, B, K] on the device, slots in use of each row after the cut of whole rows
+        behind the last token; None where the policy makes none.
     """
 
     hidden: Array
@@ -215,6 +217,7 @@ class Extended:
     before: Array
     totals: Array
     rows: int
+    lengths: Array | None
 
     @functools.cached_property
     def live(self) -> dict[int, np.ndarray]:
@@ -224,6 +227,14 @@ class Extended:
             int(self.lanes[row]): totals[row, : self.counts[row]]
             for row in np.flatnonzero(self.counts)
         }
+
+    @functools.cached_property
+    def left(self) -> dict[int, int]:
+        """Slots in use by lane at the end, after any cut, summed likewise; waits for it."""
+        if self.lengths is None:
+            return {lane: int(live[-1]) for lane, live in self.live.items()}
+        totals = np.asarray(self.lengths).sum((0, 2))
+        return {lane: int(totals[lane]) for lane in self.live}
 
     @functools.cached_property
     def held(self) -> dict[int, int]:

@@ -163,6 +163,7 @@ class Launched:
             for lane, request in requests.items():
                 live = extended.live[lane].tolist()
                 request.meter.add(live, held=extended.held[lane])
+                request.meter.finish(extended.left[lane])  # the next token may be beyond a stop
                 request.meter.prefilled += len(live)
 
         self._unread.append(record)

@@ -292,6 +292,7 @@ class Runner(Rows):
             before=extension.before,
             totals=extension.live,
             rows=self.model.config.num_layers * self.model.config.num_kv_heads * one_pass,
+            lengths=extension.lengths if self.policy.shrinks else None,
         )
 
     def decode(

@@ -13,7 +13,15 @@ from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.reporting import Reporter
 from dms_jax.generation.requests import make_request, make_requests
 from dms_jax.generation.runner import Runner
-from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+from tests.generation.support import (
+    GREEDY,
+    POLICIES,
+    SHAPE,
+    engine_for,
+    model_for,
+    prompts,
+    text_behind,
+)
 from tests.generation.test_generate import same_usage
 from tests.support.instances import further
 
@@ -270,6 +278,24 @@ def test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to(name, mo
     assert np.cumsum([1 if each == "launch" else -1 for each in order]).max() == 2
     assert engine.runner.allocator.pages_in_use == 0
     assert not engine.runner.unread.any()
+
+
+def test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_stop_string():
+    """Nobody listens, so that steps ran behind it, whose rows are not those of the answer."""
+    model, policy = model_for("vanilla", ends=False), dms_jax.SnapKV(budget=4, window=2)
+    engine = Engine(model, policy, max_tokens=64, **SHAPE)
+    prompt = SIX[2]
+    (whole,) = engine.generate([prompt], sampling=GREEDY)
+    stop = text_behind(prompt, whole.tokens[:1])
+    sampling = dataclasses.replace(GREEDY, stop=stop)
+    found = engine.generate([prompt] * 2, sampling=sampling)  # a prompt, and a copy of it
+    told = engine.generate([prompt] * 2, sampling=sampling, on_tokens=lambda update: None)
+    assert stop.strip()
+    for one, other in zip(found, told, strict=True):
+        assert (one.finish_reason, one.tokens) == ("stop", whole.tokens[:1])
+        assert one.usage.live_tokens == 4
+        assert one.usage.compression_ratio == len(prompt) / 4
+        same_usage(one.usage, other.usage)
 
 
 @pytest.mark.parametrize("name", ["dms", *further(*sorted(set(POLICIES) - {"dms"}))])

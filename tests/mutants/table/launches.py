@@ -49,6 +49,16 @@ MUTANTS = [
         (STOPPED,),
     ),
     Mutant(
+        "generation: the cut behind a prompt is left out where steps ran behind it",
+        FOLDER + "runner.py",
+        "lengths=extension.lengths if self.policy.shrinks else None",
+        "lengths=None",
+        (
+            f"{AHEAD}::test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_"
+            "stop_string",
+        ),
+    ),
+    Mutant(
         "generation: a stop string among the requests holds up the others",
         FOLDER + "launched.py",
         "several = self.steps_a_program(num_steps) < num_steps",
