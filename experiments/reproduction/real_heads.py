@@ -133,7 +133,7 @@ def pieces(config: Config, model: LanguageModel) -> Int[np.ndarray, "B T"]:
     """Pieces of wikitext-2's test text, at equal distances."""
     text = (config.data / "text" / "wikitext-2" / "test.txt").read_text(encoding="utf-8")
     tokens = np.asarray(model.tokenizer.encode(text, add_special_tokens=False))
-    length = min(config.text_tokens, model.config.max_position_embeddings)
+    length = min(config.text_tokens, model.config.max_position_embeddings, len(tokens))
     starts = np.linspace(0, len(tokens) - length, config.texts).astype(int)
     return tokens[starts[:, None] + np.arange(length)]
 

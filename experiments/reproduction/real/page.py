@@ -19,7 +19,6 @@ from experiments.reproduction.real.results import (
     TASKS,
     Results,
     end_of,
-    is_free,
     score,
     vote_of,
 )
@@ -301,7 +300,7 @@ def smollm2(results: Results) -> str:
         told = zip(found, _TASK_LABELS, strict=True)
         cells = [_with_peak(record, task, own["run"]) for record, task in told]
         of_tasks = {record["run"] for record in found[: len(TASKS)] if record}
-        told_of = len(of_tasks) == 1 or is_free(label)
+        told_of = len(of_tasks) == 1 or label in FREE
         mean = "" if label == VANILLA else percent(gap if told_of else None, sign=True)
         rows.append([shown(results, label, own), *cells, mean])
     return table(["", *_TASK_LABELS.values(), "mean to vanilla"], rows)

@@ -213,10 +213,11 @@ class Results:
 
         Of several of them the main one, else the last. What needs no training is the same in every
         run: the other system's answers that the run lacks are another's, and if no run has all
-        tasks of the one, they are of several, each difference of one of them.
+        tasks of the one, they are of several, each difference of one of them. What holds as much as
+        a retrofit of its run (`LIKE`) is of that run.
         """
         of = lambda number, *key: self.of_run(number, SMOLLM2, *key)  # noqa: E731
-        untrained = lambda *key: self.get(SMOLLM2, *key) if is_free(key[0]) else None  # noqa: E731
+        untrained = lambda *key: self.get(SMOLLM2, *key) if key[0] in FREE else None  # noqa: E731
         runs = {number for number, *_ in self.by_run}
         for number in sorted(runs, key=lambda number: (number != self.main, -number)):
             beside = [of(number, other, task) or untrained(other, task) for task in TASKS]
@@ -226,7 +227,7 @@ class Results:
                 return _mean([gap for gap in gaps if gap is not None])
         gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]
         found = [gap for gap in gaps if gap is not None]
-        return _mean(found) if is_free(one) and len(found) == len(TASKS) else None
+        return _mean(found) if one in FREE and len(found) == len(TASKS) else None
 
     def fewer(self, model: str, label: str, measure: str) -> float | None:
         """How many times smaller the peak is than the vanilla one; None as `gap` is."""
@@ -386,11 +387,6 @@ def end_of(name: str) -> str:
     """The label of a training at its end."""
     training = TRAININGS[name]
     return Job("asking", training.model, name, f"{training.ratio:g}").label
-
-
-def is_free(label: str) -> bool:
-    """Whether a system needs no training, at whatever setting."""
-    return label.partition("-at")[0] in FREE
 
 
 def score(record: dict[str, Any]) -> Measured:

@@ -9,6 +9,7 @@ import pytest
 from experiments.reproduction import real_models
 from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import names, page
+from experiments.reproduction.real.measures import TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.results import THREE, Results
 from experiments.reproduction.real.settings import Config
@@ -376,6 +377,23 @@ def test_rows_of_smollm2_are_the_control_and_then_ratio_by_ratio_with_dms_first(
         "DMS, all weights, window 16, to 8",
         "TOVA",
     ]
+
+
+def test_what_holds_as_much_as_a_retrofit_is_not_averaged_over_runs(config, tmp_path):
+    """The retrofit of each run holds as much as it does; what needs no other has one budget."""
+    tasks = ("choices", "needle")
+    for measure, number in zip(tasks, (1, 2), strict=True):
+        of_run = dataclasses.replace(config, out=tmp_path / str(number), run=number)
+        for setting in ("", "2"):
+            job = free("smollm2", "tova", measure, setting=setting)
+            own = figures(100, 9.0)
+            each = {"tasks": dict.fromkeys(TASKS_OF_CHOICES, own)} if measure == "choices" else {}
+            write_json(Paths(of_run).result(job), own | each)
+    file = write_page_of(dataclasses.replace(config, out=tmp_path / "1"), tmp_path / "before")
+    later = dataclasses.replace(config, out=tmp_path / "2", run=2, earlier=file, also=(config.out,))
+    results = Results.read(later)
+    assert results.mean_gap("tova", "vanilla") is not None
+    assert results.mean_gap("tova-at2", "vanilla") is None
 
 
 def test_verdicts_and_tables_stand_before_what_a_reader_wrote(config):

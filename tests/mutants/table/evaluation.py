@@ -140,7 +140,9 @@ MUTANTS = [
         FOLDER + "answering.py",
         "late=not self.stop_decided",
         "late=True",
-        ("tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run[True]",),
+        (
+            "tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run[True]",
+        ),
     ),
     Mutant(
         "evaluation: hyperscale, the peak of a prompt is that of the whole answer",
