@@ -81,9 +81,9 @@ class Config:
 
 def main(config: Config) -> None:
     """Reads the texts with each model, and writes the page."""
+    make_folder("--out", config.out)
     if not (config.qwen or config.smollm2):
         raise dms_jax.ConfigError("give --qwen or --smollm2 or both.")
-    make_folder("--out", config.out)
     found: dict[str, Retention] = {}
     for name, path, adapter, own in (
         ("Qwen2.5-Coder-0.5B", config.qwen, config.qwen_adapter or KEPT / "warm-up-w16", answers),

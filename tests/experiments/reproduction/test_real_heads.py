@@ -72,7 +72,7 @@ def test_the_script_reads_texts_and_says_what_heads_hold(tmp_path, monkeypatch):
     monkeypatch.setattr(real_heads, "needles", lambda config, model: np.zeros((2, 40), int) + 5)
     monkeypatch.setitem(real_heads._TEXTS, real_heads.needles, "RULER's needles")
     with pytest.raises(dms_jax.ConfigError, match="--qwen or --smollm2"):
-        real_heads.main(real_heads.Config())
+        real_heads.main(real_heads.Config(out=tmp_path))
     real_heads.main(config)
     assert asked == [("q.gguf", "warm-up-w16"), ("s.gguf", "smollm2-135m-instruct-dms")]
     systems = json.loads((tmp_path / "out" / "results.json").read_text())["systems"]

@@ -16,7 +16,6 @@ SHARED = "tests/generation/test_shared_prompts.py"
 ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 READING = "tests/generation/test_reading.py"
-AHEAD = "tests/generation/test_ahead.py"
 TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_warming.py"
 TEXT = "tests/generation/test_text.py"
@@ -392,27 +391,6 @@ MUTANTS = [
         "awaited = joined or by_step or ",
         "awaited = joined or ",
         (f"{TALK}::test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached",),
-    ),
-    Mutant(
-        "generation: a listener who may be late is waited for",
-        FOLDER + "engine.py",
-        "(on_tokens is not None and not late)",
-        "on_tokens is not None",
-        (f"{AHEAD}::test_who_may_be_late_is_told_while_the_next_steps_run[dms]",),
-    ),
-    Mutant(
-        "generation: who may be late is told of a chunk before the next one is launched",
-        FOLDER + "engine.py",
-        "if joined or not awaited:",
-        "if joined:",
-        (f"{AHEAD}::test_who_may_be_late_is_told_while_the_next_steps_run[dms]",),
-    ),
-    Mutant(
-        "generation: whoever has stop strings waits for whole chunks",
-        FOLDER + "engine.py",
-        "awaited = joined or by_step or ",
-        "awaited = joined or bool(sampling.stop_strings) or ",
-        (f"{AHEAD}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to[dms]",),
     ),
     Mutant(
         "generation: an interrupt waits for every program that is to be compiled",

@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 AHEAD = "tests/generation/test_ahead.py"
+LATE = "tests/generation/test_late.py"
 STOPPED = f"{AHEAD}::test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on"
 ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
@@ -54,7 +55,7 @@ MUTANTS = [
         "lengths=extension.lengths if self.policy.shrinks else None",
         "lengths=None",
         (
-            f"{AHEAD}::test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_"
+            f"{LATE}::test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_"
             "stop_string",
         ),
     ),
@@ -148,5 +149,26 @@ MUTANTS = [
         "len(each.prompt) for each in requests) + num_steps",
         "len(each.prompt) for each in requests) + a_program",
         (f"{AHEAD}::test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs",),
+    ),
+    Mutant(
+        "generation: a listener who may be late is waited for",
+        FOLDER + "engine.py",
+        "(on_tokens is not None and not late)",
+        "on_tokens is not None",
+        (f"{LATE}::test_who_may_be_late_is_told_while_the_next_steps_run[dms]",),
+    ),
+    Mutant(
+        "generation: who may be late is told of a chunk before the next one is launched",
+        FOLDER + "engine.py",
+        "if joined or not awaited:",
+        "if joined:",
+        (f"{LATE}::test_who_may_be_late_is_told_while_the_next_steps_run[dms]",),
+    ),
+    Mutant(
+        "generation: whoever has stop strings waits for whole chunks",
+        FOLDER + "engine.py",
+        "awaited = joined or by_step or ",
+        "awaited = joined or bool(sampling.stop_strings) or ",
+        (f"{LATE}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to[dms]",),
     ),
 ]
