@@ -37,8 +37,8 @@ TRAINING = (
     "divergence: nats a token from the model itself, on the tokens of its answers to questions "
     "that were held out, with what the policy evicts. reached: tokens over tokens that were not "
     "marked, at the last step. score: GSM8K, greedy, for Qwen, PIQA for SmolLM2. seconds: of the "
-    "steps. Alone on the card were what was trained of Qwen in run 2, and in run 3 what had 20M "
-    "tokens, low rank to 4 and KVpop; all else was beside other work on it."
+    "steps. Alone on the card were what was trained of Qwen in run 2, in run 3 what had 20M "
+    "tokens, low rank to 4 and KVpop, and in run 8 what had 60M; all else was beside other work on it."
 )
 SWEEP = (
     "Each is the first one with one setting changed, to a nominal ratio of 4, and is compared with "
@@ -66,7 +66,8 @@ RULER = (
 FRONTIER = (
     "Eight chains of each test problem, temperature 0.7; the vote of so many of them, as the mean "
     "over the disjoint groups. longest: most new tokens of an answer. reads and peak are of all "
-    "chains of a problem."
+    "chains of a problem. In the picture a line joins what no cheaper point reaches; the other "
+    "points are faint."
 )
 SMOLLM2 = (
     "Percent, with the peak of live tokens in brackets; length-normalised likelihood for the "
