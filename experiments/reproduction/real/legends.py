@@ -38,7 +38,8 @@ TRAINING = (
     "that were held out, with what the policy evicts. reached: tokens over tokens that were not "
     "marked, at the last step. score: GSM8K, greedy, for Qwen, PIQA for SmolLM2. seconds: of the "
     "steps. Alone on the card were what was trained of Qwen in run 2, in run 3 what had 20M "
-    "tokens, low rank to 4 and KVpop, and in run 8 what had 60M; all else was beside other work on it."
+    "tokens, low rank to 4 and KVpop, and in run 8 what had 60M; all else was beside other "
+    "work on it."
 )
 SWEEP = (
     "Each is the first one with one setting changed, to a nominal ratio of 4, and is compared with "
