@@ -141,6 +141,8 @@ class Config:
 
 def main(config: Config) -> Result | ChoiceResult:
     """Evaluates, prints the table, writes the file."""
+    if config.samples < 0:
+        raise dms_jax.ConfigError(f"--samples must be at least 0, got {config.samples}.")
     if config.out is not None:
         make_place("--out", config.out)
     policy, chat = read_policy(config.policy, config.options), config.make_chat()

@@ -163,3 +163,8 @@ def test_what_is_not_said_is_as_the_library_has_it():
         assert getattr(config, name) == library[name].default
     assert config.make_serving() == dms_jax.evaluation.Serving()
     assert config.make_sampling() == dms_jax.evaluation.SAMPLING
+
+
+def test_fewer_completions_than_none_are_refused():
+    with pytest.raises(dms_jax.ConfigError, match=r"--samples must be at least 0, got -1\."):
+        evaluate.main(evaluate.Config(model="no model is read", samples=-1))

@@ -38,10 +38,10 @@ def stories() -> dms_jax.LanguageModel:
     return dataclasses.replace(model, generation=type(model.generation)())
 
 
-def make_service(**more) -> Service:
+def make_service(policy: dms_jax.Policy = dms_jax.TOVA(budget=24), **more) -> Service:
     """A service over that model, which nobody has started."""
     options = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, max_waiting=8, **SHAPE)
-    return Service(stories(), dms_jax.TOVA(budget=24), **options | more)
+    return Service(stories(), policy, **options | more)
 
 
 @dataclasses.dataclass

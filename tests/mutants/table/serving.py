@@ -151,4 +151,11 @@ MUTANTS = [
         "lanes = [calls.clear(), *calls.set_max_lengths()]",
         (WARM,),
     ),
+    Mutant(
+        "serving: a prompt that is cut afterwards has room where what is left of it has",
+        "dms_jax/generation/room.py",
+        "fits = self.runner.fits(alone, prompt=True)",
+        "fits = self.runner.fits(alone)",
+        (f"{LOAD}::test_a_prompt_that_is_cut_afterwards_must_fit_in_full",),
+    ),
 ]
