@@ -126,8 +126,8 @@ def _three(results: Results) -> str:
     held = "**holds**" if told["seconds"] < 60 * MINUTES else "**does not hold**"
     return (
         f"- Three commands from an empty directory to its page: {told['seconds']:.0f} s on one "
-        f"card ({stages}; the library was {told['installed']}, the questions were copied); under "
-        f"{MINUTES} minutes: {held}. The third: `{told['command']}`."
+        f"card on {told['date']} ({stages}; the library was {told['installed']}, the questions "
+        f"were copied); under {MINUTES} minutes: {held}. The third: `{told['command']}`."
     )
 
 

@@ -185,11 +185,11 @@ def test_the_three_commands_are_judged_by_their_seconds(config):
     assert "to its page: **not measured**" in page.verdicts(Results.read(config))
     told = {"calls": [{"exit": 0}], "stages": {"sampling": 90.2, "training": 250.0}}
     told |= {"command": "dms-jax x", "installed": "on the path already", "seconds": 512.3}
-    write_json(config.out / THREE, told)
+    write_json(config.out / THREE, told | {"date": "today"})
     said = page.verdicts(Results.read(config))
-    assert "to its page: 512 s on one card (sampling 90, training 250; the library was on" in said
+    assert "512 s on one card on today (sampling 90, training 250; the library was on" in said
     assert "under 15 minutes: **holds**. The third: `dms-jax x`." in said
-    write_json(config.out / THREE, told | {"seconds": 901.0})
+    write_json(config.out / THREE, told | {"seconds": 901.0, "date": ""})
     assert "15 minutes: **does not hold**" in page.verdicts(Results.read(config))
     write_json(config.out / THREE, told | {"calls": [{"exit": 1}]})
     assert "to its page: **not measured**" in page.verdicts(Results.read(config))
