@@ -1,4 +1,4 @@
-"""What the models learn from: their own answers; for SmolLM2 also texts and retrieval."""
+"""What the models learn from: their own answers, and for some texts and retrieval too."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ def training_documents(
       config: the plan.
       name: of the model.
       model: the model itself.
-      lessons: which of its answers, or texts in their place.
+      lessons: which of its answers, or texts in their place; SmolLM2's are always mixed.
 
     Raises:
       DataError: no answer is kept.
@@ -105,14 +105,14 @@ def training_documents(
     if lessons == "correct":
         right = _correct(config, name, model, kept)
         kept = [row for row in kept if _place(row) in right]
-    elif lessons != "all":
+    elif lessons not in ("all", "mixed"):
         wanted = _temperatures(config, lessons)
         kept = [row for row in kept if config.temperatures[row["answer"]] in wanted]
     if not kept:
-        which = "" if lessons == "all" else f" and of those that are wanted ({lessons})"
+        which = "" if lessons in ("all", "mixed") else f" and of those that are wanted ({lessons})"
         raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is ended{which}.")
     documents: list[Any] = [_exchange(row) for row in kept]
-    if name != QWEN:
+    if name != QWEN or lessons == "mixed":
         documents += _texts(config, model) + _needles(config, model)
     return documents
 

@@ -73,7 +73,8 @@ class Config:
     unended: bool = False
     """Train on answers that were cut off too."""
     needles: int = 400
-    """Documents of retrieval that SmolLM2 reads beside texts and its own answers."""
+    """Documents of retrieval that SmolLM2, and of Qwen the mixed trainings, read beside texts and
+    own answers."""
 
     sequence_length: int = 2048
     """Tokens of a training sequence."""

@@ -115,6 +115,23 @@ TRAININGS = {
             words="deciding for itself (shift 0), from attention first",
         ),
         Training(
+            "mixed",
+            ratio=_RATIO,
+            make=recipes.dms_warm_up,
+            words="from attention first, texts and retrieval too",
+            lessons="mixed",
+            asked=("gsm8k", RULER_TASKS, "math500", "humaneval", "ruler"),
+        ),
+        Training(
+            "mixed-w128",
+            policy=dms_jax.DMS(window=128, source="adapter"),
+            ratio=_RATIO,
+            make=recipes.dms_warm_up,
+            words="from attention first, texts and retrieval too",
+            lessons="mixed",
+            asked=(RULER_TASKS, "gsm8k", "ruler"),
+        ),
+        Training(
             "long",
             ratio=_RATIO,
             share=3.0,

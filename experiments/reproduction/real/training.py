@@ -14,7 +14,7 @@ QWEN, SMOLLM2 = "qwen", "smollm2"
 WINDOW = 16
 DMS = dms_jax.DMS(window=WINDOW, source="adapter")
 SWEEP = "sweep-"  # begins the names of trainings that try a setting of the recipe
-Lessons = Literal["all", "sampled", "cooler", "warmer", "greedy", "correct", "texts"]
+Lessons = Literal["all", "sampled", "cooler", "warmer", "greedy", "correct", "texts", "mixed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Training:
       make: the recipe, from its ratio and what else it can be told.
       words: what it changes, for tables.
       lessons: which answers it reads: all that the model ended, those at temperatures above 0, at
-        the lowest or the highest of these, the greedy ones, those that were judged correct; or
-        texts in their place.
+        the lowest or the highest of these, the greedy ones, those that were judged correct; texts
+        in their place; or, mixed, texts and retrieval beside all of them.
       ships: the adapter that it is, one of this library or of `KEPT`; nothing is trained then.
       of: the training whose model it asks, with a policy of its own; nothing is trained then.
       asked: what it is asked, in place of all that is measured of its model.

@@ -52,7 +52,7 @@ def test_what_is_planned_is_the_librarys_recipe_at_its_ratio():
 
 def test_texts_without_answers_are_learned_whole():
     for training in TRAININGS.values():
-        if training.model == systems.SMOLLM2:  # which reads texts too
+        if training.model == systems.SMOLLM2 or training.lessons in ("texts", "mixed"):
             assert not training.recipe(GIVEN).answers_only
     assert TRAININGS["dmc"].recipe(GIVEN).answers_only
 
@@ -357,6 +357,11 @@ def test_a_sweep_chooses_among_the_answers(tmp_path, monkeypatch):
     assert responses("correct") == [[7]]
     assert len(judged) == 3  # a file says what was right
     assert lessons.read_rows(config, "qwen") == rows  # and is no share of the answers
+    monkeypatch.setattr(lessons, "_texts", lambda *_: ["a text"])
+    monkeypatch.setattr(lessons, "_needles", lambda *_: ["a problem of retrieval"])
+    *answers, text, problem = lessons.training_documents(config, "qwen", Model(), "mixed")
+    assert [each.response.tolist() for each in answers] == responses("all")
+    assert [text, problem] == ["a text", "a problem of retrieval"]
 
 
 # -- a training that does not fit -----------------------------------------------------------------
