@@ -102,14 +102,15 @@ def training_documents(
         return _texts(config, model)
     rows = [row for row in read_rows(config, name) if not row["held_out"]]
     kept = [row for row in rows if row["ended"] or config.unended]
+    every = lessons in ("all", "mixed")
     if lessons == "correct":
         right = _correct(config, name, model, kept)
         kept = [row for row in kept if _place(row) in right]
-    elif lessons not in ("all", "mixed"):
+    elif not every:
         wanted = _temperatures(config, lessons)
         kept = [row for row in kept if config.temperatures[row["answer"]] in wanted]
     if not kept:
-        which = "" if lessons in ("all", "mixed") else f" and of those that are wanted ({lessons})"
+        which = "" if every else f" and of those that are wanted ({lessons})"
         raise dms_jax.DataError(f"None of {len(rows)} answers of {name} is ended{which}.")
     documents: list[Any] = [_exchange(row) for row in kept]
     if name != QWEN or lessons == "mixed":
