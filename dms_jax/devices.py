@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -68,12 +68,24 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-@contextlib.contextmanager
-def fits_device(otherwise: str) -> Iterator[None]:
+class _FitsDevice:
+    """See `fits_device`.
+
+    A class, since the frame of a generator-based context would hold the error that it replaces,
+    and with it, until Python collects cycles, every array of the work that failed.
+    """
+
+    def __init__(self, otherwise: str):
+        self._otherwise = otherwise
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and out_of_memory(error):
+            raise OutOfMemoryError(self._otherwise) from error
+
+
+def fits_device(otherwise: str) -> contextlib.AbstractContextManager[None]:
     """A context whose errors of allocation on the device become OutOfMemoryError("otherwise")."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise OutOfMemoryError(otherwise) from error
+    return _FitsDevice(otherwise)

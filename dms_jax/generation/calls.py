@@ -3,9 +3,47 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from dms_jax.devices import fits_device
 from dms_jax.errors import BusyError
+
+
+@runtime_checkable
+class Recoverable(Protocol):
+    """What has memory on a device for its work: see `Runner.working`."""
+
+    dirty: bool
+
+    def recover(self) -> None:
+        """Makes it ready for work."""
+
+    def release(self) -> None:
+        """Frees its memory."""
+
+
+class Working:
+    """The context of `Runner.working`.
+
+    A class, as `devices.fits_device` is one, and for the same reason.
+    """
+
+    def __init__(self, runner: Recoverable):
+        self._runner = runner
+
+    def __enter__(self) -> None:
+        self._runner.recover()
+        self._runner.dirty = True
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._runner.dirty = False
+            return
+        self._runner.release()
+        fits_device(
+            "The device ran out of memory while generating or scoring. Give the cache less "
+            "(memory=), or use fewer lanes or a smaller prefill_chunk."
+        ).__exit__(kind, error, trace)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,7 @@ of C decode steps is one compiled program, and only its tokens and the rows' len
 back. A chunk is launched, and read later: more may be launched before that (`rows.py`).
 """
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -19,9 +18,10 @@ from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostRows, HostValues
 from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.devices import fits_device
-from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.batches import Extended, LaunchedSteps, Shape, Shapes, build_batch
+from dms_jax.generation.calls import Working
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.rows import Rows, UnreadPrompts
 from dms_jax.generation.sampling import Filter
@@ -41,7 +41,7 @@ class Runner(Rows):
       data_shards: number of parts of the lanes, each with pages on devices of its own.
       hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
       max_tokens: length of the sequences that the cache is made for; longer ones may fit too.
-      dirty: whether failed work may have left the cache inconsistent; see `working`.
+      dirty: whether there is no cache, or failed work may have left it inconsistent; see `working`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Runner(Rows):
         self.raise_max_length(1)
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
+        self.hidden: Any = None
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         self._layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
@@ -90,61 +91,32 @@ class Runner(Rows):
         self._state_bytes = state_bytes(config, policy, model.dtype)
         self.restart()
 
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """A context in which programs run. If one fails, the cache is reset to empty.
+    def working(self) -> Working:
+        """A context in which programs run. If one fails, the cache is gone and its memory free.
 
-        `dirty` is set from before the first program until after the last, and during a reset. If
-        either is interrupted, the next call therefore resets the cache first. What fails because
-        the device has too little memory raises OutOfMemoryError.
+        `dirty` is set from before the first program until after the last, and as long as there is
+        no cache: whatever runs next makes a new one first. What fails because the device has too
+        little memory raises OutOfMemoryError.
         """
-        self.recover()
-        self.dirty = True
-        try:
-            with fits_device(
-                "The device ran out of memory while generating or scoring. Give the cache less "
-                "(memory=), or use fewer lanes or a smaller prefill_chunk."
-            ):
-                yield
-        except BaseException:
-            # If a new cache cannot be allocated, the original error is raised; the next call tries.
-            with contextlib.suppress(CapacityError):
-                self.restart()
-            raise
-        self.dirty = False
+        return Working(self)
 
     def recover(self) -> None:
-        """Resets the cache if failed work may have left it inconsistent."""
+        """Makes a new cache if there is none, or failed work may have left it inconsistent."""
         if self.dirty:
             self.restart()
 
     def restart(self) -> None:
         """Replaces the cache by an empty one."""
-        self.dirty = True
-        num_lanes, num_pages = self._shape
-        config = self.model.config
-        if self.cache is not None:  # free the old pool first: memory may not hold two
-            for leaf in jax.tree.leaves(self.cache):
-                leaf.delete()
-            self.cache = None
-        if self.host is not None:
-            self.host.delete()
-            self.host = None
+        self.release()  # first: memory may not hold two
+        config, num_pages = self.model.config, self.allocator.pages_per_shard * self.num_shards
+        value_pages = self._shape[1] * self._value_layers // config.num_layers
         on_host = self._value_layers < config.num_layers
-        value_pages = num_pages * self._value_layers // config.num_layers
         with use_mesh(self.model.mesh):
-            data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
-            self.data_shards = sharding.axis_size(data) if data else 1
-            # A subset of the lanes could be sharded over other devices than those with its pages.
-            self.fixed_lanes = sharding.axis_size(sharding.DATA) > 1
-            head_shards = sharding.axis_size(heads) if heads else 1
-            self.num_shards = self.data_shards * head_shards
-            pages_per_shard = num_pages // self.num_shards
             make = programs.make_cache(
                 config,
                 self.policy,
-                num_lanes,
-                pages_per_shard * self.num_shards,
+                len(self.seen),
+                num_pages,
                 self.page_size,
                 self.model.dtype,
                 self._kv_dtype,
@@ -156,34 +128,56 @@ class Runner(Rows):
                 f"({num_pages * self.page_bytes:,} bytes). Give it less (memory=)."
             ):
                 self.cache = make()
+        if on_host:
+            self.host = HostValues(
+                first_page=value_pages,
+                num_pages=self._shape[1] - value_pages,
+                page_size=self.page_size,
+                head_dim=self.cache.k_pages.shape[-1],
+                dtype=self.cache.k_pages.dtype,
+            )
+        self.hidden = self.everywhere(
+            np.zeros((len(self.seen), config.hidden_size), self.model.dtype)
+        )
+        self.dirty = False
+
+    def release(self) -> None:
+        """Frees the memory of the cache; `recover` makes another one."""
+        self.dirty = True
+        if self.cache is not None:
+            for leaf in jax.tree.leaves(self.cache):
+                leaf.delete()
+            self.cache = self.hidden = None
+        if self.host is not None:
+            self.host.delete()
+            self.host = None
+        num_lanes, num_pages = self._shape
+        config = self.model.config
+        with use_mesh(self.model.mesh):
+            data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
+            self.data_shards = sharding.axis_size(data) if data else 1
+            # A subset of the lanes could be sharded over other devices than those with its pages.
+            self.fixed_lanes = sharding.axis_size(sharding.DATA) > 1
+            head_shards = sharding.axis_size(heads) if heads else 1
+        self.num_shards = self.data_shards * head_shards
+        on_host = self._value_layers < config.num_layers
+        value_pages = num_pages * self._value_layers // config.num_layers
         self.allocator = PageAllocator(
             num_layers=config.num_layers,
             num_sequences=num_lanes,
             num_kv_heads=config.num_kv_heads,
-            pages_per_shard=pages_per_shard,
+            pages_per_shard=num_pages // self.num_shards,
             page_size=self.page_size,
             sequence_shards=self.data_shards,
             head_shards=head_shards,
             first=(self._value_layers, value_pages) if on_host else (0, 0),
         )
-        if on_host:
-            self.host = HostValues(
-                first_page=value_pages,
-                num_pages=num_pages - value_pages,
-                page_size=self.page_size,
-                head_dim=self.cache.k_pages.shape[-1],
-                dtype=self.cache.k_pages.dtype,
-            )
         self._prompts = None
-        self.hidden: Any = self.everywhere(
-            np.zeros((num_lanes, config.hidden_size), self.model.dtype)
-        )
         self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
         self.seen = np.zeros(num_lanes, np.int64)
         self.unread = np.zeros(num_lanes, np.int64)
         self.forgotten = np.zeros(num_lanes, np.int64)
         self._max_lengths = np.zeros(num_lanes, np.int32)
-        self.dirty = False
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""

@@ -202,8 +202,10 @@ def _observe(
 
 def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """Attends with all queries in one pass, over the earlier tokens and over the chunk."""
-    before = cache.pool
     written = _write(policy, cache, chunk, host)
+    # A prompt that will be cut is appended, so that its earlier tokens are still where they were.
+    # Read from the pool before it, they would have the GPU compiler copy that in every layer.
+    before = written.cache.pool if policy.shrinks else cache.pool
     placement, q = written.placement, written.q
     assert written.k is not None
     assert written.v is not None
@@ -228,6 +230,7 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
     cache = _observe(policy, written, chunk, one_query=False)
     if policy.shrinks:
         assert chunk.ends_prompt is not None
+        out, cache = _in_order(out, cache)
         cache, lengths = cut_layer(
             policy, cache, chunk, lengths, chunk.ends_prompt, dtype=q.dtype, q=q
         )
@@ -280,6 +283,15 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
     )
 
 
+def _in_order(out: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+    """Returns attention's output and the cache that it has read, which may now be rewritten.
+
+    Without an explicit order the GPU compiler copies the whole pool for one of the two.
+    """
+    out, pool = jax.lax.optimization_barrier((out, cache.pool))
+    return out, dataclasses.replace(cache, pool=pool)
+
+
 def in_use(lengths: Int[Array, "*L B K"], count: Int[Array, " B"]) -> Int[Array, "B 1"]:
     """Returns the slots in use after a step, over all rows of a sequence; none of an idle one."""
     rows = tuple(axis for axis in range(lengths.ndim) if axis != lengths.ndim - 2)
@@ -307,10 +319,7 @@ def _token_by_token(
         live = in_use(lengths, one.count)[:, 0]
         out, reads = attended.out, live if attended.reads is None else attended.reads[:, 0]
         if (due := policy.due(lengths, one)) is not None:
-            # Rows are rewritten after they have been read: without an explicit order the GPU
-            # compiler copies the whole pool for one of the two.
-            out, pool = jax.lax.optimization_barrier((out, cache.pool))
-            cache = dataclasses.replace(cache, pool=pool)
+            out, cache = _in_order(out, cache)
             due &= one.count > 0
             reads += jnp.where(due, lengths.sum(-1, dtype=jnp.int32), 0)  # read again for scoring
             cache, lengths = cut_layer(policy, cache, one, lengths, due, dtype=out.dtype)

@@ -119,7 +119,7 @@ def test_a_second_interrupt_carries_them_too(monkeypatch):
         raise KeyboardInterrupt("the second")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "restart", again)
+        patch.setattr(Runner, "release", again)
         with pytest.raises(KeyboardInterrupt, match="the second") as caught:
             engine.generate(given, sampling=SHORT, on_tokens=interrupt)
     assert caught.value.finished == dict(enumerate(expected[:2]))

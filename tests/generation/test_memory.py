@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from dms_jax.evaluation.likelihood import likelihoods
 from dms_jax.generation import Device, Engine, memory, programs, warming
 from dms_jax.generation.memory import pool_pages
 from dms_jax.model import language_model
-from tests.generation.support import POLICIES, model_for, prompts
+from tests.generation.support import GREEDY, POLICIES, model_for, prompts
 from tests.support.instances import slow_but
 
 LLAMA_8B = ModelConfig(
@@ -213,6 +215,11 @@ def test_only_the_devices_refusal_is_out_of_memory():
     assert not out_of_memory(MemoryError())
 
 
+class Strange(Exception):
+    """An error that the library does not know."""
+
+
+SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 GIVEN = np.asarray(prompts([8, 8]))
 RUNNING = {  # everything that runs sequences through the cache
     "generate": lambda model: dms_jax.generate(model, prompts([5])),
@@ -241,6 +248,39 @@ def test_running_out_of_memory_while_it_runs(call, monkeypatch):
     with pytest.raises(OutOfMemoryError, match=r"out of memory .*(memory=|fewer at a)") as caught:
         RUNNING[call](model)
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), Strange()])
+def test_what_failed_leaves_no_memory_taken(error, monkeypatch):
+    """Neither while the error is kept, as a notebook keeps it, nor until cycles are collected."""
+    model = model_for("vanilla")
+    engine = Engine(model, num_lanes=3, max_tokens=64, page_size=16)
+    expected = engine.generate(prompts([5, 7]), sampling=SHORT)
+    pool, kept = engine.runner.cache.k_pages.shape, weakref.ref(engine)
+
+    def pools():
+        return [each for each in jax.live_arrays() if each.shape == pool]
+
+    def fail(*arguments, **options):
+        raise error
+
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, "decode", fail)
+            with pytest.raises((OutOfMemoryError, Strange)) as caught:
+                engine.generate(prompts([5, 7]), sampling=SHORT)
+        assert pools() == []
+        assert engine.runner.allocator.pages_in_use == 0
+        assert engine.generate(prompts([5, 7]), sampling=SHORT) == expected
+        assert len(pools()) == 2  # of keys, and of values
+        del engine, caught
+        error.with_traceback(None)
+        assert kept() is None
+        assert pools() == []
+    finally:
+        gc.enable()
 
 
 def test_lanes_are_counted_beside_their_pages(monkeypatch):

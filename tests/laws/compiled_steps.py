@@ -1,10 +1,11 @@
-"""Compiles decode chunks ahead of time and prints the compiler's reports as JSON.
+"""Compiles chunks of steps and of prompts ahead of time and prints the compiler's reports as JSON.
 
 Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
 process loads at a time, and times are clean only without a compilation cache. Nothing is executed
 and no array is made, so models and pools can have real sizes. For TPU no device is needed; with
-`gpu` as its argument it compiles for the GPU at hand, with `h200` and names of policies for an H200
-that need not be there (`make gpu-compiler`).
+`gpu` as its argument it compiles for the GPU at hand; with `h200` for one that need not be there
+(`make gpu-compiler`), steps of the policies that are named next, and prompts of those after them.
+For TPU the policies whose prompts are compiled are the argument.
 """
 
 import json
@@ -12,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 from unittest import mock
 
 import jax
@@ -70,6 +72,7 @@ LAYERS = {"tpu": 4, "gpu": 18}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
 POOL_FACTOR = 256  # pages of the pool to those of its rows
 COPIED_AT_A_TIME = 64  # pages
+PROMPT = 128  # tokens of a chunk of a prompt
 TOPOLOGY = "v5p:2x2x1"
 COPIES: dict = {}  # reports of programs that were compiled, by the cache
 
@@ -168,6 +171,19 @@ def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
     return COPIES[known]
 
 
+def memory_of_prompts(policy, pool_factor: int, place: NamedSharding) -> dict:
+    """Returns the same for the program that reads chunks of prompts, of which some end."""
+    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
+
+    def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    lanes, tokens = of(BATCH), of(BATCH, PROMPT)
+    entries = (lanes, tokens, of(BATCH), of(BATCH, dtype=bool))
+    lowered = programs.extend.lower(*shapes[:4], *entries, policy, True, BATCH * PROMPT // 2)
+    return report_of(lowered, shapes, place)
+
+
 def compile_copies(shapes, place: NamedSharding) -> dict:
     """Returns the report of the program that copies sequences of a cache of these shapes."""
     pages, lanes = (
@@ -241,18 +257,22 @@ def main() -> None:
     if sys.argv[1:] == ["gpu"]:
         place = on_gpu()
         copies = memory_of_all(place, memory_of_copies)
-        print(json.dumps(dict(memory=memory_of_all(place), copies=copies)))
+        prompts = memory_of_all(place, memory_of_prompts)
+        print(json.dumps(dict(memory=memory_of_all(place), copies=copies, prompts=prompts)))
         return
     jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
     if sys.argv[1:2] == ["h200"]:
         place = for_h200()
         with mock.patch.object(jax, "default_backend", return_value="gpu"):
-            print(json.dumps(dict(memory=memory_of_all(place, names=sys.argv[2:]))))
+            steps, prompts = (each.split(",") for each in sys.argv[2:4])
+            of_prompts = memory_of_all(place, memory_of_prompts, prompts)
+            print(json.dumps(dict(memory=memory_of_all(place, names=steps), prompts=of_prompts)))
         return
     memory, copies = memory_of_all(on_tpu()), memory_of_all(on_tpu(), memory_of_copies)
+    prompts = memory_of_all(on_tpu(), memory_of_prompts, sys.argv[1].split(","))
     compile_seconds(2)  # warm-up: imports and tables of the compiler
     times = [[compile_seconds(layers) for layers in (4, 40)] for _ in range(3)]
-    print(json.dumps(dict(memory=memory, copies=copies, times=times)))
+    print(json.dumps(dict(memory=memory, copies=copies, prompts=prompts, times=times)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS_RATIO = 1.3
 MOST_TEMPORARY = 1 / 50  # of the pool
 AHEAD = ("DMS", "Quest", "KCache")  # one kind of layers, and two with one of two selections
+# Prompts that are appended and then cut, those that are evicted from as they are read, in one pass
+# and one by one, and those that are only appended.
+PROMPTS_AHEAD = ("SnapKV", "ExpectedAttention", "AdaKV", "PyramidKV", "DMS", "TOVA", "KCache")
 
 
 def compile_steps(*arguments: str, path: tuple[Path, ...] = ()) -> dict:
@@ -39,7 +42,7 @@ def compile_steps(*arguments: str, path: tuple[Path, ...] = ()) -> dict:
 def report() -> dict:
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")
-    return compile_steps()
+    return compile_steps(",".join(PROMPTS_AHEAD))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,8 @@ def report_on_gpu() -> dict:
 def report_for_h200() -> dict:
     if not (GPU_COMPILER / "jax_plugins").exists():
         pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")
-    return compile_steps("h200", *AHEAD, path=(GPU_COMPILER,))
+    names = (",".join(each) for each in (AHEAD, PROMPTS_AHEAD))
+    return compile_steps("h200", *names, path=(GPU_COMPILER,))
 
 
 @pytest.mark.slow
@@ -76,6 +80,31 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_gpu(policy, report_on_gpu):
 def test_no_copy_of_the_pool_in_a_decode_chunk_for_gpus(policy, report_for_h200):
     """Steps compile where layers differ, too: XLA failed at two loops that it had unrolled."""
     check_on_gpu(report_for_h200["memory"][policy])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", PROMPTS_AHEAD)
+def test_no_copy_of_the_pool_in_a_chunk_of_prompts_for_gpus(policy, report_for_h200):
+    check_prompts(report_for_h200["prompts"][policy])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", PROMPTS_AHEAD)
+def test_no_copy_of_the_pool_in_a_chunk_of_prompts_on_tpu(policy, report):
+    check_prompts(report["prompts"][policy])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_copy_of_the_pool_in_a_chunk_of_prompts_on_gpu(policy, report_on_gpu):
+    check_prompts(report_on_gpu["prompts"][policy])
+
+
+def check_prompts(one: dict) -> None:
+    """Checks that the pool is updated in place where a chunk is written, read, and maybe cut."""
+    assert one["copies"] == []
+    assert one["aliased"] >= one["pool_bytes"]
+    assert one["temporary"] < MOST_TEMPORARY * one["pool_bytes"] + one["slot_numbers"]
 
 
 def check_on_gpu(one: dict) -> None:
