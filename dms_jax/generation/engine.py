@@ -320,9 +320,9 @@ class Engine:
             runner.trim()
             self._launched.prompts(extended, {lane: self._running[lane] for lane in batch.tokens})
             break
-        self._catch_up(waiting, reporter)
-        source_of = self._reading.take_complete()
-        if not source_of:
+        if self._reading.needs_steps():
+            self._catch_up(waiting, reporter)
+        if not (source_of := self._reading.take_complete()):
             return
         rule = self._arrivals.filter(sampling, self._running)
         self._launched.draw_first(source_of, self._running, self._seeds, rule)
@@ -332,7 +332,7 @@ class Engine:
             waiting.extendleft(self._running.pop(lane) for lane in without)
 
     def _catch_up(self, waiting: collections.deque[Request], reporter: Reporter) -> None:
-        """Reads the steps that ran meanwhile, behind which first tokens are drawn."""
+        """Reads the steps that run on, whatever was launched behind them."""
         if not self._launched.chunks:
             return
         while self._launched.chunks:
@@ -406,7 +406,7 @@ class Engine:
                 launched.decode(self._running, *chunk)
             behind = len(launched.chunks) - unread  # programs that run on
             admits = joined or bool(waiting and not awaited)
-            if admits and launched.may_run_on(self._decoding(), num_steps):
+            if admits and launched.may_run_on(self._decoding()):
                 behind = max(behind, 1)
             reporter.tell()  # of the last one that was read
             while len(launched.chunks) > behind:

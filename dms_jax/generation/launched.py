@@ -22,10 +22,10 @@ from dms_jax.generation.sampling import Filter
 # Of so many answers with end tokens it is unlikely that all end within one chunk.
 LANES_AHEAD = 4
 
-# A chunk of steps is several programs. While the last one runs, the results of those before it are
-# read, lanes that ended are given away, and the prompts of newcomers are launched, which takes
-# longer than a few steps of a small model.
-_PROGRAMS, _FEWEST_STEPS = 4, 4
+# A long chunk of steps is several programs. While the last one runs, the results of those before it
+# are read, lanes that ended are given away, and prompts of newcomers and the next steps are
+# launched, which together take the host as long as so many steps of a small model.
+_PROGRAMS, _FEWEST_STEPS = 4, 8
 
 
 @dataclasses.dataclass
@@ -130,14 +130,14 @@ class Launched:
         """Whether enough lanes may have tokens to generate after what was launched."""
         return int(np.count_nonzero(remaining)) >= (LANES_AHEAD if self.end_tokens else 1)
 
-    def may_run_on(self, running: Mapping[int, Request], num_steps: int) -> bool:
+    def may_run_on(self, running: Mapping[int, Request]) -> bool:
         """Whether the last program of a chunk may run while those that wait are admitted.
 
         An answer that a stop string ends, which is only in the text, goes on in it. Whoever gets
-        its lane and its pages is read behind it, and what it did there is dropped.
+        its lane and its pages is read behind it, and what it did there is dropped. KCache's values
+        are written between programs.
         """
-        several = self.steps_a_program(num_steps) < num_steps
-        return several and self._goes_on(self.remaining(running))
+        return self.runner.host is None and self._goes_on(self.remaining(running))
 
     def read_chunk(self) -> None:
         """Waits for the oldest program of steps, and records it.
@@ -147,7 +147,7 @@ class Launched:
         """
         chunk, running = self.chunks.popleft()
         steps = self.runner.read(chunk)
-        if not self.chunks:
+        if self.last_tokens is chunk.newest:  # else more was launched, or drawn, behind it
             self.last_tokens = steps.tokens[-1]
         record_steps(steps, running)
 
@@ -183,14 +183,14 @@ class Launched:
           seeds: see `programs.request_keys`.
           rule: sampling settings.
         """
-        last_tokens = np.array(self.last_tokens)
-        continued = [lane for lane in source_of if running[lane].generated]
-        last_tokens[continued] = [running[lane].generated[-1] for lane in continued]
-        self.last_tokens = last_tokens
+        if continued := [lane for lane in source_of if running[lane].generated]:
+            last_tokens = np.array(self.last_tokens)  # of steps that were read
+            last_tokens[continued] = [running[lane].generated[-1] for lane in continued]
+            self.last_tokens = last_tokens
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
             return
-        drawn = sharing.first_tokens(self.runner, fresh, last_tokens, seeds, rule)
+        drawn = sharing.first_tokens(self.runner, fresh, self.last_tokens, seeds, rule)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 
         def record() -> None:

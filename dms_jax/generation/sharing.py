@@ -149,7 +149,7 @@ def _copy_shard(cache: Cache, pages: Int[Array, "1 2 n"], lanes: Int[Array, " b"
 def first_tokens(
     runner: Runner,
     source_of: Mapping[int, int],
-    tokens: Int[np.ndarray, " B"],
+    tokens: Int[np.ndarray | jax.Array, " B"],
     seeds: UInt32[np.ndarray, "B 2"],
     rule: Filter,
 ) -> tuple[Array, Array | None, Array]:
@@ -175,5 +175,5 @@ def first_tokens(
             runner.seen[sources].astype(np.int32),
             rule,
             fresh,
-            tokens,
+            runner.everywhere(tokens),
         )

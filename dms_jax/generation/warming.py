@@ -145,7 +145,7 @@ class _Calls:
 
     def first_tokens(self) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
-        given = (self._seeds, lanes, self.rule, fresh, lanes)
+        given = (self._seeds, lanes, self.rule, fresh, self.runner.everywhere(lanes))
         return programs.first_tokens, (
             self.runner.model.transformer,
             self.runner.hidden,

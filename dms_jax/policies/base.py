@@ -29,9 +29,10 @@ attention, as a static window and one eviction bit per key:
 
 Other chunks are run token by token inside the layer (write, read, observe for each).
 
-Cuts. A policy that `shrinks` appends the tokens of a prompt, which has full attention, each chunk in
-one pass, and then gives the retention mask of the slots (`survivors`); where a cut is `due`, it does so again
-after a decode step. The kept slots are compacted in order, and the freed pages are released.
+Cuts. A policy that `shrinks` appends the tokens of a prompt, which has full attention, each chunk
+in one pass, and then gives the retention mask of the slots (`survivors`); where a cut is `due`, it
+does so again after a decode step. The kept slots are compacted in order, and the freed pages are
+released.
 """
 
 import dataclasses

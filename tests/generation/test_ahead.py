@@ -7,6 +7,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, compiling, programs
+from dms_jax.generation import launched as launched_programs
 from dms_jax.generation.batches import Shape
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.reporting import Reporter
@@ -23,6 +24,7 @@ from tests.generation.support import (
 from tests.generation.test_generate import same_usage
 from tests.support.instances import further
 
+pytestmark = pytest.mark.usefixtures("two_programs")
 TWO = prompts((5, 13))
 SIX = prompts((5, 9, 13, 7, 11, 3))
 
@@ -174,20 +176,27 @@ def test_lanes_are_refilled_before_the_next_chunk(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fewest", [4, 8], ids=["two programs", "one"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(name, monkeypatch):
+def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(
+    name, fewest, monkeypatch
+):
     """Answers and every figure of usage are those of chunks that run in turn."""
     engine, order = engine_for(name), []
     lengths = (3, 9, 20, 6, 17, 12, 1, 20, 11)
     launch, read = compiling.Program.__call__, Runner.read
     known = {programs.extend: "prompts", programs.first_tokens: "first", programs.decode: "steps"}
+    unread = 0
 
     def launched(program, *arguments):
-        order.append(known[program])
+        nonlocal unread
+        order.append((known[program], unread))
+        unread += program is programs.decode
         return launch(program, *arguments)
 
     def fetched(runner, chunk):
-        order.append("read")
+        nonlocal unread
+        unread -= 1
         return read(runner, chunk)
 
     def answers(on_tokens):
@@ -198,13 +207,16 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(na
 
     expected = answers(lambda update: None)
     with monkeypatch.context() as patch:
+        patch.setattr(launched_programs, "_FEWEST_STEPS", fewest)
         patch.setattr(compiling.Program, "__call__", launched)
         patch.setattr(Runner, "read", fetched)
-        assert answers(None) == expected
-    told = " ".join(order)
-    assert "read prompts read" in told  # a lane was given away while the steps ran
-    assert "prompts first" in told.replace("prompts read", "prompts")
-    assert told.count("steps") == told.count("read")  # nothing is left on the device
+        found = answers(None)
+    for one, other in zip(found, expected, strict=True):  # prompts were read beside others
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert dataclasses.replace(one, logprobs=other.logprobs) == other
+    # A lane was given away, and its first token and next ones drawn, while steps ran.
+    assert {name for name, before in order if before} == set(known.values())
+    assert unread == 0  # nothing is left on the device
     assert engine.runner.allocator.pages_in_use == 0
     assert not engine.runner.unread.any()
 
@@ -333,6 +345,8 @@ def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
     _, order = in_order(monkeypatch, engine, TWO)
     assert order == spelled("LR LR LR")
+    _, order = in_order(monkeypatch, engine, SIX)  # of which four wait
+    assert order == spelled("LR LR LR" * 3)
 
 
 def test_a_wider_program_waits_for_the_lengths(monkeypatch):

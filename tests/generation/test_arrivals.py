@@ -13,6 +13,7 @@ from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, SHAPE, engine_for, model_for, prompts
 from tests.support.instances import further
 
+pytestmark = pytest.mark.usefixtures("two_programs")
 ONE = dataclasses.replace(GREEDY, max_new_tokens=1)
 SETTINGS = [
     GREEDY,
@@ -304,7 +305,8 @@ def test_a_policy_that_cuts_prompts_reads_them_first():
     alone = [engine.generate([prompt], sampling=GREEDY)[0] for prompt in given]
     requests, _, looks = joined_while_it_decodes(engine, given, [GREEDY] * 2)
     assert [each.generated for each in requests] == [each.tokens for each in alone]
-    assert {generated for generated, read in looks if 0 < read < 30} == {1 + SHAPE["chunk"]}
+    # Half of a chunk still runs, and no other one is launched until the prompt is read.
+    assert {generated for generated, read in looks if 0 < read < 30} == {1 + SHAPE["chunk"] // 2}
 
 
 @pytest.mark.slow

@@ -208,17 +208,17 @@ def evaluated(task=None):
 
 @pytest.mark.slow
 def test_an_evaluation_carries_the_answers_that_had_ended(monkeypatch):
-    """Six answers of 9 tokens in two lanes, by two programs of steps: the first four have ended."""
+    """Six answers of 9 tokens in two lanes, by a program of steps: the first four have ended."""
     whole, decode, chunks = evaluated(), Runner.decode, []
 
-    def fifth(self, *arguments, **options):
+    def third(self, *arguments, **options):
         chunks.append(1)
-        if len(chunks) == 5:
+        if len(chunks) == 3:
             raise KeyboardInterrupt
         return decode(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "decode", fifth)
+        patch.setattr(Runner, "decode", third)
         with pytest.raises(KeyboardInterrupt) as caught:
             evaluated()
     texts = {index: done.text for index, done in caught.value.finished.items()}

@@ -22,6 +22,8 @@ from tests.generation.test_ahead import SIX, TWO, noted
 from tests.generation.test_generate import same_usage
 from tests.support.instances import further
 
+pytestmark = pytest.mark.usefixtures("two_programs")
+
 
 @pytest.mark.parametrize("name", ["dms", *further(*sorted(set(POLICIES) - {"dms"}))])
 def test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to(name, monkeypatch):

@@ -235,7 +235,7 @@ def test_counts_that_fail_take_nobody_s_answer(monkeypatch):
 
 def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
     """The end of an answer is told while the next steps of another one run."""
-    service, seen = make_service(num_lanes=2), []
+    service, seen = make_service(num_lanes=2, chunk=16), []
     runner = service.engine.runner
     decode = runner.decode
 
@@ -245,13 +245,13 @@ def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
 
     monkeypatch.setattr(runner, "decode", looking)
     with service._changed:  # so that they are let in together
-        for most in (5, 13):
+        for most in (5, 37):
             service.submit(
                 [[1, 70, 90]], Sampling(temperature=0, max_new_tokens=most), lambda piece: None
             )
     service.start()
     assert service.drain(60.0)
-    assert seen[1:] == [(2, 1, 0), (1, 1, 0)]
+    assert seen[2:] == [(2, 1, 0), (2, 1, 0), (1, 1, 0)]  # behind a chunk of two programs
 
 
 @pytest.mark.slow
