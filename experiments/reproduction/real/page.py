@@ -272,8 +272,9 @@ def gains(results: Results) -> str:
     if not rows:
         return ""
     told = (
-        "Average gain of the vote from DMS's cache over the plain one, over the budgets that both "
-        "cover; and what one chain of as many tokens gains. The line in bold is drawn."
+        "Average gain of the vote from a small cache over the plain one, over the budgets that "
+        "both cover, with chains of each length that its run asked of both; and what one chain of "
+        "at most 400 tokens gains. The line in bold is drawn."
     )
     return told + "\n\n" + table(["", "one chain", "at equal reads", "at equal peak"], rows)
 

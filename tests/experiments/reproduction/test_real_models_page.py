@@ -373,6 +373,16 @@ def test_rulers_tasks_are_told_apart_by_what_lessons_with_retrieval_had_of_them(
         "+0.0 ± 0.0 | +0.0 ± 0.0 | -2.3 ± 1.6 | -0.8 ± 0.5 |",
         "-2.2 ± 1.3 | -0.6 ± 0.6 | +0.0 ± 0.0 | -0.4 ± 0.4 |",
     ]
+    # What another run asked of the same model stands in the table of the tasks alone.
+    results = Results.read(config)
+    key = ("qwen", MAIN.label, "ruler_tasks")
+    elsewhere = {key: results.records[key] | {"run": results.run + 1}}
+    results = dataclasses.replace(results, records=results.records | elsewhere)
+    _, _, table = page.ruler(config, results, "qwen").partition("lessons had of a task:\n\n")
+    assert [line[:7] for line in table.partition("\n\n")[0].splitlines()[2:]] == [
+        "| vanil",
+        "| DMS, ",
+    ]
     paths.result(Job("asking", "qwen", "mixed", "3.3", "ruler_tasks")).unlink()
     assert "lessons had of" not in page.ruler(config, Results.read(config), "qwen")
 
