@@ -46,13 +46,19 @@ def _option(name: str, value: Any) -> str:
     return f"--{name} {shlex.join(map(str, values))}"
 
 
-def again(runs: dict[int, list[str]], judged: str = "", main: int | None = None) -> str:
+def again(
+    runs: dict[int, list[str]],
+    judged: str = "",
+    main: int | None = None,
+    three: dict[str, Any] | None = None,
+) -> str:
     """How the runs of a page are repeated, the last one first.
 
     Args:
       runs: number of a run -> the commands of its plans.
       judged: what the verdicts of the page are about, if it was decided.
       main: number of the run that measured it; later ones add to its page. The last one if None.
+      three: the three commands as they were timed, and in which run; None if they were not.
     """
     parts = [_OPENING]
     if len(runs) > 1:
@@ -64,6 +70,8 @@ def again(runs: dict[int, list[str]], judged: str = "", main: int | None = None)
         parts += [f"Run {number}:" if len(runs) > 1 else "", _run(number, runs, decided)]
         if any("--self-taught" in line for line in runs[number]):
             parts += [_TAUGHT, _three_commands(number)]
+        elif three is not None and three.get("run") == number:
+            parts += [_TIMED, _three_commands(number, three["command"])]
     return "\n\n".join([*filter(None, parts), "`results.json` holds every figure."])
 
 
@@ -78,6 +86,10 @@ _TAUGHT = (
     "Its lessons and its first retrofit are those of the three commands, which were timed on "
     "another GPU beside it (`CUDA_VISIBLE_DEVICES` gives each command its own). That GPU then "
     "joined:"
+)
+_TIMED = (
+    "The three commands were timed beside it, on a GPU of their own (`CUDA_VISIBLE_DEVICES` gives "
+    "each command its own; `WHEEL` is the library's wheel):"
 )
 
 
@@ -94,17 +106,23 @@ def _run(number: int, runs: dict[int, list[str]], judged: str) -> str:
     return "\n".join(map(_block, lines))
 
 
-def _three_commands(number: int) -> str:
+def _three_commands(number: int, timed: str | None = None) -> str:
+    """The commands that time the three, and what takes them in.
+
+    Args:
+      number: of the run that they belong to.
+      timed: the third command as it was given; None for the planned one, whose GPU then joins.
+    """
     folder, three = _folder(number), TAUGHT.removesuffix("/run")
-    script = "experiments/reproduction/real/three_commands.sh"
-    return "\n".join(
-        [
-            "    export QWEN=$PWD/qwen.gguf QUESTIONS=$PWD/data/gsm8k/train.jsonl",
-            f"    bash {script} {three}",
-            _block(f"{SCRIPT} --join --out {folder}"),
-            f"    mkdir -p {folder}/three && cp {three}/three.json {folder}/three/",
-        ]
-    )
+    lines = ["    export QWEN=$PWD/qwen.gguf QUESTIONS=$PWD/data/gsm8k/train.jsonl"]
+    if timed is not None:
+        _, _, flags = timed.partition(" --out run ")
+        flags = flags.removesuffix(" --model model.gguf")
+        lines.append(_block(f'export FLAGS="{flags}"'))
+    lines.append(f"    bash experiments/reproduction/real/three_commands.sh {three}")
+    lines += [] if timed else [_block(f"{SCRIPT} --join --out {folder}")]
+    lines.append(f"    mkdir -p {folder}/three && cp {three}/three.json {folder}/three/")
+    return "\n".join(lines)
 
 
 def _folder(number: int, place: int = 0) -> str:

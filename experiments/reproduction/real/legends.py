@@ -52,6 +52,11 @@ SWEEP = (
     "divergences of different peaks are not of one task."
 )
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
+MIXED_TRAINING = (
+    "texts and retrieval too: beside the answers 678 pieces of three books, of 2,048 tokens, and "
+    "400 problems of retrieval with their solutions, of 365 to 1,534 tokens: 18 and 5% of the "
+    "tokens of all documents. Half of the problems hide a number in an essay, half trace variables."
+)
 OTHERS = (
     "Percent, with the peak of live tokens in brackets; greedy, chat template, at most 1,024 new "
     "tokens. RULER's needles: niah_single_1 and niah_single_2 at so many tokens. "
@@ -63,6 +68,17 @@ RULER = (
     "are its needles, vt traces variables, cwe and fwe count words. Its two tasks of questions "
     "need files that are not shipped. The mean is over all problems, its differences paired by "
     "problem."
+)
+WORDINGS = (
+    "worded alike: multikey_1, multikey_2 and vt ask in the words of the problems of retrieval "
+    "among the lessons, which hide one number in an essay, or trace five variables, without the "
+    "solved example that vt shows first. other needles: single_3, multikey_3, multivalue and "
+    "multiquery have needles worded so, but long hexadecimal values, or ask for several at once. "
+    "unlike: cwe and fwe. both: of these two kinds. Lessons have other needles, keys and values, "
+    "and are shorter; words of keys come from the same lists. Essays of these tests are the last "
+    "sixteenth of two of the three books that the lessons have whole: single_3, multikey_1, "
+    "multivalue and multiquery fill with them. Only DMS with texts and retrieval had such lessons "
+    "here. Problems in brackets."
 )
 FRONTIER = (
     "Eight chains of each test problem, temperature 0.7; the vote of so many of them, as the mean "
@@ -80,7 +96,7 @@ SMOLLM2 = (
     "by task; SnapKV and ExpectedAttention hold a whole prompt until their first cut, and Quest, "
     "KCache and float8 all of it. In the picture, too, ExpectedAttention therefore holds more "
     "than the others. The trainings read needles of the same wording, drawn with other "
-    "seeds."
+    "seeds, and the whole of the two books whose last sixteenth fills the essays of niah_single_2."
 )
 SPEED = (
     "Keys and values are random, and DMS is played by draws with uneven heads; the scorers of "

@@ -79,7 +79,9 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
         parts += [gsm8k(results, nominal=True), legends.NOMINAL]
     if any(not TRAININGS[log["training"]].of_sweep for log in results.logs):
         small = any(TRAININGS[log["training"]].model == SMOLLM2 for log in results.logs)
+        mixed = any(TRAININGS[log["training"]].lessons == "mixed" for log in results.logs)
         told = legends.TRAINING + (f" {legends.SMOLLM2_TRAINING}" if small else "")
+        told += f"\n\n{legends.MIXED_TRAINING}" if mixed else ""
         parts += ["## What was trained", trainings(results), told]
     if any(TRAININGS[log["training"]].of_sweep for log in results.logs):
         parts += ["## One setting of the recipe at a time", sweep_said(results), sweep(results)]
@@ -104,7 +106,8 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
     parts += [notes] if notes else []
-    parts += ["## Again", again(results.commands, results.decided, results.main)]
+    told = (results.commands, results.decided, results.main, results.three)
+    parts += ["## Again", again(*told)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -269,8 +272,9 @@ def gains(results: Results) -> str:
     if not rows:
         return ""
     told = (
-        "Average gain of the vote from DMS's cache over the plain one, over the budgets that both "
-        "cover; and what one chain of as many tokens gains. The line in bold is drawn."
+        "Average gain of the vote from a small cache over the plain one, over the budgets that "
+        "both cover, with chains of each length that its run asked of both; and what one chain of "
+        "at most 400 tokens gains. The line in bold is drawn."
     )
     return told + "\n\n" + table(["", "one chain", "at equal reads", "at equal peak"], rows)
 

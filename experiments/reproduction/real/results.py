@@ -51,7 +51,8 @@ class Results:
       speed: rows of the timed steps, all of one run, with the device; None if there are none.
       by_run: (run, model, label, measure) -> figures, of every run.
       earlier_trainings: thinned logs of other runs.
-      three: seconds of the three commands from an empty directory; None if they were not timed.
+      three: seconds of the three commands from an empty directory, and the run that timed them;
+        None if they were not timed.
       commands: number of a run -> the commands that measured it, where they are known.
     """
 
@@ -84,7 +85,8 @@ class Results:
             for name in TRAININGS.keys() - trainings.keys():
                 if log := read_json(place.summary(name)):
                     trainings[name] = log | {"run": config.run}
-            three = three or read_json(root / THREE)
+            if three is None and (timed := read_json(root / THREE)):
+                three = timed | {"run": config.run}
             if (root / "config.json").exists():
                 plan = read_plan(Config, root)
                 commands.append(jobs_command(plan, _chosen(plan, place)))
@@ -216,18 +218,27 @@ class Results:
         tasks of the one, they are of several, each difference of one of them. What holds as much as
         a retrofit of its run (`LIKE`) is of that run.
         """
-        of = lambda number, *key: self.of_run(number, SMOLLM2, *key)  # noqa: E731
-        untrained = lambda *key: self.get(SMOLLM2, *key) if key[0] in FREE else None  # noqa: E731
-        runs = {number for number, *_ in self.by_run}
-        for number in sorted(runs, key=lambda number: (number != self.main, -number)):
-            beside = [of(number, other, task) or untrained(other, task) for task in TASKS]
-            pairs = zip([of(number, one, task) for task in TASKS], beside, TASKS, strict=True)
-            gaps = [_difference(*pair) for pair in pairs]
-            if None not in gaps:
-                return _mean([gap for gap in gaps if gap is not None])
+        run = self.run_of_mean(one, other)
+        if run is not None:
+            return _mean([gap for gap in self._of_tasks(run, one, other) if gap is not None])
         gaps = [self.gap(SMOLLM2, one, other, task) for task in TASKS]
         found = [gap for gap in gaps if gap is not None]
         return _mean(found) if one in FREE and len(found) == len(TASKS) else None
+
+    def run_of_mean(self, one: str, other: str) -> int | None:
+        """The run that `mean_gap` is of; None if no run has all tasks."""
+        runs = {number for number, *_ in self.by_run}
+        order = sorted(runs, key=lambda number: (number != self.main, -number))
+        whole = (number for number in order if None not in self._of_tasks(number, one, other))
+        return next(whole, None)
+
+    def _of_tasks(self, run: int, one: str, other: str) -> list[Measured | None]:
+        """Paired differences of a run, task by task of SmolLM2; see `mean_gap`."""
+        of = lambda *key: self.of_run(run, SMOLLM2, *key)  # noqa: E731
+        untrained = lambda *key: self.get(SMOLLM2, *key) if key[0] in FREE else None  # noqa: E731
+        beside = [of(other, task) or untrained(other, task) for task in TASKS]
+        pairs = zip([of(one, task) for task in TASKS], beside, TASKS, strict=True)
+        return [_difference(*pair) for pair in pairs]
 
     def fewer(self, model: str, label: str, measure: str) -> float | None:
         """How many times smaller the peak is than the vanilla one; None as `gap` is."""
@@ -324,11 +335,15 @@ class Results:
 
 
 def _chosen(plan: Config, place: Paths) -> list[str]:
-    """The jobs that a run directory did where parts of its plan were asked for, else none."""
+    """The jobs that a run directory did where parts of its plan were asked for, else none.
+
+    Those that failed measured nothing.
+    """
     if not plan.parts:
         return []
     every = jobs(dataclasses.replace(plan, parts=()))
-    return [job.name for job in every if place.log(job).exists()]
+    logs = [(job.name, read_json(place.log(job))) for job in every]
+    return [name for name, log in logs if log is not None and log.get("outcome") != "failed"]
 
 
 def _key(row: dict[str, Any]) -> Key:

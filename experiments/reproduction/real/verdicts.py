@@ -75,9 +75,11 @@ def _of_smollm2(results: Results) -> list[str]:
     told = ((SHIPPED, "the adapter that ships"), ("smollm2-low-rank-w16", "low rank"))
     for training, what in told:
         gap = results.mean_gap(end_of(training), VANILLA)
+        run = results.run_of_mean(end_of(training), VANILLA)
+        of = "" if run in (None, results.main) else f" (run {run})"
         lines += [
             f"- SmolLM2, {what}, nominal ratio 4: mean of its tasks within {SMALL_POINTS:g} point "
-            f"of the model itself: {within(gap, SMALL_POINTS)}."
+            f"of the model itself{of}: {within(gap, SMALL_POINTS)}."
         ]
     return lines
 
@@ -126,8 +128,8 @@ def _three(results: Results) -> str:
     held = "**holds**" if told["seconds"] < 60 * MINUTES else "**does not hold**"
     return (
         f"- Three commands from an empty directory to its page: {told['seconds']:.0f} s on one "
-        f"card on {told['date']} ({stages}; the library was {told['installed']}, the questions "
-        f"were copied); under {MINUTES} minutes: {held}. The third: `{told['command']}`."
+        f"{told['device']} on {told['date']} ({stages}; the library was {told['installed']}, the "
+        f"questions were copied); under {MINUTES} minutes: {held}. The third: `{told['command']}`."
     )
 
 

@@ -16,7 +16,7 @@ from experiments.reproduction.files import read_json, write_json
 from experiments.reproduction.real import commands, page, systems
 from experiments.reproduction.real.measures import TASKS_OF_CHOICES
 from experiments.reproduction.real.plan import Job, Paths, free
-from experiments.reproduction.real.results import Results
+from experiments.reproduction.real.results import THREE, Results
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.systems import PLANNED, RIVAL
 from experiments.reproduction.runs import write_plan
@@ -162,7 +162,9 @@ def test_a_run_of_chosen_parts_says_which_it_did_and_judges_what_its_page_does(c
     names += [f"training-qwen-{each}" for each in (PLANNED, RIVAL, "control", "dmc", "kvzap")]
     write_plan(dataclasses.replace(config, judged=RIVAL, parts=("*",)))
     for name in names:
-        write_json(config.out / "jobs" / f"{name}.json", {})
+        write_json(config.out / "jobs" / f"{name}.json", {"outcome": "done"})
+    failed = config.out / "jobs" / "asking-qwen-tova-gsm8k.json"
+    write_json(failed, {"outcome": "failed"})  # and so measured nothing
     results = Results.read(dataclasses.replace(config, judged=PLANNED))
     text = page.page(config, results, set(), "")
     lines = [line for line in text.partition("## Again")[2].splitlines() if line[:4] == "    "]
@@ -177,6 +179,41 @@ def test_a_run_of_chosen_parts_says_which_it_did_and_judges_what_its_page_does(c
     plans = {number: [f"{commands.SCRIPT} --qwen q.gguf"] for number in (1, 2, 3, 4)}
     later = commands_of("## Again" + commands.again(plans, RIVAL, 2))
     assert [each.judged for each in later if each.only == "report"] == [RIVAL, RIVAL, RIVAL, ""]
+
+
+def test_the_page_says_how_the_three_commands_of_a_run_were_timed(config, tmp_path):
+    write_plan(config)
+    third = "dms-jax x --out run --ratios 2 3.3 --from-attention 0.2 --model model.gguf"
+    told = {"command": third, "calls": [{"exit": 0}], "seconds": 9.0, "stages": {}, "date": ""}
+    told |= {"installed": "", "device": "a card"}
+    write_json(config.out / THREE, told)
+    section = page.page(config, Results.read(config), set(), "").partition("## Again")[2]
+    assert (
+        '    export FLAGS="--ratios 2 3.3 --from-attention 0.2"\n    bash experiments/' in section
+    )
+    assert "cp runs/three-commands/three.json runs/real-1/three/" in section
+    assert "--join" not in section.partition("## Again")[2]
+    # It is of the run that timed them, on the pages of later ones too.
+    file = write_page_of(config, tmp_path / "before")
+    later = Config(out=tmp_path / "later", run=2, earlier=file)
+    write_json(Paths(later).result(free("qwen", "h2o")), figures(100, 90.0))
+    results = Results.read(later)
+    assert results.three == told | {"run": 1}
+    section = page.page(later, results, set(), "").partition("## Again")[2]
+    assert section.count("export FLAGS=") == 1
+    assert "runs/real-1/three/" in section
+
+
+def test_a_verdict_says_the_run_of_smollm2s_mean(config, tmp_path):
+    """Run 2 is what the verdicts are about, and asked SmolLM2's adapter nothing."""
+    file = write_page_of(config, tmp_path / "before")
+    later = Config(out=tmp_path / "later", run=2, earlier=file, judged=PLANNED)
+    write_json(Paths(later).result(MAIN), figures(116, 118.0))
+    results = Results.read(later)
+    assert results.run_of_mean("smollm2-adapter-w16-at4", "vanilla") == 1
+    said = "nominal ratio 4: mean of its tasks within 1 point of the model itself"
+    assert f"the adapter that ships, {said} (run 1): **does not hold**" in page.verdicts(results)
+    assert f"low rank, {said}: **not measured**" in page.verdicts(results)
 
 
 def test_rows_of_the_judged_run_stand_before_those_of_a_later_one(config, tmp_path):
