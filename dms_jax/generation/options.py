@@ -32,7 +32,7 @@ class EngineOptions(Options):
       memory: bytes for the page pool, over all devices; None for what the sequences can need,
         within the free memory.
       chunk: decode steps between two looks at the requests, no more than `max_tokens`; up to four
-        runs of one compiled program, as long as each has four steps and they divide the chunk.
+        runs of one compiled program, as long as each has eight steps and they divide the chunk.
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
         programs of a half or, where a policy reads tokens one by one, a quarter and a sixteenth.
