@@ -19,7 +19,9 @@ from experiments.reproduction.real.plan import Paths, shards
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.training import QWEN, Lessons
 
-# Not wikitext-2, which is held out. RULER's essays are the last sixteenth of the first two.
+# Not wikitext-2, which is held out, and of these not the last eighth: RULER's essays are of the last
+# sixteenth of the first two. Up to run 9 they were learned whole.
+_LEARNED = 14 / 16
 TEXTS = ("war_and_peace.txt", "moby_dick.txt", "tinyshakespeare.txt")
 
 
@@ -158,12 +160,13 @@ def _exchange(row: dict[str, Any]) -> Exchange:
 
 
 def _texts(config: Config, model: LanguageModel) -> list[np.ndarray]:
-    """Windows of the texts, as long as a training sequence."""
+    """Windows of what is learned of the texts, as long as a training sequence."""
     assert config.data is not None
     found = []
     for name in TEXTS:
         file: pathlib.Path = config.data / "text" / name
         text = file.read_text(encoding="utf-8", errors="replace")
+        text = text[: int(_LEARNED * len(text))]
         tokens = np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.int32)
         length = config.sequence_length
         found += [tokens[at : at + length] for at in range(0, len(tokens) - length, length)]

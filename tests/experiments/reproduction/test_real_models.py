@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import types
 
 import pytest
 
@@ -311,6 +312,17 @@ def test_trainings_read_what_the_model_ended(tmp_path):
     place.write_text(json.dumps(kept | {"ended": False}) + "\n")
     with pytest.raises(dms_jax.DataError, match="None of 1 answers of qwen is ended"):
         lessons.training_documents(config, "qwen", None)
+
+
+def test_the_end_of_each_text_is_in_no_lesson(tmp_path):
+    """RULER's essays are of the last sixteenth of the novels."""
+    (tmp_path / "text").mkdir()
+    for name in lessons.TEXTS:
+        (tmp_path / "text" / name).write_text("learned " * 140 + "kept out" * 20)
+    tokenizer = types.SimpleNamespace(encode=lambda text, **_: list(text.encode()))
+    config = dataclasses.replace(GIVEN, data=tmp_path, sequence_length=8)
+    windows = lessons._texts(config, types.SimpleNamespace(tokenizer=tokenizer))
+    assert {bytes(each.tolist()) for each in windows} == {b"learned "}
 
 
 def test_a_sweep_changes_one_thing_of_its_middle():
