@@ -19,8 +19,8 @@ from experiments.reproduction.real.plan import Paths, shards
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.training import QWEN, Lessons
 
-# Not wikitext-2, which is held out, and of these not the last eighth: RULER's essays are of the last
-# sixteenth of the first two. Up to run 9 they were learned whole.
+# Not wikitext-2, which is held out, and of these not the last eighth: RULER's essays are of the
+# last sixteenth of the first two. Up to run 9 they were learned whole.
 _LEARNED = 14 / 16
 TEXTS = ("war_and_peace.txt", "moby_dick.txt", "tinyshakespeare.txt")
 
