@@ -320,7 +320,7 @@ class Engine:
             runner.trim()
             self._launched.prompts(extended, {lane: self._running[lane] for lane in batch.tokens})
             break
-        if self._reading.needs_steps():
+        if self._reading.copied:  # answers that ended may make room
             self._catch_up(waiting, reporter)
         if not (source_of := self._reading.take_complete()):
             return

@@ -184,7 +184,7 @@ class Launched:
           rule: sampling settings.
         """
         if continued := [lane for lane in source_of if running[lane].generated]:
-            last_tokens = np.array(self.last_tokens)  # of steps that were read
+            last_tokens = np.array(self.last_tokens)  # waits for the steps that run on
             last_tokens[continued] = [running[lane].generated[-1] for lane in continued]
             self.last_tokens = last_tokens
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}

@@ -142,15 +142,10 @@ class Reading:
         for lane, tokens in batch.tokens.items():
             self.parts[lane].done += len(tokens)
 
-    def needs_steps(self) -> bool:
-        """Whether steps that run on must be read before tokens are drawn behind these prompts.
-
-        An answer that was put back goes on from a token that the host has, and copies of a prompt
-        need pages, for which lengths must be exact.
-        """
-        return any(
-            each.request.generated or each.source is not None for each in self.parts.values()
-        )
+    @property
+    def copied(self) -> bool:
+        """Whether a prompt is read for several lanes, which then need pages at once."""
+        return any(each.source is not None for each in self.parts.values())
 
     def take_complete(self) -> dict[int, int]:
         """Removes the lanes that can decode; returns the lane that read the prompt of each.

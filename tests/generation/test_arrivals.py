@@ -171,19 +171,21 @@ def test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("listens", [False, True], ids=["incoming", "told"])
-def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens):
+def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens, copies):
     """It is cancelled when its first part was launched behind steps that nobody has read."""
-    engine = engine_for("vanilla")
-    first, other = [
-        make_request(engine.model.config, prompt, GREEDY, index=index)
-        for index, prompt in enumerate(prompts((5, 30)))
+    engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **SHAPE | dict(num_lanes=3))
+    short, long = prompts((5, 30))
+    first, other, *copied = [
+        make_request(engine.model.config, prompt, GREEDY, index=index, copy=index)
+        for index, prompt in enumerate([short, *[long] * copies])
     ]
-    coming = [[first], [other]]
+    coming = [[first], [other, *copied]]
 
     def cancel_other():
         if engine.runner.seen[1] and not other.generated:
-            engine.cancel([1])
+            engine.cancel([other.index, *(each.index for each in copied)])
 
     def incoming(wait):
         if not listens:
@@ -194,9 +196,10 @@ def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens):
     assert other.finish_reason == "cancelled"
     usage = other.usage
     assert usage.prefilled_tokens == usage.peak_tokens == usage.live_tokens > 0
+    assert [each.usage.prefilled_tokens for each in copied] == [0] * len(copied)
 
 
-def cancelled_while_it_is_read(engine, prompts, *indices):
+def cancelled_while_it_is_read(engine, prompts, *indices, listens=True):
     """Serves prompts together; some are cancelled after their first chunk of tokens."""
     coming = [
         [
@@ -214,8 +217,9 @@ def cancelled_while_it_is_read(engine, prompts, *indices):
         return None
 
     told = []
-    engine.serve([], GREEDY, told.append, incoming=incoming)
-    assert sorted(each.index for each in told if each.finished) == list(range(len(prompts)))
+    engine.serve([], GREEDY, told.append if listens else None, incoming=incoming)
+    ended = range(len(prompts)) if listens else ()
+    assert sorted(each.index for each in told if each.finished) == list(ended)
     assert engine.runner.allocator.pages_in_use == 0
     return requests
 
@@ -243,11 +247,12 @@ def test_a_prompt_that_another_request_shares_is_read_to_its_end():
     assert (second.finish_reason, second.generated) == ("length", alone.tokens)
 
 
-def test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end():
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end(listens):
     """As when a client that asked for several answers goes away."""
     engine, (prompt, after) = engine_for("dms"), prompts((30, 13))
     alone = engine.generate([after], sampling=GREEDY)
-    for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1):
+    for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1, listens=listens):
         assert (request.finish_reason, request.generated) == ("cancelled", [])
         assert request.usage.prefilled_tokens <= SHAPE["prefill_chunk"]
         assert request.usage.compression_ratio == 1  # of what was read, not of the whole prompt

@@ -76,23 +76,9 @@ MUTANTS = [
     Mutant(
         "generation: first tokens wait for the steps that run on",
         FOLDER + "engine.py",
-        "if self._reading.needs_steps():",
+        "if self._reading.copied:",
         "if True:",
         (TURNS, f"{AHEAD}::{RUN_ON}"),
-    ),
-    Mutant(
-        "generation: an answer that was put back goes on from tokens that nobody has read",
-        FOLDER + "reading.py",
-        "each.request.generated or each.source is not None",
-        "each.source is not None",
-        (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
-    ),
-    Mutant(
-        "generation: copies of a prompt take pages by lengths of before the steps that run on",
-        FOLDER + "reading.py",
-        "each.request.generated or each.source is not None",
-        "each.request.generated",
-        (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
     ),
     Mutant(
         "generation: steps that are read late undo the first tokens behind them",
