@@ -117,11 +117,20 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
 
 
 @pytest.mark.parametrize("policy", [POLICIES["dms"], *further(dms_jax.SnapKV(budget=8, window=4))])
-def test_prompts_evict_within_the_pages_that_they_took_in_turn(policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("lengths", "new_tokens", "page_size"),
+    [((5, 13), 20, 16), ((30, 30), 2, 2)],
+    ids=["answers take most", "prompts take most"],
+)
+def test_prompts_evict_within_the_pages_that_they_took_in_turn(
+    policy, lengths, new_tokens, page_size, monkeypatch
+):
     """Peaks do not grow because lengths are read late, and a full pool waits for them."""
-    engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
+    options = dict(max_tokens=64, **SHAPE | dict(page_size=page_size))
+    engine = Engine(model_for("vanilla", ends=False), policy, **options)
+    given, sampling = prompts(lengths), dataclasses.replace(GREEDY, max_new_tokens=new_tokens)
     runner, extend = engine.runner, Runner.extend
-    expected = engine.generate(TWO, sampling=GREEDY)
+    expected = engine.generate(given, sampling=sampling)
 
     def in_turn(self, *arguments, **options):
         extended = extend(self, *arguments, **options)
@@ -130,12 +139,12 @@ def test_prompts_evict_within_the_pages_that_they_took_in_turn(policy, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "extend", in_turn)
-        assert engine.generate(TWO, sampling=GREEDY) == expected
+        assert engine.generate(given, sampling=sampling) == expected
     most = sum(each.usage.peak_cache_bytes - runner._state_bytes for each in expected)
     whole = runner.allocator._free[0]
     runner.allocator._free[0] = whole[len(whole) - most // runner.page_bytes :]
     try:
-        assert engine.generate(TWO, sampling=GREEDY) == expected
+        assert engine.generate(given, sampling=sampling) == expected
     finally:
         runner.allocator._free[0] = whole
 
