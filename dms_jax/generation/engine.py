@@ -15,12 +15,12 @@ running request is preempted: it returns to the queue with its tokens and is rec
 prompt as a prompt and the answer as an answer, so that every policy decides as it did before.
 
 Programs are launched before the results of those before them are read, as far as nobody waits for
-these: prompts, the first tokens after them, and chunks of steps. A chunk is several programs. While
-requests wait for a lane all but the last are read before the next chunk is launched, since a lane
-that ended would be idle in it; the last one runs meanwhile, so that the device is not:
+these: prompts, the first tokens after them, and chunks of steps. A long chunk is several programs.
+While requests wait for a lane all but the last are read before the next chunk is launched, since a
+lane that ended would be idle in it; the last one runs meanwhile, so that the device is not:
 
-    device  | steps  steps  steps  steps | prompts | steps ...
-    host                             | ends and admissions, launches of prompts | reads the last
+    device  | steps  steps  steps  steps | prompts | first tokens | steps ...
+    host                             | ends, admissions, launches of these | reads the last, ...
 """
 
 import collections
