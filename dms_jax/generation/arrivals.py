@@ -12,8 +12,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from dms_jax.generation.launched import Launched
 from dms_jax.generation.requests import Request
-from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, LanesFilter, Sampling
 
 # Returns the requests that came since it was last called, or None when no more will come. If it is
@@ -38,7 +38,7 @@ class Arrivals:
 
     def receive(
         self,
-        runner: Runner,
+        launched: Launched,
         waiting: collections.deque[Request],
         running: Mapping[int, Request],
         before_waiting: Callable[[], None],
@@ -47,9 +47,10 @@ class Arrivals:
         idle = not (waiting or running)
         if idle:
             before_waiting()
+            launched.read_steps()  # what answers that a stop string ended had launched
         came = None if self.incoming is None else self.incoming(idle)
         for request in came or ():
-            runner.raise_max_length(request.max_length)
+            launched.runner.raise_max_length(request.max_length)
             waiting.append(request)
         return came is not None or bool(waiting or running)
 

@@ -254,7 +254,7 @@ class Engine:
                 if requests and not any(request.seen or request.before for request in requests):
                     self.runner.expect(max(len(each.prompt) for each in requests) + num_steps)
                     compile_first(self.runner, self._shapes, requests, *compiled)
-                while self._arrivals.receive(self.runner, waiting, self._running, reporter.tell):
+                while self._arrivals.receive(self._launched, waiting, self._running, reporter.tell):
                     if self._cancelled:  # meanwhile: their lanes are free, and none is for them
                         self._catch_up(waiting, reporter)
                         self._report(reporter, waiting)
@@ -335,12 +335,12 @@ class Engine:
         """Reads the steps that run on, whatever was launched behind them."""
         if not self._launched.chunks:
             return
-        while self._launched.chunks:
-            self._launched.read_chunk()
+        self._launched.read_steps()
         reporter.tell()
-        if self._cancelled:  # perhaps in the middle of a prompt, of which what was read counts
+        cancels = bool(self._cancelled)  # what another thread adds now ends later
+        if cancels:  # perhaps in the middle of a prompt, of which what was read counts
             self._launched.read()
-        reporter.settle(self._running, waiting)
+        reporter.settle(self._running, waiting, cancels=cancels)
 
     def _reserve_or_preempt(
         self,

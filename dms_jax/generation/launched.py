@@ -139,6 +139,11 @@ class Launched:
         """
         return self.runner.host is None and self._goes_on(self.remaining(running))
 
+    def read_steps(self) -> None:
+        """Waits for every program of steps, and records them in order; see `read_chunk`."""
+        while self.chunks:
+            self.read_chunk()
+
     def read_chunk(self) -> None:
         """Waits for the oldest program of steps, and records it.
 

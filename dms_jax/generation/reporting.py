@@ -107,12 +107,21 @@ class Reporter:
             return set()
         return self.cancelled - self.reading.spared(self.cancelled)
 
-    def settle(self, running: dict[int, Request], waiting: collections.deque[Request]) -> None:
-        """Ends what has ended, and keeps what is to be told of it; tells what was kept before."""
+    def settle(
+        self,
+        running: dict[int, Request],
+        waiting: collections.deque[Request],
+        *,
+        cancels: bool = True,
+    ) -> None:
+        """Ends what has ended, and keeps what is to be told of it; tells what was kept before.
+
+        Without `cancels` nothing ends early: prompts or first tokens may not have been read.
+        """
         self.tell()
         runner = self.runner
         runner.trim()
-        cancelled = self._to_end()
+        cancelled = self._to_end() if cancels else set()
         self.cancelled -= cancelled
         ended = []
         for lane, request in running.items():

@@ -20,6 +20,7 @@ from tests.generation.support import (
     engine_for,
     model_for,
     prompts,
+    text_behind,
 )
 from tests.generation.test_generate import same_usage
 from tests.support.instances import further
@@ -282,6 +283,30 @@ def test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run(mon
 
     arrived(engine, requests, told)
     assert order == [*spelled("LL R LL R"), "end 0", *spelled("R L R R"), "end 1"]
+
+
+def test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends(monkeypatch):
+    """A stop string has ended the only answer, of which is told first."""
+    engine = engine_for("vanilla")
+    (whole,) = engine.generate(TWO[:1], sampling=GREEDY)
+    stop = text_behind(TWO[0], whole.tokens[:4])[-3:]
+    sampling = dataclasses.replace(GREEDY, stop=stop)
+    requests = [make_request(engine.model.config, TWO[0], sampling, index=i) for i in range(2)]
+    coming, order = list(requests), noted(monkeypatch)
+
+    def incoming(wait):
+        if not wait:
+            return []
+        order.append("wait")
+        return [coming.pop(0)] if coming else None
+
+    def told(update):
+        if update.finished:
+            order.append("end")
+
+    engine.serve([], GREEDY, told, incoming=incoming)
+    assert {request.finish_reason for request in requests} == {"stop"}
+    assert order == ["wait", *[*spelled("LL R"), "end", "read", "wait"] * 2]
 
 
 def ending_with(tokens: tuple[int, ...], lanes: int) -> Engine:

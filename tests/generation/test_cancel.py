@@ -6,7 +6,8 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Update
-from dms_jax.generation.requests import make_requests
+from dms_jax.generation.requests import make_request, make_requests
+from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
 from tests.generation.test_streaming import Listener
 
@@ -62,6 +63,35 @@ def test_a_request_that_came_ends_though_steps_run_on():
     assert len(requests[0].generated) <= 1 + 2 * CHUNK
     assert len(requests[1].generated) == 50
     assert engine.runner.allocator.pages_in_use == 0
+
+
+def test_a_request_whose_first_token_was_not_read_is_not_ended_without_it(monkeypatch):
+    """Another thread cancels it as steps that ran on have been read, behind which it was drawn."""
+    engine, given = engine_for("vanilla"), prompts((5, 9))
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=30)
+    requests = [
+        make_request(engine.model.config, prompt, sampling, index=index)
+        for index, prompt in enumerate(given)
+    ]
+    (whole,) = engine.generate(given[1:], sampling=sampling)
+    listener, trim, looks = Listener(2), Runner.trim, iter([requests[:1], [], requests[1:]])
+
+    def cancelled(runner):
+        if engine._launched.drawn and requests[0].generated:
+            engine.cancel([1])
+        trim(runner)
+
+    monkeypatch.setattr(Runner, "trim", cancelled)
+    monkeypatch.setattr(Runner, "fits_table", lambda *_: False)  # which has the steps read
+    engine.serve([], sampling, listener, incoming=lambda wait: next(looks, None))
+    one = requests[1]
+    assert [each.finish_reason for each in requests] == ["length", "cancelled"]
+    assert one.generated == whole.tokens[: len(one.generated)]
+    assert one.generated == [token for each in listener.updates[1] for token in each.tokens]
+    assert one.usage is not None
+    assert one.usage.new_tokens == len(one.generated)
+    assert one.usage.prefilled_tokens == len(given[1])
+    assert one.usage.peak_tokens == len(given[1]) + len(one.generated) - 1
 
 
 def test_it_takes_effect_before_the_next_chunk():

@@ -7,6 +7,7 @@ AHEAD = "tests/generation/test_ahead.py"
 LATE = "tests/generation/test_late.py"
 STOPPED = f"{AHEAD}::test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on"
 ARRIVALS = "tests/generation/test_arrivals.py"
+CANCEL = "tests/generation/test_cancel.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 TURNS = "tests/generation/test_turns.py"
 RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others"
@@ -125,9 +126,23 @@ MUTANTS = [
     Mutant(
         "generation: a prompt that is cancelled behind steps that run does not count",
         FOLDER + "engine.py",
-        "if self._cancelled:  # perhaps",
+        "if cancels:  # perhaps",
         "if False:  # perhaps",
         (f"{ARRIVALS}::test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile",),
+    ),
+    Mutant(
+        "generation: a request ends before its first token, which is drawn, is read",
+        FOLDER + "reporting.py",
+        "self._to_end() if cancels else set()",
+        "self._to_end()",
+        (f"{CANCEL}::test_a_request_whose_first_token_was_not_read_is_not_ended_without_it",),
+    ),
+    Mutant(
+        "generation: steps that run on for nobody are left to the next call",
+        FOLDER + "arrivals.py",
+        "launched.read_steps()",
+        "pass",
+        (f"{AHEAD}::test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends",),
     ),
     Mutant(
         "generation: the device is idle while lanes are given away",
