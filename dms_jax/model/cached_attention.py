@@ -203,8 +203,9 @@ def _observe(
 def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """Attends with all queries in one pass, over the earlier tokens and over the chunk."""
     written = _write(policy, cache, chunk, host)
-    # A prompt that will be cut is appended, so that its earlier tokens are still where they were.
-    # Read from the pool before it, they would have the GPU compiler copy that in every layer.
+    # A prompt that will be cut is appended, so that its earlier tokens are still where they were,
+    # but for the last victim, whose place its first token may take: that is masked. Read from the
+    # pool before it, they would have the GPU compiler copy that in every layer.
     before = written.cache.pool if policy.shrinks else cache.pool
     placement, q = written.placement, written.q
     assert written.k is not None
