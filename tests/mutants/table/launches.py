@@ -4,8 +4,11 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 AHEAD = "tests/generation/test_ahead.py"
+RUNNING_ON = "tests/generation/test_running_on.py"
 LATE = "tests/generation/test_late.py"
-STOPPED = f"{AHEAD}::test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on"
+STOPPED = (
+    f"{RUNNING_ON}::test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on"
+)
 ARRIVALS = "tests/generation/test_arrivals.py"
 CANCEL = "tests/generation/test_cancel.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
@@ -34,7 +37,7 @@ MUTANTS = [
         FOLDER + "rows.py",
         "lengths = np.where(lanes[:, None], lengths, self._lengths)",
         "pass",
-        (f"{AHEAD}::{RUN_ON}",),
+        (f"{RUNNING_ON}::{RUN_ON}",),
     ),
     Mutant(
         "generation: prompts that were launched set the lengths of a lane that was cleared since",
@@ -79,7 +82,7 @@ MUTANTS = [
         FOLDER + "engine.py",
         "if self._reading.copied:",
         "if True:",
-        (TURNS, f"{AHEAD}::{RUN_ON}"),
+        (TURNS, f"{RUNNING_ON}::{RUN_ON}"),
     ),
     Mutant(
         "generation: steps that are read late undo the first tokens behind them",
@@ -93,21 +96,25 @@ MUTANTS = [
         FOLDER + "engine.py",
         "for _ in range(running_on):",
         "for _ in range(0):",
-        (f"{AHEAD}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",),
+        (
+            f"{RUNNING_ON}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",
+        ),
     ),
     Mutant(
         "generation: what the last steps of a chunk gave is told behind the next one",
         FOLDER + "engine.py",
         "bool(launched.drawn or running_on)",
         "bool(launched.drawn)",
-        (f"{AHEAD}::test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run",),
+        (
+            f"{RUNNING_ON}::test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run",
+        ),
     ),
     Mutant(
         "generation: a wider program does not wait for the steps that run on",
         FOLDER + "engine.py",
         "if launched.chunks and not self.runner.fits_table(extra):",
         "if False:",
-        (f"{AHEAD}::test_a_wider_program_waits_for_the_steps_that_run_on",),
+        (f"{RUNNING_ON}::test_a_wider_program_waits_for_the_steps_that_run_on",),
     ),
     Mutant(
         "generation: something is put back while steps that may end an answer run",
@@ -142,14 +149,16 @@ MUTANTS = [
         FOLDER + "arrivals.py",
         "launched.read_steps()",
         "pass",
-        (f"{AHEAD}::test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends",),
+        (
+            f"{RUNNING_ON}::test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends",
+        ),
     ),
     Mutant(
         "generation: the device is idle while lanes are given away",
         FOLDER + "engine.py",
         "behind = max(behind, 1)",
         "pass",
-        (TURNS, f"{AHEAD}::{RUN_ON}"),
+        (TURNS, f"{RUNNING_ON}::{RUN_ON}"),
     ),
     Mutant(
         "generation: a chunk is one program",
