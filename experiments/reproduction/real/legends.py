@@ -53,9 +53,9 @@ SWEEP = (
 )
 SMOLLM2_TRAINING = "SmolLM2 read texts and retrieval problems beside its answers."
 MIXED_TRAINING = (
-    "texts and retrieval too: beside the answers 678 pieces of three books, of 2,048 tokens, and "
-    "400 problems of retrieval with their solutions, of 365 to 1,534 tokens: 18 and 5% of the "
-    "tokens of all documents. Half of the problems hide a number in an essay, half trace variables."
+    "texts and retrieval too: beside the answers pieces of three books, as long as a training "
+    "sequence, and problems of retrieval with their solutions, no longer than that. Half of these "
+    "hide a number in an essay, half trace variables."
 )
 OTHERS = (
     "Percent, with the peak of live tokens in brackets; greedy, chat template, at most 1,024 new "
@@ -75,10 +75,10 @@ WORDINGS = (
     "solved example that vt shows first. other needles: single_3, multikey_3, multivalue and "
     "multiquery have needles worded so, but long hexadecimal values, or ask for several at once. "
     "unlike: cwe and fwe. both: of these two kinds. Lessons have other needles, keys and values, "
-    "and are shorter; words of keys come from the same lists. Essays of these tests are the last "
-    "sixteenth of two of the three books that the lessons have whole: single_3, multikey_1, "
-    "multivalue and multiquery fill with them. Only DMS with texts and retrieval had such lessons "
-    "here. Problems in brackets."
+    "and are shorter; words of keys come from the same lists. Essays of these tests, with which "
+    "single_3, multikey_1, multivalue and multiquery are filled, are the last sixteenth of two of "
+    "the books, which lessons had whole up to run 9. Only DMS with texts and retrieval had such "
+    "lessons here. Problems in brackets."
 )
 FRONTIER = (
     "Eight chains of each test problem, temperature 0.7; the vote of so many of them, as the mean "
@@ -96,7 +96,8 @@ SMOLLM2 = (
     "by task; SnapKV and ExpectedAttention hold a whole prompt until their first cut, and Quest, "
     "KCache and float8 all of it. In the picture, too, ExpectedAttention therefore holds more "
     "than the others. The trainings read needles of the same wording, drawn with other "
-    "seeds, and the whole of the two books whose last sixteenth fills the essays of niah_single_2."
+    "seeds, and up to run 9 the whole of the two books whose last sixteenth fills the essays of "
+    "niah_single_2."
 )
 SPEED = (
     "Keys and values are random, and DMS is played by draws with uneven heads; the scorers of "
