@@ -19,7 +19,7 @@ class Recoverable(Protocol):
         """Makes it ready for work."""
 
     def release(self) -> None:
-        """Frees its memory."""
+        """Frees its memory, with what is in it; `recover` takes some again."""
 
 
 class Working:

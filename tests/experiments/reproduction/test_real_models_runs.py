@@ -30,8 +30,6 @@ from tests.experiments.reproduction.real_run import (
     write_page_of,
 )
 
-PAGE = pathlib.Path(systems.__file__).parents[2] / "results" / "real_models"
-
 
 @pytest.fixture
 def config(tmp_path):
