@@ -38,10 +38,18 @@ from experiments.reproduction.real.systems import (
 from experiments.reproduction.real.training import QWEN, SMOLLM2, Training
 
 SPEED = "speed"
-_FREE_ELSEWHERE = ("tova", "expected", "streaming", "snapkv")
+_FREE_ELSEWHERE = (
+    *("tova", "expected", "streaming", "snapkv", "h2o", "quest", "kcache"),
+    "vanilla-float8",
+)
+_BUDGETED = tuple(name for name in _FREE_ELSEWHERE if FREE[name].make)
 _AT_THE_PEAK = ("expected", "tova", "h2o", "streaming")  # the best of them is in a verdict
 _OF_THE_TABLE = ("snapkv", "quest", "kcache", "vanilla-float8", "dms-float8")  # and so in one run
-_ELSEWHERE = (TO_4, "kvzap", "kvpop")  # what is asked other tasks beside what is judged
+# What is asked other tasks beside what is judged.
+_ELSEWHERE = (
+    *(TO_4, "kvzap", "kvpop", "dmc"),
+    *("adapter-to-4", "all-to-4", "low-rank-to-8", "adapter-to-8", "all-to-8"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +161,7 @@ def _parts(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
     for measure in reversed(OTHERS[QWEN]):
         yield [free(QWEN, name, measure) for name in _FREE_ELSEWHERE]
     for setting in LIKE[QWEN]:
-        yield [free(QWEN, name, setting=setting) for name in _AT_THE_PEAK]
+        yield [free(QWEN, name, setting=setting) for name in _BUDGETED]
     for each in sweep:
         yield [*trained([each]), *asked_of(each)]
     own = [each for each in (*rivals, *others) if not each.asked]
@@ -174,7 +182,7 @@ def _small(config: Config, wanted: list[Training]) -> Iterator[list[Job]]:
         yield [free(SMOLLM2, name, measure) for name in FREE if SMOLLM2 in FREE[name].models]
     for setting in LIKE[SMOLLM2]:
         for measure in MEASURES[SMOLLM2]:
-            yield [free(SMOLLM2, name, measure, setting=setting) for name in _FREE_ELSEWHERE]
+            yield [free(SMOLLM2, name, measure, setting=setting) for name in _BUDGETED]
     for measure in OTHERS[SMOLLM2]:
         yield [free(SMOLLM2, VANILLA, measure)]
         yield [asked_of(each, measure)[0] for each in wanted]
