@@ -58,6 +58,22 @@ def test_texts_without_answers_are_learned_whole():
     assert TRAININGS["dmc"].recipe(GIVEN).answers_only
 
 
+def test_every_method_is_asked_every_task():
+    """And for every ratio, where it has a budget."""
+    names = {job.name for job in plan.jobs(GIVEN)}
+    free = ("vanilla", "tova", "snapkv", "expected", "streaming", "h2o", "quest", "kcache")
+    free += ("vanilla-float8",)
+    qwen = ("control-at3.3", "dmc-at4", "adapter-to-4-at4", "low-rank-to-4-at4", "all-to-4-at4")
+    small = ("control-at4", "dmc-at4", "adapter-w16-at4", "low-rank-w16-at4", "all-to-4-at4")
+    tasks = ("gsm8k", *systems.OTHERS[systems.QWEN])
+    wanted = {f"asking-qwen-{each}-{task}" for each in (*free, *qwen) for task in tasks}
+    tasks = (*systems.MEASURES[systems.SMOLLM2], *systems.OTHERS[systems.SMOLLM2])
+    asked = (*free, *(f"smollm2-{each}" for each in small))
+    wanted |= {f"asking-smollm2-{each}-{task}" for each in asked for task in tasks}
+    wanted |= {f"asking-qwen-{each}-at{ratio}-gsm8k" for each in free[1:-1] for ratio in (2, 4, 8)}
+    assert wanted <= names
+
+
 def test_what_the_verdicts_need_comes_first():
     names = [job.name for job in plan.jobs(GIVEN)]
     assert len(set(names)) == len(names)
