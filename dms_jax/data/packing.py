@@ -129,6 +129,12 @@ class _ConcatenateIterator(grain.DatasetIterator):
             self._start, self._offset = state["start"], state["offset"]
             if self._start:
                 self._piece = self._documents.rest(int(piece["index"]), self._start)
+            if self._offset > len(self._piece["tokens"]):  # no sequence would ever be full
+                raise DataError(
+                    f"Document {int(piece['index'])} ends before the place up to which it was read "
+                    "when this state was taken: these are other data. Give those of the run to "
+                    "resume it."
+                )
 
 
 def first_fit(
