@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "data: a place behind the end of a document is taken",
         "dms_jax/data/packing.py",
-        'if self._offset > len(self._piece["tokens"]):',
+        'if self._offset > len(piece["tokens"]):',
         "if False:",
         (
             "tests/data/test_batches.py::test_a_state_within_a_document_that_is_shorter_now_is_refused",
