@@ -125,10 +125,16 @@ class _ConcatenateIterator(grain.DatasetIterator):
         self._parent.set_state(state["parent"])
         self._end_document()
         if state["start"] or state["offset"]:
-            self._piece = piece = next(self._parent)
-            self._start, self._offset = state["start"], state["offset"]
+            piece = next(self._parent)
+            index, self._start, self._offset = int(piece["index"]), state["start"], state["offset"]
             if self._start:
-                self._piece = self._documents.rest(int(piece["index"]), self._start)
+                piece = self._documents.rest(index, self._start)
+            if self._offset > len(piece["tokens"]):  # no sequence would ever be full
+                raise DataError(
+                    f"Document {index} ends before the place up to which it was read when this "
+                    "state was taken: these are other data. Give those of the run to resume it."
+                )
+            self._piece = piece
 
 
 def first_fit(

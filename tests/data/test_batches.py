@@ -99,6 +99,17 @@ def test_an_iterator_resumes_where_its_state_was_taken(packing):
         chex.assert_trees_all_equal(take(resumed, 4), expected)
 
 
+def test_a_state_within_a_document_that_is_shorter_now_is_refused():
+    """No sequence would ever be full, and memory would be, of empty pieces."""
+    options = dict(batch_size=1, length=4, seed=None)
+    iterator = batches([[1, 2, 3, 4, 5, 6, 7, 8, 9], [10]], **options)
+    next(iterator)
+    state = iterator.get_state()
+    batches([[1, 2, 3, 4], [10]], **options).set_state(state)
+    with pytest.raises(DataError, match=r"Document 0 ends before .* other data"):
+        batches([[1, 2, 3], [10]], **options).set_state(state)
+
+
 def test_the_state_does_not_depend_on_the_batch_size():
     documents = [[i] * 3 for i in range(20)]
     whole = batches(documents, batch_size=4, length=4)

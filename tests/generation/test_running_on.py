@@ -6,8 +6,9 @@ import pytest
 
 from dms_jax.generation import compiling, programs
 from dms_jax.generation import launched as launched_programs
+from dms_jax.generation.launched import Launched
 from dms_jax.generation.reporting import Reporter
-from dms_jax.generation.requests import make_request, make_requests
+from dms_jax.generation.requests import NotNumbersError, make_request, make_requests
 from dms_jax.generation.runner import Runner
 from tests.generation.support import (
     GREEDY,
@@ -163,3 +164,28 @@ def test_a_wider_program_waits_for_the_steps_that_run_on(wider, monkeypatch):
         monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
     arrived(engine, make_requests(engine.model.config, prompts((5, 7)), GREEDY))
     assert order == spelled("LL RR LL RR L R" if wider else "LL R LL RR L RR")
+
+
+def test_an_answer_that_has_ended_reads_its_whole_prompt_again_after_an_error(monkeypatch):
+    """It was drawn, and before anybody was told, steps of another one failed that ran on."""
+    engine, (short, prompt) = engine_for("vanilla"), prompts((5, 20))
+    (alone,) = engine.generate([prompt], sampling=GREEDY)
+    wrong, ended, other = make_requests(engine.model.config, [short, prompt, short], GREEDY)
+    ended.max_new_tokens = 1
+    read_chunk = Launched.read_chunk
+
+    def failing(launched):
+        if ended.generated and not other.generated:
+            raise NotNumbersError("steps that ran on", [wrong.index])
+        read_chunk(launched)
+
+    monkeypatch.setattr(Launched, "read_chunk", failing)
+    with pytest.raises(NotNumbersError):
+        arrived(engine, [wrong, ended])
+    assert (ended.generated, ended.finish_reason) == (alone.tokens[:1], None)
+    coming = [[ended], [other]]  # which decodes while the prompt is read
+    engine.serve([], GREEDY, incoming=lambda wait: coming.pop() if coming else None)
+    assert (ended.generated, ended.finish_reason) == (alone.tokens[:1], "length")
+    assert ended.usage is not None
+    assert ended.usage.prefilled_tokens == 2 * len(prompt)
+    assert engine.runner.allocator.pages_in_use == 0

@@ -78,11 +78,12 @@ def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
         num_lanes=4,
         max_tokens=MAX_TOKENS,
         memory=page_bytes(config, policy, 4, model.dtype, None) * rows * pages,
-        chunk=8,  # two programs
+        chunk=16,
         page_size=4,
         prefill_chunk=64,
         prefill_tokens=128,
     )
+    assert service.engine._launched.steps_a_program(16) == 8  # a chunk is two programs
     # Two or three widths of prompts, each for many and for few; up to two widths of page tables;
     # answers that are recomputed, where a policy tells them from prompts; a few small programs.
     assert compilations.of(service.warm) <= 40

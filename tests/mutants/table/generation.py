@@ -15,6 +15,7 @@ GENERATE = "tests/generation/test_generate.py"
 SHARED = "tests/generation/test_shared_prompts.py"
 ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
+RUNNING_ON = "tests/generation/test_running_on.py"
 READING = "tests/generation/test_reading.py"
 TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_warming.py"
@@ -199,7 +200,9 @@ MUTANTS = [
         FOLDER + "reporting.py",
         "elif lane in self.reading.parts or len(request.generated)",
         "elif len(request.generated)",
-        (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
+        (
+            f"{RUNNING_ON}::test_an_answer_that_has_ended_reads_its_whole_prompt_again_after_an_error",
+        ),
     ),
     Mutant(
         "generation: nothing is read on after a preemption, until others were let in",

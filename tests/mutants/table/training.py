@@ -197,6 +197,15 @@ MUTANTS = [
         (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused",),
     ),
     Mutant(
+        "data: a place behind the end of a document is taken",
+        "dms_jax/data/packing.py",
+        'if self._offset > len(piece["tokens"]):',
+        "if False:",
+        (
+            "tests/data/test_batches.py::test_a_state_within_a_document_that_is_shorter_now_is_refused",
+        ),
+    ),
+    Mutant(
         "lanes: a row takes the lane of its place among the rows of its process",
         "dms_jax/data/lanes.py",
         "for row in self._deal.rows]\n        self._first",
