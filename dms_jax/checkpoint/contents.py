@@ -134,7 +134,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
     except Exception as error:  # network, authorisation and absence raise many different classes
         raise CheckpointError(
             f"there is no directory {path!r} here, and it could not be fetched from the hub: "
-            f"{plain(error, 300)}"
+            f"{plain(' '.join(str(error).split()), 300)}"
         ) from error
     found = pathlib.Path(found)
     if not any((found / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
