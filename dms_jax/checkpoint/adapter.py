@@ -123,6 +123,15 @@ def adapter_config(
     return fields
 
 
+def of_run(directory: pathlib.Path, file: str) -> pathlib.Path | None:
+    """Where a run of `retrofit` in a directory left what has this file; None if nowhere.
+
+    A run on the model's own answers trains in a directory below its own.
+    """
+    places = (directory / "model", directory / "training" / "model")
+    return next((place for place in places if (place / file).exists()), None)
+
+
 def read_adapter(path: str | pathlib.Path) -> Adapter:
     """Read the directory of an adapter.
 
@@ -141,6 +150,8 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
             hint = "; it holds a whole model: load that"
         elif find(directory, "adapter_config.json"):
             hint = "; it holds an adapter of PEFT: merge it into its model there, and load that"
+        elif below := of_run(directory, ADAPTER_CONFIG):
+            hint = f"; the adapter of this run is in {below}"
         raise CheckpointError(f"{directory / ADAPTER_CONFIG} does not exist{hint}")
     try:
         base = dict(fields["base"])

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from dms_jax.checkpoint import names
-from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, describe_adapter
+from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, describe_adapter, of_run
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
 from dms_jax.checkpoint.tokenizer import Tokenizer
@@ -65,6 +65,10 @@ def _read_directory(directory: pathlib.Path) -> Contents:
             )
         found = sorted(plain(file.name) for file in directory.glob("*.gguf"))
         hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else ""
+        if below := of_run(directory, "config.json"):
+            hint = f"; the model of this run is in {below}"
+        elif below := of_run(directory, ADAPTER_CONFIG):
+            hint = f"; the adapter of this run is in {below}: load it with its base"
         raise CheckpointError(f"{directory / 'config.json'} does not exist{hint}")
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(tensor_files(directory))
@@ -130,7 +134,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
     except Exception as error:  # network, authorisation and absence raise many different classes
         raise CheckpointError(
             f"there is no directory {path!r} here, and it could not be fetched from the hub: "
-            f"{plain(error, 300)}"
+            f"{plain(' '.join(str(error).split()), 300)}"
         ) from error
     found = pathlib.Path(found)
     if not any((found / file).exists() for file in ("config.json", ADAPTER_CONFIG)):

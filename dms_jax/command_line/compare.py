@@ -353,6 +353,7 @@ def main(config: Config) -> list[Any]:
     rows = list(named.values())
     show(console, rows)
     write_page(config.out / "tables.md", rows)
+    tell(f"The tables are in {config.out / 'tables.md'}, the figures beside it in quality.json.")
     if can_draw(config.out / "quality.png"):
         picture(config.out / "quality.png", rows, model=model)
     return rows

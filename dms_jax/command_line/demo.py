@@ -6,12 +6,14 @@
 
 The first part (`demos/quickstart.py`) retrofits stories260K and decodes held-out stories under
 every cache; the second (`demos/solve.py`) lets the shipped reasoning model and its DMS retrofit
-work on the same problems, side by side. Both need no accelerator.
+work on the same problems, side by side. Both need no accelerator. An installed wheel lacks those
+two models: until they are fetched the first part is all, and the command for it is shown.
 """
 
 import dataclasses
 from typing import Literal
 
+from dms_jax.assets.fetching import find
 from dms_jax.command_line.demos import quickstart as stories
 from dms_jax.command_line.demos import solve as problems
 
@@ -33,5 +35,15 @@ def main(config: Config) -> None:
     """Runs the demo."""
     if config.only != "solve":
         stories.main(config.quickstart)
-    if config.only != "quickstart":
-        problems.main(config.solve)
+    if config.only == "quickstart":
+        return
+    needed = zip(problems.MODELS, (config.solve.dense, config.solve.compressed), strict=True)
+    lacking = [name for name, given in needed if given is None and find(name) is None]
+    if lacking and config.only == "both":
+        print(
+            "The second part, in which a larger model solves problems, needs what did not come\n"
+            f"with the wheel. Fetch it, and see:\n  dms-jax assets {' '.join(lacking)}\n"
+            "  dms-jax demo --only solve"
+        )
+        return
+    problems.main(config.solve)

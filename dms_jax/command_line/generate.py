@@ -191,7 +191,8 @@ def main(config: Config) -> Generation:
     )
     console.print(
         "KV reads: entries read by the decode steps. peak, live: entries in the cache, at most and "
-        "at the end.\nAll are averages over layers and heads. ratio: tokens seen over live ones.\n"
+        "at the end; held: at most, with those of a prompt that are read before they are dropped.\n"
+        "All are averages over layers and heads. ratio: tokens seen over live ones.\n"
         f"Attention in {decoding}."
     )
     return generation

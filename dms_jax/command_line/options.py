@@ -48,13 +48,34 @@ CHOICES: dict[str, type[ChoiceTask]] = {
 
 
 def find_model(name: str) -> str | pathlib.Path:
-    """What `dms_jax.load` takes for a model: a model that ships is called by its name."""
-    return assets.path(name) if name in SHIPPED else name
+    """What `dms_jax.load` takes for a model: a model that ships is called by its name.
+
+    Raises:
+      ConfigError: nothing is there, and the name is nearly that of one that ships.
+    """
+    return _shipped("--model", name, SHIPPED)
 
 
 def find_adapter(name: str | None) -> str | pathlib.Path | None:
-    """What `dms_jax.load` takes for an adapter: one that ships is called by its name."""
-    return assets.path(name) if name in ADAPTERS else name
+    """What `dms_jax.load` takes for an adapter: one that ships is called by its name.
+
+    Raises:
+      ConfigError: nothing is there, and the name is nearly that of one that ships.
+    """
+    return None if name is None else _shipped("--adapter", name, ADAPTERS)
+
+
+def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path:
+    if name in names:
+        return assets.path(name)
+    beginning = [each for each in names if name and each.startswith(name.lower())]
+    meant = guess(beginning[0] if beginning else name, names)
+    if meant and "/" not in name and not pathlib.Path(name).exists():
+        raise dms_jax.ConfigError(
+            f"{option} {name}{meant}: no directory or file is called so, and what ships is called "
+            f"{', '.join(names)}."
+        )
+    return name
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:

@@ -20,7 +20,7 @@ from typing import Any
 import tyro
 
 import dms_jax
-from dms_jax.command_line import help_texts
+from dms_jax.command_line import help_texts, interrupts
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 # Errors of what ran, not of how it was called.
@@ -117,7 +117,7 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
     Where nobody reads the output any more (`dms-jax policies | head`) nothing more is written.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), interrupts.heard():
             warnings.showwarning = _say
             status = call()
             sys.stdout.flush()

@@ -8,6 +8,7 @@ packed, by threads of their own while the device trains.
 """
 
 import os
+import weakref
 from typing import Any, Literal
 
 import numpy as np
@@ -30,29 +31,33 @@ class Batches:
     """An iterator over batches whose state can be saved as JSON data and restored."""
 
     def __init__(self, iterator: Any):
-        self._iterator = iterator
+        self._kept = [iterator]
+        # A thread that reads ahead would wait for room in its queue for ever. At the end of the
+        # interpreter this comes before modules are emptied, on which `__del__` would stumble.
+        weakref.finalize(self, _let_go, self._kept)
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Batch:
-        return next(self._iterator)
+        return next(self._kept[0])
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state of the iterator as JSON data."""
-        return self._iterator.get_state()
+        return self._kept[0].get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state that `get_state` of an iterator over the same data returned."""
-        self._iterator.set_state(state)
+        self._kept[0].set_state(state)
 
     def close(self) -> None:
         """Ends the threads that read and pack ahead."""
-        self._iterator.close()
+        self._kept[0].close()
 
-    def __del__(self) -> None:
-        # Its thread would wait for room in its queue for ever.
-        self.close()
+
+def _let_go(kept: list[Any]) -> None:
+    """Closes the iterator, of which nothing stays."""
+    kept.pop().close()
 
 
 def batches(

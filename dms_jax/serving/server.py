@@ -7,6 +7,7 @@ not end by then are told so, and their answers are cancelled. A second Ctrl-C do
 """
 
 import contextlib
+import errno
 import os
 import queue
 import signal
@@ -155,7 +156,9 @@ def take_address(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         taken.close()
         what = str(error).rstrip(".")
-        raise ConfigError(f"--host {host} --port {port}: {what}.") from error
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        other = " Another --port may be free; 0 takes one that is." if in_use else ""
+        raise ConfigError(f"--host {host} --port {port}: {what}.{other}") from error
     return taken
 
 

@@ -48,7 +48,7 @@ class Display:
     Args:
       total, done: optimizer steps in total, and those already done.
       main: name of the main loss, which the compression loss is added to.
-      target: the compression ratio that the recipe ends at; None if nothing is compressed.
+      target: the compression ratio that the recipe ends at; None if it aims at none (`aim`).
       enabled: whether to show anything.
       opening: what is said before the first step.
     """
@@ -167,7 +167,8 @@ def opening_line(
     count = sum(x.size for x in parameters.values())
     devices = sorted(next(iter(parameters.values())).sharding.device_set, key=lambda x: x.id)
     total = recipe.total_steps(policy)
-    goal = f" to ratio {recipe.compression_ratio:g}" if policy.retrofit.possible else ""
+    ratio = aim(recipe, policy)
+    goal = "" if ratio is None else f" to ratio {ratio:g}"
     sizes = sorted({stage.batch_size or recipe.batch_size for stage in recipe.stages_for(policy)})
     learned = ", of which answers alone are learned" if recipe.answers_only else ""
     resumed = f", from step {done:,} on" if done else ""
@@ -177,6 +178,16 @@ def opening_line(
         f"{' and '.join(f'{size:,}' for size in sizes)} x {recipe.sequence_length:,} tokens, "
         f"{_scaled(recipe.total_tokens(policy))} tokens in all{learned} ({recipe.name}){resumed}"
     )
+
+
+def aim(recipe: Recipe, policy: Policy) -> Number | None:
+    """Returns the compression ratio that a run aims at.
+
+    None if at none: nothing decides on evictions, or a scorer learns (KVzap), whose threshold is
+    set for a ratio afterwards.
+    """
+    ratio = recipe.compression_ratio
+    return ratio if policy.retrofit.possible and ratio > 1 else None
 
 
 def short(policy: Policy) -> str:

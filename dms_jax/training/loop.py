@@ -25,7 +25,7 @@ from dms_jax.data.given_batches import given_batch
 from dms_jax.data.lanes import Deal, LaneBatches
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
-from dms_jax.training.display import Display, opening_line
+from dms_jax.training.display import Display, aim, opening_line
 from dms_jax.training.exports import Exports
 from dms_jax.training.interrupts import Interrupts
 from dms_jax.training.options import RunOptions
@@ -117,7 +117,7 @@ class Loop:
             total=total,
             done=start,
             main=self._recipe.loss.replace("_", " "),
-            target=self._recipe.compression_ratio if self._policy.retrofit.possible else None,
+            target=aim(self._recipe, self._policy),
             enabled=options.progress and processes.is_first(),
         )
         agree = processes.Agreement()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dms_jax import sharding
+from dms_jax import assets, sharding
 from dms_jax.checkpoint import load
 from dms_jax.checkpoint.weights import Weights
 from dms_jax.errors import CheckpointError, ConfigError
@@ -186,7 +186,21 @@ def test_nothing_there(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
         load(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["model", "training/model"])
+def test_the_folder_of_a_run_is_told_where_its_model_is(place, tmp_path):
+    below = tmp_path / place
+    below.mkdir(parents=True)
+    (below / "dms_adapter.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"; the adapter of this run is in {below}: load it"):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match=f"; the adapter of this run is in {below}$"):
+        load(assets.path("stories260k"), adapter=tmp_path)
+    (below / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"; the model of this run is in {below}$"):
         load(tmp_path)
 
 
@@ -218,10 +232,10 @@ def test_from_the_hub(llama, monkeypatch):
     assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in asked["patterns"])
 
     def fail(name, **options):
-        raise ConnectionError("no route")
+        raise ConnectionError("no route\ntry again")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CheckpointError, match="could not be fetched from the hub: no route"):
+    with pytest.raises(CheckpointError, match=r"fetched from the hub: no route try again$"):
         load("owner/name")
 
 

@@ -358,3 +358,23 @@ def test_a_report_takes_the_place_of_files_alone(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="a folder has this name"):
         reports.make_place("--out", tmp_path)
     reports.make_place("--out", tmp_path / "new" / "figures.json")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--model stories260", "--model stories260 (did you mean stories260k?)"),
+        ("--model Reasoner", "--model Reasoner (did you mean reasoner-11m?)"),
+        ("--adapter smollm2", "--adapter smollm2 (did you mean smollm2-135m-instruct-dms?)"),
+    ],
+)
+def test_what_ships_is_suggested_where_its_name_is_nearly_given(
+    typed, meant, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "Hi", *typed.split()]) == 2
+    assert f"ConfigError: {meant}" in capsys.readouterr().err
+    name = typed.split()[1]
+    (tmp_path / name).mkdir()  # then it is meant
+    assert main(["generate", "Hi", *typed.split()]) == 2
+    assert f"CheckpointError: {name}/" in capsys.readouterr().err

@@ -46,7 +46,9 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
     assert data["tokens"] == 2 * 39
     assert data["config"]["length"] == "40"
     assert (tmp_path / "quality.png").stat().st_size > 10_000
-    assert "StreamingLLM at 4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "StreamingLLM at 4" in said
+    assert f"The tables are in {tmp_path / 'tables.md'}" in said
     again = dataclasses.replace(config, only=("TOVA",), merge=True)
     merged = compare.main(again)
     assert [row.label for row in merged] == [*rows, "TOVA"]

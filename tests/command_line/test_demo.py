@@ -6,6 +6,19 @@ from dms_jax.command_line import demo
 from dms_jax.command_line.running import run
 
 
+@pytest.fixture
+def ran(monkeypatch):
+    """The parts that ran, each with one of its settings."""
+    parts = []
+    monkeypatch.setattr(
+        demo.stories, "main", lambda config: parts.append(("quickstart", config.sequences))
+    )
+    monkeypatch.setattr(
+        demo.problems, "main", lambda config: parts.append(("solve", config.problems))
+    )
+    return parts
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -14,13 +27,19 @@ from dms_jax.command_line.running import run
         (["--only", "quickstart", "--quickstart.sequences", "9"], [("quickstart", 9)]),
     ],
 )
-def test_parts_by_name(arguments, expected, monkeypatch):
-    ran = []
-    monkeypatch.setattr(
-        demo.stories, "main", lambda config: ran.append(("quickstart", config.sequences))
-    )
-    monkeypatch.setattr(
-        demo.problems, "main", lambda config: ran.append(("solve", config.problems))
-    )
+def test_parts_by_name(arguments, expected, ran):
     assert run(demo.main, demo.Config, description="", arguments=arguments) == 0
     assert ran == expected
+
+
+def test_a_wheel_without_the_models_ends_with_how_to_fetch_them(ran, monkeypatch, tmp_path, capsys):
+    """It was an error, after two minutes in which the first part had gone well."""
+    monkeypatch.setattr(demo, "find", lambda name: None)
+    assert run(demo.main, demo.Config, description="", arguments=[]) == 0
+    assert ran == [("quickstart", 64)]
+    assert "  dms-jax assets reasoner-11m reasoner-11m-dms\n" in capsys.readouterr().out
+    others = ["--solve.dense", str(tmp_path), "--solve.compressed", str(tmp_path)]
+    for arguments in (["--only", "solve"], others):
+        ran.clear()
+        assert run(demo.main, demo.Config, description="", arguments=arguments) == 0
+        assert ran[-1] == ("solve", 6)

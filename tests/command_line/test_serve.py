@@ -149,3 +149,11 @@ def test_a_port_that_there_is_none_of_is_a_sentence():
     with pytest.raises(dms_jax.ConfigError, match=r"--port 99999: .*0-65535\.$") as error:
         take_address("127.0.0.1", 99999)
     assert not str(error.value).endswith("..")
+
+
+def test_a_port_in_use_is_answered_with_another():
+    with take_address("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(dms_jax.ConfigError, match=rf"--port {port}: .*in use\. Another --port"):
+            take_address("127.0.0.1", port)

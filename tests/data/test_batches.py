@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 
 import chex
 import numpy as np
@@ -12,6 +14,7 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import Documents, batches, encode_document
 from dms_jax.errors import ConfigError, DataError
 from tests.support.instances import further
+from tests.test_architecture import ROOT
 
 DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
 
@@ -173,3 +176,16 @@ def test_bad_sizes_are_refused():
         batches([[1]], batch_size=0, length=4)
     with pytest.raises(ConfigError, match="at least 1"):
         batches([[1]], batch_size=1, length=0)
+
+
+def test_a_program_that_ends_with_batches_in_hand_says_nothing():
+    """Their threads end before the interpreter takes modules apart, on which they would stumble."""
+    program = (
+        "from dms_jax.data import Documents, batches\n"
+        "held = batches(Documents([[1, 2, 3]] * 9), batch_size=1, length=4)\n"
+        "print(next(held)['tokens'].shape)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 4)\n", "")

@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from dms_jax.policies import Vanilla
+from dms_jax.policies import KVzap, Vanilla
 from dms_jax.sharding import make_mesh
 from dms_jax.training import display as displays
 from dms_jax.training import recipes, retrofit
@@ -122,6 +122,17 @@ def test_the_first_line_says_what_is_trained_on_what_for_how_long():
     assert "25.2B tokens in all, of which answers alone are learned (dms_paper" in line
     plain = opening_line(recipes.pretraining(3), Vanilla(), trainer.state.parameters, 0)
     assert ": 3 steps of 64 x 2,048 tokens" in plain
+
+
+def test_a_scorer_is_told_no_ratio_that_it_would_have_to_reach(capsys):
+    """The ratio of KVzap comes from the threshold that is set afterwards."""
+    learning = recipes.kvzap(tokens=96, sequence_length=12, batch_size=4)
+    policy = KVzap(window=2, hidden=4)
+    retrofit(language_model(), policy, recipe=learning, data=documents())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "on 1 cpu: 2 steps of 4 x 12 tokens" in out
+    assert re.search(r"Trained for 2 steps, 96 tokens and .* seconds, LM ", out)
+    assert "ratio" not in out
 
 
 def test_a_run_shows_both_lines_and_writes_for_tensorboard(tmp_path, capsys, monkeypatch):

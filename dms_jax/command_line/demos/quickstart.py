@@ -271,8 +271,8 @@ def figures(
     base: dms_jax.LanguageModel,
     model: dms_jax.LanguageModel,
     sequences: np.ndarray,
-) -> None:
-    """Writes figure.png and evictions.html."""
+) -> bool:
+    """Writes evictions.html and figure.png; returns whether the latter could be drawn."""
     found = retention(model, sequences[:SHOWN])
     peak = max(round(found.live()[:, 0, :, -1].mean()), 6)
     traces = {}
@@ -280,7 +280,8 @@ def figures(
         seen, held, live = memory_trace(traced, sequences[:SHOWN], page_size=config.page_size)
         traces[f"{label}, pages held"] = (seen, held)
         traces[f"{label}, live tokens alone"] = (seen, live)
-    if can_draw(config.out / "figure.png"):
+    drawn = can_draw(config.out / "figure.png")
+    if drawn:
         compression_figure(
             config.out / "figure.png",
             [
@@ -303,6 +304,7 @@ def figures(
         "with as many tokens in the cache at the end.",
     )
     (config.out / "evictions.html").write_text(page, encoding="utf-8")
+    return drawn
 
 
 def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int) -> None:
@@ -376,7 +378,7 @@ def main(config: Config) -> list[Row]:
     show(console, bench.rows)
     tell_a_story(console, model, config.page_size)
     console.print("Drawing the figure and the page ...")
-    figures(config, bench.rows, base, model, sequences)
+    drawn = figures(config, bench.rows, base, model, sequences)
     results = provenance(config) | {
         "held_out_tokens": count,
         "training_seconds": seconds,
@@ -386,7 +388,9 @@ def main(config: Config) -> list[Row]:
     write_json(config.out / "results.json", results)
     console.print(
         f"Training {seconds:.0f} s, this part {results['total_seconds']:.0f} s. Look at\n"
-        f"  {config.out / 'evictions.html'}  in a browser: which head keeps what\n"
-        f"  {config.out / 'figure.png'}\n  {config.out / 'results.json'}\n"
+        f"  {config.out / 'evictions.html'}  in a browser: which head keeps what"
     )
+    if drawn:
+        console.print(f"  {config.out / 'figure.png'}")
+    console.print(f"  {config.out / 'results.json'}\n")
     return bench.rows

@@ -32,6 +32,8 @@ TASKS: tuple[Task, ...] = (
     Needle(size=300),
 )
 
+MODELS = ("reasoner-11m", "reasoner-11m-dms")  # dense, and compressed by DMS
+
 LEGEND = """\
 peak: most tokens in the cache, fewer: how many times; reads: entries read.
 
@@ -63,9 +65,10 @@ class Config:
 def main(config: Config) -> dict[str, Result]:
     """Solves the problems with both models and shows them; returns what was measured."""
     console = Console(highlight=False)
+    dense, compressed = MODELS
     models = {
-        "dense": dms_jax.load(config.dense or assets.path("reasoner-11m"), dtype="float32"),
-        "DMS": dms_jax.load(config.compressed or assets.path("reasoner-11m-dms"), dtype="float32"),
+        "dense": dms_jax.load(config.dense or assets.path(dense), dtype="float32"),
+        "DMS": dms_jax.load(config.compressed or assets.path(compressed), dtype="float32"),
     }
     count = config.problems * len(TASKS)
     console.print(
