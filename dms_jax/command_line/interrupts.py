@@ -1,54 +1,38 @@
-"""Ctrl-C that is not lost: what is raised in a callback of the garbage collector ends nothing.
+"""Ctrl-C that is not lost: what is raised where Python can raise nothing ends nothing.
 
-jax has such a callback, and tracing collects often: Ctrl-C while programs were compiled was then
-answered with a traceback, and the command went on.
+Such places are finalizers, callbacks of weak references and of the garbage collector. jax has some
+of them, and tracing collects often: Ctrl-C while programs were compiled was then answered with a
+traceback, and the command went on.
 """
 
 import contextlib
-import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from typing import Any
 
-_AGAIN = 0.05  # seconds until a signal comes again that found the collector at work
+_AGAIN = 0.05  # seconds until a signal whose exception was ignored comes again
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, but not where that is lost: there it comes once more.
+    """Where a KeyboardInterrupt is raised and ignored, Ctrl-C comes once more, until it is not."""
+    before, again = sys.unraisablehook, []
 
-    Signals reach only the main thread, so in another thread nothing changes; nor does it where
-    Ctrl-C is ignored, or somebody else's.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    again: list[threading.Timer] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if not _collecting(frame):
-            signal.default_int_handler(number, frame)
-        again.append(threading.Timer(_AGAIN, os.kill, (os.getpid(), number)))
+    def hook(unraisable: Any, /) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            before(unraisable)
+            return
+        again.append(threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT)))
         again[-1].daemon = True
         again[-1].start()
 
-    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = hook
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = before
         for timer in again:
             timer.cancel()
-
-
-def _collecting(frame: FrameType | None) -> bool:
-    """Whether a frame is of a callback of the garbage collector, or was called by one."""
-    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-    while frame is not None:
-        if frame.f_code in callbacks:
-            return True
-        frame = frame.f_back
-    return False

@@ -3,7 +3,10 @@
 import gc
 import os
 import signal
+import sys
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -18,29 +21,58 @@ def ctrl_c(request):
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler], indirect=True)
-def test_ctrl_c_is_not_lost_where_the_collector_works(ctrl_c, capsys):
-    """What is raised in a callback of the collector is shown, and the command would go on."""
-    sent = []
+def press() -> None:
+    """Ctrl-C, whose exception is raised here."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
 
+
+class Finalized:
+    def __del__(self):
+        press()
+
+
+class Watched:
+    pass
+
+
+def in_a_finalizer():
+    del [Finalized()][0]
+
+
+def in_a_callback_of_a_weak_reference():
+    watched = Watched()
+    reference = weakref.ref(watched, lambda reference: press())
+    del watched
+    assert reference() is None
+
+
+def in_a_callback_of_the_collector():
     def collected(phase, info):
-        if not sent:
-            sent.append(phase)
-            os.kill(os.getpid(), signal.SIGINT)
+        gc.callbacks.remove(collected)
+        press()
 
     gc.callbacks.append(collected)
+    gc.collect()
+
+
+@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler], indirect=True)
+@pytest.mark.parametrize(
+    "where",
+    [in_a_finalizer, in_a_callback_of_a_weak_reference, in_a_callback_of_the_collector],
+)
+def test_ctrl_c_is_not_lost_where_python_can_raise_nothing(where, ctrl_c, capsys):
+    """What is raised there is shown, and the command would go on."""
+    hook = sys.unraisablehook
 
     def work(never=threading.Event()):
-        gc.collect()
+        where()
         return 0 if never.wait(10) else 5
 
-    try:
-        assert running.status_of(work) == running.INTERRUPTED
-    finally:
-        gc.callbacks.remove(collected)
-    assert sent == ["start"]
+    assert running.status_of(work) == running.INTERRUPTED
     assert capsys.readouterr().err == "Interrupted.\n"
     assert signal.getsignal(signal.SIGINT) is ctrl_c
+    assert sys.unraisablehook is hook
 
 
 @pytest.mark.parametrize("ctrl_c", [signal.SIG_IGN, lambda number, frame: None], indirect=True)
@@ -51,3 +83,19 @@ def test_a_handler_of_others_stays(ctrl_c):
 
     assert running.status_of(work) == 3
     assert signal.getsignal(signal.SIGINT) is ctrl_c
+
+
+def test_other_errors_that_are_ignored_are_told_as_before(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
+
+    class Failing:
+        def __del__(self):
+            raise ValueError
+
+    def work():
+        del [Failing()][0]
+        return 0
+
+    assert running.status_of(work) == 0
+    assert told == [ValueError]
