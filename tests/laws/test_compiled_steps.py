@@ -19,7 +19,6 @@ AHEAD = ("DMS", "Quest", "KCache")  # one kind of layers, and two with one of tw
 # Prompts that are appended and then cut, those that are evicted from as they are read, in one pass
 # and one by one, and those that are only appended.
 PROMPTS_AHEAD = ("SnapKV", "ExpectedAttention", "AdaKV", "PyramidKV", "DMS", "TOVA", "KCache")
-ON_GPUS = ("SnapKV", "ExpectedAttention", "AdaKV", "DMS", "TOVA")  # each takes five seconds
 
 
 def compile_steps(*arguments: str, path: tuple[Path, ...] = ()) -> dict:
@@ -55,7 +54,7 @@ def report_on_gpu() -> dict:
 def report_for_h200() -> dict:
     if not (GPU_COMPILER / "jax_plugins").exists():
         pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")
-    names = (",".join(each) for each in (AHEAD, ON_GPUS))
+    names = (",".join(each) for each in (AHEAD, PROMPTS_AHEAD))
     return compile_steps("h200", *names, path=(GPU_COMPILER,))
 
 
@@ -79,7 +78,7 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_for_gpus(policy, report_for_h200)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ON_GPUS)
+@pytest.mark.parametrize("policy", PROMPTS_AHEAD)
 def test_no_copy_of_the_pool_in_a_chunk_of_prompts_for_gpus(policy, report_for_h200):
     check_in_place(report_for_h200["prompts"][policy])
 

@@ -56,11 +56,13 @@ def lower(name: str, case: str) -> str:
         *further((GPU("NVIDIA L4", 58, (8, 9)), "decode", "float8_page16")),
         (GPU("NVIDIA L4", 58, (8, 9)), "write", "float8"),
         (GPU("NVIDIA L4", 58, (8, 9)), "prefill", "float16"),
+        *further((GPU("NVIDIA L4", 58, (8, 9)), "training", "float16")),
         (GPU("NVIDIA H200", 132, (9, 0)), "prefill", "float16"),
         *further((GPU("NVIDIA H200", 132, (9, 0)), "training", "float16")),
         (GPU("NVIDIA B200", 148, (10, 0)), "decode", "head_dim96"),
         (GPU("NVIDIA B200", 148, (10, 0)), "select", "bfloat16"),
         (GPU("NVIDIA B200", 148, (10, 0)), "prefill", "no_pages"),
+        *further((GPU("NVIDIA B200", 148, (10, 0)), "training", "packed")),
     ],
     ids=lambda x: getattr(x, "kind", x),
 )

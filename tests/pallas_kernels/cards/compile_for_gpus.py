@@ -33,8 +33,8 @@ from tests.support.ahead import compile_ahead
 # L4 are those of A100: where shared memory is the least, the cases are those that take the most.
 KERNELS = {
     "a100": (
-        *("decode base", "decode head_dim96", "select bfloat16"),
-        *("training packed", "training dim_96"),
+        *("decode base", "decode head_dim96", "decode group16_head_dim256", "select bfloat16"),
+        *("training packed", "training dim_96", "training dim_256"),
     ),
     "l4": (
         *("decode group16_head_dim256", "decode float8_page16", "write float8"),

@@ -94,14 +94,14 @@ def test_tpu_kernels_in_the_interpreter(name):
         *further(
             *(
                 ("mosaic_gpu", name)
-                for name in ("odd_group", "sixteen_groups", "dim_96", "dim_256", "one_token")
+                for name in ("odd_group", "sixteen_groups", "dim_96", "dim_256", "dim_256_packed")
             ),
-            ("mosaic_mma", "odd_group"),
+            ("mosaic_gpu", "one_token"),
+            *(("mosaic_mma", name) for name in ("packed", "odd_group", "dim_96", "dim_256")),
         ),
     ],
 )
 def test_gpu_kernels_lower(implementation, name):
-    """Those beside what becomes machine code in `cards/test_compiles_for_gpus.py`."""
     text = lower_for_cuda(both(BY_NAME[name], implementation), **structs(BY_NAME[name]))
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
