@@ -335,8 +335,9 @@ class Runner(Rows):
         kept = launched.forgotten == self.forgotten
         steps = steps.replace(ran=steps.ran & kept)
         counts = steps.ran.sum(0)
-        # Lanes that ended are idle in what was launched since.
-        ended = np.isin(steps.tokens[-1], launched.end_tokens)
+        # Lanes that ended are idle in what was launched since. One that had no steps was idle, with
+        # the end token of its last answer perhaps, and may have been taken since.
+        ended = np.isin(steps.tokens[-1], launched.end_tokens) & (launched.most > 0)
         unread = np.where(ended, 0, self.unread - launched.most)
         self.unread = np.where(kept, unread, self.unread)
         self.read_lengths(steps.lengths, counts > 0)

@@ -6,6 +6,7 @@ looked at: at the launch of every chunk, and again when it is read.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -81,31 +82,64 @@ class Watch:
 @pytest.mark.parametrize("name", ROWS)
 def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
     """More requests than lanes, of very different lengths; then in a pool that is too small."""
-    rng, text = np.random.default_rng(0), story_tokens()
-    common = sorted(set(text), key=text.count)[-8]  # some answers end at it
+    rng, text, engine = np.random.default_rng(0), story_tokens(), engine_with_ends(name)
+    prompts = [text[at : at + int(rng.choice([1, 2, 8, 17]))] for at in range(0, 380, 20)]
+    lengths = rng.choice([1, 7, 8, 9, 16, 17, 40, 100], len(prompts))
+    sampling = Sampling(temperature=0, max_new_tokens=100)
+    whole, answers = len(engine.runner.allocator._free[0]), []
+    for pages in (whole, 500):
+        watch = Watch(monkeypatch, pages)
+        answers.append(answers_within(engine, pages, prompts, lengths, sampling))
+        monkeypatch.undo()
+        assert watch.chunks > 2
+        assert watch.ahead or pages < whole
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_steps_of_a_lane_are_counted_where_another_answer_ended_in_it(name, monkeypatch):
+    """An idle lane goes on with the end token of its last answer, and may be taken meanwhile."""
+    engine, text = engine_with_ends(name), story_tokens()
+    sampling = Sampling(temperature=0, max_new_tokens=100)
+    whole = len(engine.runner.allocator._free[0])
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        starts, sizes = rng.integers(0, 200, 30), rng.choice([1, 8, 17, 28], 30)
+        prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        lengths, answers = rng.choice([1, 9, 30, 60, 100], 30), []
+        for pages in (whole, whole // 4):
+            Watch(monkeypatch, pages)
+            answers.append(answers_within(engine, pages, prompts, lengths, sampling))
+            monkeypatch.undo()
+        assert answers[0] == answers[1]
+
+
+@functools.cache
+def engine_with_ends(name: str) -> Engine:
+    """Returns an engine some of whose answers end at a token."""
+    text = story_tokens()
+    common = sorted(set(text), key=text.count)[-8]
     model = dataclasses.replace(
         stories(), generation=GenerationDefaults(eos_token_ids=(common,)), policy=ROWS[name]
     )
-    engine = Engine(
+    return Engine(
         model, num_lanes=LANES, page_size=PAGE, chunk=CHUNK, prefill_chunk=16, max_tokens=128
     )
-    prompts = [text[at : at + int(rng.choice([1, 2, 8, 17]))] for at in range(0, 380, 20)]
-    lengths = rng.choice([1, 7, 8, 9, 16, 17, 40, 100], len(prompts))
-    allocator, sampling = engine.runner.allocator, Sampling(temperature=0, max_new_tokens=100)
-    whole, answers = allocator._free[0], []
-    for pages in (len(whole), 500):
-        allocator._free[0] = whole[len(whole) - pages :]
-        requests = [
-            dataclasses.replace(request, max_new_tokens=int(most))
-            for request, most in zip(
-                make_requests(model.config, prompts, sampling), lengths, strict=True
-            )
-        ]
-        with monkeypatch.context() as patch:
-            watch = Watch(patch, pages)
-            answers.append([each.tokens for each in engine.serve(requests, sampling)])
-        assert watch.chunks > 2
-        assert watch.ahead or pages < len(whole)
-        assert not engine.runner.unread.any()
-        assert allocator.pages_in_use == 0
-    assert answers[0] == answers[1]
+
+
+def answers_within(engine: Engine, pages: int, prompts, lengths, sampling) -> list[list[int]]:
+    """Returns the tokens of answers of at most these lengths, from a pool of so many pages."""
+    allocator = engine.runner.allocator
+    whole = allocator._free[0]
+    allocator._free[0] = whole[len(whole) - pages :]
+    made = make_requests(engine.model.config, prompts, sampling)
+    requests = [
+        dataclasses.replace(request, max_new_tokens=int(most))
+        for request, most in zip(made, lengths, strict=True)
+    ]
+    answers = [each.tokens for each in engine.serve(requests, sampling)]
+    assert not engine.runner.unread.any()
+    assert allocator.pages_in_use == 0
+    allocator._free[0] = whole
+    return answers
