@@ -97,22 +97,21 @@ def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
-def test_steps_of_a_lane_are_counted_where_another_answer_ended_in_it(name, monkeypatch):
-    """An idle lane goes on with the end token of its last answer, and may be taken meanwhile."""
-    engine, text = engine_with_ends(name), story_tokens()
-    sampling = Sampling(temperature=0, max_new_tokens=100)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_steps_are_counted_in_a_lane_that_was_idle_behind_the_end_of_an_answer(seed, monkeypatch):
+    """It is given the end token again in steps that still run when it is taken."""
+    engine, text = engine_with_ends("vanilla"), story_tokens()
+    sampling = Sampling(temperature=0, max_new_tokens=60)
     whole = len(engine.runner.allocator._free[0])
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        starts, sizes = rng.integers(0, 200, 30), rng.choice([1, 8, 17, 28], 30)
-        prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-        lengths, answers = rng.choice([1, 9, 30, 60, 100], 30), []
-        for pages in (whole, whole // 4):
-            Watch(monkeypatch, pages)
-            answers.append(answers_within(engine, pages, prompts, lengths, sampling))
-            monkeypatch.undo()
-        assert answers[0] == answers[1]
+    rng = np.random.default_rng(seed)
+    starts, sizes = rng.integers(0, 200, 24), rng.choice([1, 8, 17, 28], 24)
+    prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+    lengths, answers = rng.choice([1, 9, 30, 60], 24), []
+    for pages in (whole, whole // 4):
+        Watch(monkeypatch, pages)
+        answers.append(answers_within(engine, pages, prompts, lengths, sampling))
+        monkeypatch.undo()
+    assert answers[0] == answers[1]
 
 
 @functools.cache
