@@ -259,14 +259,13 @@ def spare_bytes(model: LanguageModel) -> float:
 def _device_memory(model: LanguageModel) -> tuple[float, float]:
     """Returns the bytes that a cache may take on the model's device by default, and at most.
 
-    The default is nine tenths of an accelerator's free memory, or half of the host's memory on a
-    CPU, where the maximum is all memory of the machine.
+    The default is nine tenths of an accelerator's free memory, in one piece, or half of the host's
+    memory on a CPU, where the maximum is all memory of the machine.
     """
     device = next(iter(model.transformer.embedding[...].devices()))
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        free = stats["bytes_limit"] - stats["bytes_in_use"]
-        return 0.9 * free, float(free)
+        return free_memory(stats)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         fields = pathlib.Path("/proc/meminfo").read_text().split()
@@ -274,3 +273,20 @@ def _device_memory(model: LanguageModel) -> tuple[float, float]:
     except (OSError, ValueError):  # not Linux
         free = total
     return 0.5 * free, float(total)
+
+
+def free_memory(stats: dict[str, int]) -> tuple[float, float]:
+    """Returns nine tenths of an accelerator's free bytes, but no more than in one piece, and all.
+
+    What was loaded behind a cache stays where it is when that is gone, so that the next one, whose
+    keys and values are an array each, may find no room although enough is free.
+
+    Args:
+      stats: what its allocator says (`jax.Device.memory_stats`).
+    """
+    free = float(stats["bytes_limit"] - stats["bytes_in_use"])
+    piece, taken = (stats.get(name, 0) for name in ("largest_free_block_bytes", "pool_bytes"))
+    if not (piece and taken):  # an allocator that does not say
+        return 0.9 * free, free
+    piece = max(piece, stats["bytes_limit"] - taken)  # it may take more from the device
+    return min(0.9 * free, float(piece)), free

@@ -127,7 +127,8 @@ class Runner(Rows):
                 f"The device has no room for a cache of {num_pages} pages "
                 f"({num_pages * self.page_bytes:,} bytes). Give it less (memory=)."
             ):
-                self.cache = make()
+                # Else what does not fit is found by the first program that uses it.
+                self.cache = jax.block_until_ready(make())
         if on_host:
             self.host = HostValues(
                 first_page=value_pages,

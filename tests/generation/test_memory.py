@@ -299,3 +299,37 @@ def test_lanes_are_counted_beside_their_pages(monkeypatch):
     for given in (None, 5_000_000):
         with pytest.raises(CapacityError, match=f"{most + 1:,} sequences at a time .* fewer lanes"):
             sized(num_lanes=most + 1, memory=given)
+
+
+@pytest.mark.parametrize(
+    ("stats", "most"),
+    [
+        # In one piece; weights behind a cache that is gone; where the allocator is to take more.
+        ({"largest_free_block_bytes": 80_000, "pool_bytes": 100_000}, 72_000),
+        ({"largest_free_block_bytes": 50_000, "pool_bytes": 100_000}, 50_000),
+        ({"largest_free_block_bytes": 10_000, "pool_bytes": 40_000}, 60_000),
+        ({}, 72_000),
+        ({"largest_free_block_bytes": 0, "pool_bytes": 0}, 72_000),
+    ],
+)
+def test_a_cache_takes_no_more_than_is_free_in_one_piece(stats, most):
+    """A pool of two arrays, of keys and of values, did not fit beside what lay in the middle."""
+
+    free = memory.free_memory({"bytes_limit": 100_000, "bytes_in_use": 20_000, **stats})
+    assert free == (most, 80_000)
+
+
+def test_a_cache_that_does_not_fit_is_refused_when_it_is_made(monkeypatch):
+    """A device allocates behind the call that asks for it."""
+    engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64, page_size=16)
+
+    class Never:
+        def block_until_ready(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(programs, "make_cache", lambda *arguments: Never)
+    with pytest.raises(OutOfMemoryError, match=r"no room for a cache of 80 pages .*memory="):
+        engine.runner.restart()
+    assert engine.runner.cache is None
+    monkeypatch.undo()
+    assert engine.generate(prompts([5]), sampling=SHORT)
