@@ -218,7 +218,8 @@ def pool_pages(
                 f"memory={memory:,.0f} bytes were asked for the cache, and the device has "
                 f"{total:,.0f}. Ask for less, or leave memory out to take what is free."
             )
-    room = free - beside if memory is None else memory
+    # A program makes the next state of a policy beside the last one.
+    room = free - beside - state if memory is None else memory
     affordable = int((room - state) // bytes_per_page)
     pages = min(needed, affordable)
     pages -= pages % shards

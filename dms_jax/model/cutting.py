@@ -8,6 +8,7 @@ cut costs what the rows that are due cost, not those of all layers and sequences
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -21,6 +22,11 @@ from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, PolicyState, Rows
 from dms_jax.sharding import cache_spec, partition
+
+# Numbers of keys in the rows that are cut in one pass behind a decode step. A scorer has several of
+# 32 bits at a time for each of them: with 450 sequences of SmolLM2-135M a pass of
+# ExpectedAttention took 4 GB if their tables had 4,240 slots.
+MOST_NUMBERS = 1 << 25
 
 
 def gather_rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Rows:
@@ -151,16 +157,20 @@ def _cut_due(
     *,
     dtype: Any,
 ) -> tuple[LayerCache, Int[Array, "L B K"]]:
-    """Cuts what is due, B pairs of a layer and a sequence at a time, and touches nothing else.
+    """Cuts what is due, some pairs of a layer and a sequence at a time, and touches nothing else.
 
-    Sequences are seldom due together: of 256 whose rows are cut every 16 tokens, 16 are in a step.
-    A pair is a batch of one sequence, so the pairs of a pass may be of different layers.
+    They are as many as there are sequences, or as `MOST_NUMBERS` allows. Sequences are seldom due
+    together: of 256 whose rows are cut every 16 tokens, 16 are in a step. A pair is a batch of one
+    sequence, so the pairs of a pass may be of different layers.
     """
     num_layers, batch = due.shape
+    *_, page_size, head_dim = cache.pool.k_pages.shape
+    of_a_pair = math.prod(page_table.shape[2:]) * page_size * head_dim
+    pairs = max(1, min(batch, MOST_NUMBERS // of_a_pair))
 
     def cut(carry):
         pool, pages, lengths, due = carry
-        pair = jnp.nonzero(due.ravel(), size=batch, fill_value=due.size)[0]
+        pair = jnp.nonzero(due.ravel(), size=pairs, fill_value=due.size)[0]
         place = pair // batch, pair % batch  # layer L: no pair
 
         def take(x):

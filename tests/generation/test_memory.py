@@ -333,3 +333,19 @@ def test_a_cache_that_does_not_fit_is_refused_when_it_is_made(monkeypatch):
     assert engine.runner.cache is None
     monkeypatch.undo()
     assert engine.generate(prompts([5]), sampling=SHORT)
+
+
+def test_the_next_state_of_a_policy_is_beside_the_last_one(monkeypatch):
+    """A cache by default leaves room for it: SmolLM2's ExpectedAttention has 4.4 MB a sequence."""
+    model, free, lanes = model_for("vanilla"), 20_000_000, 100
+    policy = dms_jax.ExpectedAttention(budget=30, interval=8)
+    monkeypatch.setattr(memory, "_device_memory", lambda model: (free, 10 * free))
+    state = lanes * memory.state_bytes(model.config, policy, model.dtype)
+    beside = lanes * memory.lane_bytes(model.config, 512, 16)
+    assert 2 * state < free - beside
+    sized = functools.partial(
+        pool_pages, model, policy, num_lanes=lanes, max_tokens=512, page_size=16
+    )
+    page = 2 * 16 * model.config.head_dim * 4
+    assert sized(memory=None) == (free - beside - 2 * state) // page
+    assert sized(memory=free) == (free - state) // page

@@ -1,6 +1,8 @@
 """Cuts after a decode step: what is due is scored and moved, and nothing else is touched."""
 
 import dataclasses
+import functools
+from unittest import mock
 
 import chex
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from dms_jax.cache import Pool
+from dms_jax.model import cutting
 from dms_jax.model.cutting import cut_layers
 from dms_jax.policies import Knorm
 from dms_jax.policies.values import PolicyState
@@ -28,14 +31,25 @@ class Counted(Knorm):
         return super().scores(state, chunk, rows)
 
 
-@jax.jit
-def cut(*arrays):
-    return cut_layers(Counted(budget=BUDGET, interval=INTERVAL), *arrays, dtype=jnp.float32)
+@functools.cache
+def cut_in_passes(pairs: int):
+    """Returns a cut of at most so many pairs of a layer and a sequence at a time."""
+
+    @jax.jit
+    def cut(*arrays):
+        with mock.patch.object(cutting, "MOST_NUMBERS", pairs * HEADS * PAGES * PAGE_SIZE * DIM):
+            return cut_layers(Counted(budget=BUDGET, interval=INTERVAL), *arrays, dtype=jnp.float32)
+
+    return cut
 
 
+@pytest.mark.parametrize("pairs", [0, 3, BATCH, 100])
 @pytest.mark.parametrize("due", [[], [6], [1, 2, 7], list(range(BATCH))])
-def test_a_cut_costs_what_is_due(due):
-    """Checks lengths, the slots that stay, and that pages of other sequences are as they were."""
+def test_a_cut_costs_what_is_due(due, pairs):
+    """Checks lengths, the slots that stay, and that pages of other sequences are as they were.
+
+    A pass has one pair where even that is more than memory is meant for.
+    """
     rows = (LAYERS, BATCH, HEADS)
     rng = np.random.default_rng(0)
     table = rng.permutation(np.prod(rows) * PAGES).reshape(*rows, PAGES).astype(np.int32)
@@ -46,11 +60,12 @@ def test_a_cut_costs_what_is_due(due):
         tokens_of(np.zeros((BATCH, 1, HEADS, DIM))), max_lengths=[40] * BATCH, page_size=PAGE_SIZE
     )
     SCORED.clear()
-    pool, _, after, reads = cut(
+    pool, _, after, reads = cut_in_passes(pairs)(
         Pool(k_pages=jnp.asarray(k), v_pages=jnp.asarray(v)), PolicyState(), chunk, table, lengths
     )
     jax.effects_barrier()
-    assert sum(SCORED) == -(-LAYERS * len(due) // BATCH) * BATCH  # whole passes of BATCH sequences
+    size = min(max(pairs, 1), BATCH)
+    assert sum(SCORED) == -(-LAYERS * len(due) // size) * size  # whole passes
     want = lengths.copy()
     want[:, due] = BUDGET
     chex.assert_trees_all_equal(np.asarray(after), want)
