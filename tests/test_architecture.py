@@ -23,7 +23,7 @@ HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 IMPORT_ORDER = """
 errors
 checks
-assets compilation config_checks devices helper_process json_text processes terminal
+assets compilation config_checks devices helper_process json_text processes ranking terminal
 config sharding
 cache
 policies

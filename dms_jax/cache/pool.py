@@ -22,8 +22,12 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dms_jax.cache.format import Format
 from dms_jax.cache.host_values import HostRows, Tail
+from dms_jax.ranking import marked_first
 from dms_jax.sharding import axes
 from pallas_kernels import rotate_and_write, write_pages
+
+# Pages of each row that `compact` moves in one turn.
+PAGES_MOVED = 64
 
 
 @no_type_check  # jax also builds it from shapes and partitions
@@ -321,8 +325,9 @@ def compact(
 ) -> tuple[Any, Int[Array, "B K"]]:
     """Moves the kept slots of every row to its front, in their order, after an eviction.
 
-    It works page by page and in place: a kept slot never moves to a higher one, so a page that has
-    been written is never read again.
+    It works in place, some pages at a time: a kept slot never moves to a higher one, so a page that
+    has been written is never read again. A GPU waits for the host before each turn, which takes
+    longer than moving the pages that a row has.
 
     Args:
       pools: arrays [N, P, ...] that are addressed by page.
@@ -334,13 +339,15 @@ def compact(
     """
     lengths = keep.sum(-1, dtype=jnp.int32)
     page_size = keep.shape[-1] // page_table.shape[-1]
-    # In: [0, 1, 0, 1]  Out: [1, 3, 0, 2]: the kept slots first, ascending.
-    order = jnp.argsort(~keep, axis=-1, stable=True).astype(jnp.int32)
+    block = min(keep.shape[-1], PAGES_MOVED * page_size)
+    turns = -(-keep.shape[-1] // block)
+    order = marked_first(keep)
+    order = jnp.pad(order, [(0, 0)] * 2 + [(0, turns * block - keep.shape[-1])])
 
-    def move_page(index, pools):
-        first = index * page_size
-        source = jax.lax.dynamic_slice_in_dim(order, first, page_size, axis=-1)
-        target = jnp.broadcast_to(first + jnp.arange(page_size, dtype=jnp.int32), source.shape)
+    def move_some(turn, pools):
+        first = turn * block
+        source = jax.lax.dynamic_slice_in_dim(order, first, block, axis=-1)
+        target = jnp.broadcast_to(first + jnp.arange(block, dtype=jnp.int32), source.shape)
         from_page = jnp.take_along_axis(page_table, source // page_size, axis=-1)
         to_page = jnp.take_along_axis(page_table, target // page_size, axis=-1)
 
@@ -352,5 +359,7 @@ def compact(
 
         return jax.tree.map(move, pools)
 
-    num_pages = -(-lengths.max(initial=0) // page_size)
-    return jax.lax.fori_loop(0, num_pages, move_page, pools), lengths
+    if turns == 1:
+        return move_some(0, pools), lengths
+    needed = -(-lengths.max(initial=0) // block)
+    return jax.lax.fori_loop(0, needed, move_some, pools), lengths

@@ -7,15 +7,15 @@ likely of them is searched for; nothing is sorted.
 """
 
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, Shaped, UInt
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from dms_jax import sharding
 from dms_jax.generation.sampling import SMALLEST, Filter
+from dms_jax.ranking import least_kept, sums_of_some
 
 # Tokens of a block, and blocks of a group; the vocabularies of common models are multiples of a
 # block.
@@ -132,7 +132,7 @@ def try_tokens(logits: Scaled, keys: Key[Array, " B"], rule: Filter) -> Int[Arra
         everything = jnp.full_like(drawn[:, :1], -jnp.inf)
         own, starts = logits.anew(jnp.concatenate([drawn[:, trials], everything], -1))
         weights = jnp.exp(own.numbers)
-        sums = _sums_of_some(own.logits, weights, starts, operator.gt)
+        sums = sums_of_some(own.logits, weights, starts, operator.gt)
         kept = sums[:, :-1] < rule.top_p * sums[:, -1:]
         first = jnp.argmax(kept, -1)[:, None]
         return jnp.take_along_axis(tokens[:, trials], first, axis=-1)[:, 0], kept.any(-1)
@@ -223,60 +223,3 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
         floor = logits.max(-1, keepdims=True) + rule.log_min_p
         logits = jnp.where(logits < floor, -jnp.inf, logits)
     return logits
-
-
-def least_kept(
-    x: Float[Array, "B V"], weigh: Callable[[Array], Array], budget: Any
-) -> Float[Array, "B 1"]:
-    """Returns the least number whose greater ones have weights that sum to less than the budget.
-
-    The search goes over the bits of numbers, in an integer form that has their order, four at a
-    time and the highest first: of the 16 values of a digit, the first beyond which less than the
-    budget remains. Each digit takes one pass over the numbers. They are no loop: inside of a choice
-    that the device makes, XLA would have the host wait for each one, once a step, with everything
-    that is to be launched behind it.
-
-    Args:
-      x: the numbers.
-      weigh: returns the weight of each, at least 0.
-      budget: the sum that the greater numbers must not reach, above 0; a number, or one per row.
-    """
-    size = jnp.finfo(x.dtype).bits
-    unsigned = jnp.dtype(f"uint{size}")
-    digits = jnp.arange(1, 16, dtype=unsigned)
-    found = jnp.zeros((len(x), 1), unsigned)
-    for low in range(size - 4, -1, -4):
-        shift = unsigned.type(low)
-        starts = _number(found + (digits << shift), x.dtype)
-        # Together with what changes: otherwise XLA would keep the weights in memory beside the
-        # numbers and read both, where they are quickly computed again.
-        own, starts = jax.lax.optimization_barrier((x, starts))
-        reached = _sums_of_some(own, weigh(own), starts, operator.ge) >= budget
-        found = found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
-    return _number(found, x.dtype)
-
-
-def _sums_of_some(
-    x: Float[Array, "B V"],
-    weights: Shaped[Array, "B V"],
-    starts: Float[Array, "B n"],
-    chosen: Callable[[Array, Array], Array],
-) -> Shaped[Array, "B n"]:
-    """Returns the weights of the numbers that `chosen(numbers, start)` says, summed per start."""
-    # Sums with equal inputs, which a GPU computes in one kernel.
-    sums = [
-        jnp.sum(jnp.where(chosen(x, starts[:, i : i + 1]), weights, 0), -1, dtype=weights.dtype)
-        for i in range(starts.shape[1])
-    ]
-    return jnp.stack(sums, -1)
-
-
-def _number(ordered: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """Returns the numbers of integers that have the order of the numbers; below all of them -inf.
-
-    # In (16 bits): 0x3fff, 0x8000, 0xc000  Out: -2, 0, 2
-    """
-    sign = ordered.dtype.type(1 << (8 * ordered.dtype.itemsize - 1))
-    bits = jnp.where(ordered >= sign, ordered ^ sign, ~ordered)
-    number = jax.lax.bitcast_convert_type(bits, dtype)
-    return jnp.where(jnp.isnan(number) & (ordered < sign), -jnp.inf, number)

@@ -6,14 +6,20 @@ A query head fetches N values of D numbers. Which ones depends on its scores, so
 part of the kernel that reads the keys.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.cache.host_values import HostRows
 from dms_jax.policies.values import Chunk, Reading
+from dms_jax.ranking import mark_largest
 from pallas_kernels import decode_attention, select_largest
+
+# Numbers of the values that are gathered at a time where whole rows are.
+MOST_NUMBERS = 1 << 25
 
 
 def attend_to_fetched(
@@ -48,31 +54,98 @@ def attend_to_fetched(
         k_scales=pool.k_scales,
         v_scales=pool.k_scales,
     )
+    count: int | Int[Array, "B 1"]
+    if fetch.counts is None:
+        count = min(fetch.top, scores.shape[-1])
+        slots, best = _select(scores, count)
+        weights = _weights(best, lse, best > -jnp.inf, renormalize=fetch.renormalize)
+        slots = jnp.where(best > -jnp.inf, slots, 0)
+        values = _values(pool, chunk, page_table, slots, host, q.dtype)
+        values = jnp.where(best[..., None] > -jnp.inf, values, 0).astype(scores.dtype)
+        out = jnp.einsum("rgn,rgnd->rgd", weights, values)
+    else:
+        assert host is None
+        count = fetch.counts
+        out = _of_whole_rows(pool, scores, lse, reading, q.dtype)
     group = scores.shape[1]
-    top = min(fetch.top, scores.shape[-1])
-    slots = select_largest(scores.reshape(num_rows * group, -1), top)
-    slots = slots.reshape(num_rows, group, top)
+    entries = jnp.where(lengths <= count, lengths, (lengths + group * count + 1) // 2)
+    return out.astype(q.dtype), entries.sum(-1, dtype=jnp.int32)
+
+
+def _select(
+    scores: Float[Array, "R G S"], count: int
+) -> tuple[Int[Array, "R G n"], Float[Array, "R G n"]]:
+    """Returns the slots of the `count` largest scores of each query head, and these."""
+    slots = select_largest(scores.reshape(-1, scores.shape[-1]), count)
+    slots = slots.reshape(*scores.shape[:2], count)
     best = jnp.take_along_axis(scores, slots, axis=-1)
     # Gathered once: XLA would repeat the gather for every slot that a slot is compared with.
-    slots, best = jax.lax.optimization_barrier((slots, best))
-    live = best > -jnp.inf
-    count: int | Int[Array, "B 1"] = top
-    if fetch.counts is not None:
-        count = fetch.counts
-        rank = jnp.argsort(jnp.argsort(-best, axis=-1, stable=True), axis=-1)
-        live &= rank < jnp.repeat(fetch.counts, num_kv_heads, axis=0)[..., None]
-    weights = jnp.exp(jnp.where(live, best - lse[..., None], -jnp.inf))
-    if fetch.renormalize:
-        total = weights.sum(-1, keepdims=True)
-        weights = weights / jnp.where(total > 0, total, 1)
-    slots = jnp.where(live, slots, 0).reshape(batch, num_kv_heads, -1)
+    return jax.lax.optimization_barrier((slots, best))
+
+
+def _values(
+    pool: Pool,
+    chunk: Chunk,
+    page_table: Int[Array, "B K M"],
+    slots: Int[Array, "R G n"],
+    host: HostRows | None,
+    dtype: Any,
+) -> Float[Array, "R G n D"]:
+    """Returns the values of single slots."""
+    of_rows = slots.reshape(*page_table.shape[:2], -1)
     if host is None:
-        page = jnp.take_along_axis(page_table, slots // pool.page_size, axis=-1)
-        values = pool.values(page, slots % pool.page_size, q.dtype)
+        page = jnp.take_along_axis(page_table, of_rows // pool.page_size, axis=-1)
+        values = pool.values(page, of_rows % pool.page_size, dtype)
     else:
-        values = pool.host_values(host, chunk.tokens.layer, page_table, slots, q.dtype)
-    values = jnp.where(live[..., None], values.reshape(num_rows, group, top, head_dim), 0)
-    wide = scores.dtype
-    out = jnp.einsum("rgn,rgnd->rgd", weights, values.astype(wide)).astype(q.dtype)
-    entries = jnp.where(lengths <= count, lengths, (lengths + group * count + 1) // 2)
-    return out, entries.sum(-1, dtype=jnp.int32)
+        values = pool.host_values(host, chunk.tokens.layer, page_table, of_rows, dtype)
+    return values.reshape(*slots.shape, -1)
+
+
+def _of_whole_rows(
+    pool: Pool,
+    scores: Float[Array, "R G S"],
+    lse: Float[Array, "R G"],
+    reading: Reading,
+    dtype: Any,
+) -> Float[Array, "R G D"]:
+    """Attends to the largest weights where each sequence has a number of values of its own.
+
+    Arrays have one size for all sequences, here that of the longest row. So many values for every
+    query head took 7 GB in one allocation (Qwen2.5-0.5B, 16,384 tokens, on an H200). So the rows
+    are gathered instead, once for the query heads that share them and some at a time, and weighed
+    with zeros.
+    """
+    fetch, page_table = reading.fetch, reading.page_table
+    assert fetch is not None
+    assert fetch.counts is not None
+    num_rows, group, num_slots = scores.shape
+    slots = jnp.arange(num_slots)
+
+    def attend(row):
+        scores, lse, count, table = row
+        live = scores > -jnp.inf
+        chosen = mark_largest(scores, jnp.broadcast_to(count, group)) & live
+        weights = _weights(scores, lse, chosen, renormalize=fetch.renormalize)
+        values = pool.values(table[slots // pool.page_size], slots % pool.page_size, dtype)
+        values = jnp.where(live.any(0)[:, None], values, 0).astype(scores.dtype)
+        return jnp.einsum("gn,nd->gd", weights, values, precision=jax.lax.Precision.HIGHEST)
+
+    counts = jnp.repeat(fetch.counts[:, 0], page_table.shape[1])
+    rows = scores, lse, counts, page_table.reshape(num_rows, -1)
+    together = max(1, MOST_NUMBERS // (num_slots * pool.k_pages.shape[-1]))
+    return jax.lax.map(attend, rows, batch_size=together)
+
+
+def _weights(
+    scores: Float[Array, "*rows n"],
+    lse: Float[Array, "*rows"],
+    chosen: Bool[Array, "*rows n"],
+    *,
+    renormalize: bool,
+) -> Float[Array, "*rows n"]:
+    """Returns the attention weights of what was chosen, and zeros."""
+    weights = jnp.exp(jnp.where(chosen, scores - lse[..., None], -jnp.inf))
+    if not renormalize:
+        return weights
+    total = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(total > 0, total, 1)

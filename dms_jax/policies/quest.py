@@ -40,6 +40,7 @@ from dms_jax.policies.values import (
     PolicyState,
     Reading,
 )
+from dms_jax.ranking import mark_largest, marked_first
 from pallas_kernels import select_largest
 
 
@@ -59,8 +60,8 @@ class Quest(BudgetedPolicy, SelectiveReading):
     Attributes:
       budget: number of tokens read per query head and step, rounded down to whole pages.
       compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
-        each request instead, and at least one page; pages are then sorted, which costs more than
-        selecting a fixed number of them.
+        each request instead, and at least one page; the page tables that the kernel then reads are
+        as wide as those of all pages, not of the selected ones.
       dense_layers: number of first layers that read everything.
       force_last_page: whether the page of the current token is always read (as in the original
         kernels); otherwise the bound decides, and at least 3 pages are read (as in the original
@@ -209,6 +210,6 @@ def _first_largest(
 
     # score: [3, 1, 3, 2]  count: 2  Out: [0, 2, 1, 3]
     """
-    best_first = jnp.argsort(-score, axis=-1, stable=True)
-    rank = jnp.argsort(best_first, axis=-1)
-    return jnp.argsort(rank >= count, axis=-1, stable=True).astype(jnp.int32)
+    rows = score.reshape(-1, score.shape[-1])
+    counts = jnp.broadcast_to(count[..., 0], score.shape[:-1]).reshape(-1)
+    return marked_first(mark_largest(rows, counts)).reshape(score.shape)

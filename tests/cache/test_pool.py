@@ -1,5 +1,8 @@
 """Writing into the pool: every value into its own slot and nowhere else."""
 
+import functools
+from unittest import mock
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool, compact, load, store
+from dms_jax.cache import pool as paged
 from dms_jax.cache.quantization import Float8
 from dms_jax.model.rope import apply_rope
 from dms_jax.policies import DMC, DMS, Vanilla
@@ -143,9 +147,24 @@ def slots_of(pool, table, row, head, count):
     return pool[table[row, head, slots // PAGE_SIZE], slots % PAGE_SIZE]
 
 
+@functools.cache
+def compact_moving(pages):
+    """`compact`, so many pages in a turn."""
+
+    def moving(*args):
+        with mock.patch.object(paged, "PAGES_MOVED", pages):
+            return compact(*args)
+
+    return jax.jit(moving)
+
+
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**20), share=st.sampled_from([0.0, 0.3, 0.8, 1.0]))
-def test_kept_slots_close_ranks_in_their_order(seed, share):
+@given(
+    seed=st.integers(0, 2**20),
+    share=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    pages=st.sampled_from([1, 3, paged.PAGES_MOVED]),
+)
+def test_kept_slots_close_ranks_in_their_order(seed, share, pages):
     """Every array that is addressed by page moves in the same way; other pages do not change."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, WIDTH * PAGE_SIZE + 1, (BATCH, KV_HEADS))
@@ -155,7 +174,7 @@ def test_kept_slots_close_ranks_in_their_order(seed, share):
     live = np.arange(WIDTH * PAGE_SIZE) < lengths[..., None]
     keep = live & (random.random(live.shape) < share)
     held = jax.jit(load)(vectors, table, lengths)
-    after, left = jax.jit(compact)((vectors, numbers), table, keep)
+    after, left = compact_moving(pages)((vectors, numbers), table, keep)
     chex.assert_trees_all_equal(left, keep.sum(-1))
     for row, head in np.ndindex(BATCH, KV_HEADS):
         before = slots_of(vectors, table, row, head, lengths[row, head])

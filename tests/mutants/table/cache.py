@@ -38,9 +38,30 @@ MUTANTS = [
     Mutant(
         "cache: a page of kept slots that is not full stays behind",
         FOLDER + "pool.py",
-        "num_pages = -(-lengths.max(initial=0) // page_size)",
-        "num_pages = lengths.max(initial=0) // page_size",
+        "needed = -(-lengths.max(initial=0) // block)",
+        "needed = lengths.max(initial=0) // block",
         ("tests/cache/test_pool.py::test_kept_slots_close_ranks_in_their_order",),
+    ),
+    Mutant(
+        "cache: of equal scores one too few is among the largest",
+        "dms_jax/ranking.py",
+        "jnp.cumsum(equal, -1, dtype=jnp.int32) <= left",
+        "jnp.cumsum(equal, -1, dtype=jnp.int32) < left",
+        ("tests/test_ranking.py::test_marks_are_those_of_a_sort",),
+    ),
+    Mutant(
+        "cache: what is not marked comes behind one slot too few",
+        "dms_jax/ranking.py",
+        "others = marked[..., -1:] + jnp.cumsum(~marks, -1, dtype=jnp.int32)",
+        "others = marked[..., -2:-1] + jnp.cumsum(~marks, -1, dtype=jnp.int32)",
+        ("tests/test_ranking.py::test_what_is_marked_comes_first_and_both_keep_their_order",),
+    ),
+    Mutant(
+        "cache: heads fetch as many values as another sequence's",
+        "dms_jax/model/fetching.py",
+        "counts = jnp.repeat(fetch.counts[:, 0], page_table.shape[1])",
+        "counts = jnp.tile(fetch.counts[:, 0], page_table.shape[1])",
+        ("tests/generation/test_budgets.py",),
     ),
     Mutant(
         "cache: scales of next to nothing round to zero",

@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     Mutant(
         "generation: the nucleus leaves out the token that reaches the mass",
-        FOLDER + "drawing.py",
+        "dms_jax/ranking.py",
         "reached.sum(-1, keepdims=True, dtype=unsigned)",
         "(reached.sum(-1, keepdims=True, dtype=unsigned) + (shift == 0))",
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
