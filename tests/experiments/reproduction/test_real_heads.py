@@ -50,6 +50,7 @@ def test_the_argument_is_that_few_heads_are_between_empty_and_whole():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_the_script_reads_texts_and_says_what_heads_hold(tmp_path, monkeypatch):
     data = tmp_path / "data"
     for name, text in (
