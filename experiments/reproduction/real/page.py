@@ -70,6 +70,7 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
     parts = ["# Real language models with a small cache", _opening(results)]
     if results.labels(QWEN, "gsm8k"):
         parts += ["## Verdicts", verdicts(results)]
+    parts += [notes] if notes else []
     if results.labels(QWEN, "gsm8k"):
         parts += ["## Qwen2.5-Coder-0.5B-Instruct on GSM8K"]
         parts += ["![Accuracy of each method](gsm8k.png)"] if "gsm8k.png" in pictures else []
@@ -105,7 +106,6 @@ def page(config: Config, results: Results, pictures: set[str], notes: str) -> st
             parts += [ruler(config, results, SMOLLM2)]
     if results.speed is not None:
         parts += ["## Milliseconds a step", speed(results.speed), legends.SPEED]
-    parts += [notes] if notes else []
     told = (results.commands, results.decided, results.main, results.three)
     parts += ["## Again", again(*told)]
     return "\n\n".join(filter(None, parts)) + "\n"
