@@ -13,6 +13,7 @@ numbers are local to the device.
 """
 
 import dataclasses
+import math
 from typing import Any, no_type_check
 
 import jax
@@ -26,8 +27,8 @@ from dms_jax.ranking import marked_first
 from dms_jax.sharding import axes
 from pallas_kernels import rotate_and_write, write_pages
 
-# Pages of each row that `compact` moves in one turn.
-PAGES_MOVED = 64
+# Pages of each row that `compact` moves in one turn, and numbers of all rows together.
+PAGES_MOVED, NUMBERS_MOVED = 64, 1 << 25
 
 
 @no_type_check  # jax also builds it from shapes and partitions
@@ -325,9 +326,9 @@ def compact(
 ) -> tuple[Any, Int[Array, "B K"]]:
     """Moves the kept slots of every row to its front, in their order, after an eviction.
 
-    It works in place, some pages at a time: a kept slot never moves to a higher one, so a page that
-    has been written is never read again. A GPU waits for the host before each turn, which takes
-    longer than moving the pages that a row has.
+    It works in place, some pages of every row in a turn: what a turn writes it has read before, and
+    a kept slot never moves to a higher one, so that no later turn reads what was written. A GPU
+    waits for the host before each turn of a loop; rows of few pages are moved whole, without one.
 
     Args:
       pools: arrays [N, P, ...] that are addressed by page.
@@ -339,7 +340,9 @@ def compact(
     """
     lengths = keep.sum(-1, dtype=jnp.int32)
     page_size = keep.shape[-1] // page_table.shape[-1]
-    block = min(keep.shape[-1], PAGES_MOVED * page_size)
+    numbers = max(math.prod(pool.shape[1:]) for pool in jax.tree.leaves(pools))
+    most = NUMBERS_MOVED // (numbers * math.prod(keep.shape[:-1]))
+    block = min(keep.shape[-1], max(1, min(PAGES_MOVED, most)) * page_size)
     turns = -(-keep.shape[-1] // block)
     order = marked_first(keep)
     order = jnp.pad(order, [(0, 0)] * 2 + [(0, turns * block - keep.shape[-1])])

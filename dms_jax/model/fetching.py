@@ -3,7 +3,8 @@
     scores over all keys -> log-sum-exp -> the N largest of each query head -> their values -> sum
 
 A query head fetches N values of D numbers. Which ones depends on its scores, so the fetch cannot be
-part of the kernel that reads the keys.
+part of the kernel that reads the keys. Where N is each sequence's own, the values of whole rows are
+gathered and the others weighed with zero: that measures the selection, and saves no reads.
 """
 
 from typing import Any
@@ -33,7 +34,8 @@ def attend_to_fetched(
 
     An entry is a key and its value: reading only a key, or fetching a value, counts as half an
     entry, rounded up per row. Rows of at most N tokens are read in full, once. N is `fetch.top` of
-    the reading, or `fetch.counts` of each sequence if given.
+    the reading, or `fetch.counts` of each sequence if given; then values that are gathered and not
+    chosen do not count.
     """
     fetch, page_table, lengths = reading.fetch, reading.page_table, reading.lengths
     assert fetch is not None
@@ -64,9 +66,9 @@ def attend_to_fetched(
         values = jnp.where(best[..., None] > -jnp.inf, values, 0).astype(scores.dtype)
         out = jnp.einsum("rgn,rgnd->rgd", weights, values)
     else:
-        assert host is None
+        assert host is None  # KCache refuses a share of values in host memory
         count = fetch.counts
-        out = _of_whole_rows(pool, scores, lse, reading, q.dtype)
+        out = _of_whole_rows(pool, q, scores, lse, reading)
     group = scores.shape[1]
     entries = jnp.where(lengths <= count, lengths, (lengths + group * count + 1) // 2)
     return out.astype(q.dtype), entries.sum(-1, dtype=jnp.int32)
@@ -103,17 +105,17 @@ def _values(
 
 def _of_whole_rows(
     pool: Pool,
+    q: Float[Array, "B H D"],
     scores: Float[Array, "R G S"],
     lse: Float[Array, "R G"],
     reading: Reading,
-    dtype: Any,
 ) -> Float[Array, "R G D"]:
     """Attends to the largest weights where each sequence has a number of values of its own.
 
-    Arrays have one size for all sequences, here that of the longest row. So many values for every
-    query head took 7 GB in one allocation (Qwen2.5-0.5B, 16,384 tokens, on an H200). So the rows
-    are gathered instead, once for the query heads that share them and some at a time, and weighed
-    with zeros.
+    Arrays have one size for all sequences: gathered for every query head, values would be as many
+    as the page table has room for, which took 7 GB in one allocation (Qwen2.5-0.5B, 16,384 tokens,
+    on an H200). Rows are gathered instead, once for the query heads that share them and some at a
+    time.
     """
     fetch, page_table = reading.fetch, reading.page_table
     assert fetch is not None
@@ -123,16 +125,15 @@ def _of_whole_rows(
 
     def attend(row):
         scores, lse, count, table = row
-        live = scores > -jnp.inf
-        chosen = mark_largest(scores, jnp.broadcast_to(count, group)) & live
+        chosen = mark_largest(scores, jnp.broadcast_to(count, group)) & (scores > -jnp.inf)
         weights = _weights(scores, lse, chosen, renormalize=fetch.renormalize)
-        values = pool.values(table[slots // pool.page_size], slots % pool.page_size, dtype)
-        values = jnp.where(live.any(0)[:, None], values, 0).astype(scores.dtype)
+        values = pool.values(table[slots // pool.page_size], slots % pool.page_size, q.dtype)
+        values = jnp.where(chosen.any(0)[:, None], values, 0).astype(scores.dtype)
         return jnp.einsum("gn,nd->gd", weights, values, precision=jax.lax.Precision.HIGHEST)
 
     counts = jnp.repeat(fetch.counts[:, 0], page_table.shape[1])
     rows = scores, lse, counts, page_table.reshape(num_rows, -1)
-    together = max(1, MOST_NUMBERS // (num_slots * pool.k_pages.shape[-1]))
+    together = max(1, MOST_NUMBERS // (num_slots * q.shape[-1]))
     return jax.lax.map(attend, rows, batch_size=together)
 
 

@@ -157,6 +157,8 @@ class Quest(BudgetedPolicy, SelectiveReading):
             score = jnp.where(index == current, jnp.inf, score)
         # Pages that are not live have no bounds: their scores can be anything, including NaN.
         score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
+        # Those of a sequence whose numbers have overflowed have a place in the order, too.
+        score = jnp.where(jnp.isnan(score), jnp.inf, score)
         # In ascending order: the last page, the only partial one, stays last.
         if shared:
             best = select_largest(score.reshape(-1, num_pages), selected)

@@ -186,8 +186,8 @@ class Fetch:
     """The number of values that each query head fetches, those with the largest weights.
 
     Attributes:
-      top: maximum number of values that a query head fetches.
-      counts: number of values per sequence, if it differs between sequences.
+      top: maximum number of values that a query head fetches, where `counts` does not say it.
+      counts: that number for each sequence, if it differs between sequences.
       renormalize: whether the weights of the fetched values are scaled to sum to one.
     """
 

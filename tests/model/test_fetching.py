@@ -23,7 +23,7 @@ COUNTS = np.array([[3], [2], [6]], np.int32)
 
 
 def rows_of(seed: int):
-    """A pool whose pages that no row owns hold NaN, a table, and queries."""
+    """A pool with NaN behind the rows' ends, a table, and queries."""
     random = np.random.default_rng(seed)
     table = random.permutation(BATCH * HEADS * PAGES).reshape(BATCH, HEADS, PAGES).astype(np.int32)
     k, v = random.normal(size=(2, table.size, PAGE_SIZE, DIM)).astype(np.float32)
