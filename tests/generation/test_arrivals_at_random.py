@@ -15,7 +15,7 @@ SHAPE = dict(num_lanes=4, page_size=8, prefill_chunk=16)
 PROMPTS = prompts((5, 30, 40))
 # The second often: those that come together share it, and so do those that come while it is read.
 CHOICES = (0, 1, 1, 1, 1, 1, 2)
-ROUNDS = 15
+ROUNDS = 25
 
 
 # Letters that answers come to at any place; most requests stop at none.
