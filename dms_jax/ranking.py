@@ -1,7 +1,7 @@
 """Which numbers of a row are the largest, and an order with some of them first: no row is sorted.
 
-A GPU sorts a row of 16,384 numbers in dozens of passes over it. Which are the largest, in no order,
-takes eight for numbers of 32 bits, sixteen for 64, and a sum over the row.
+Which are the largest, in no order, takes eight passes over numbers of 32 bits, sixteen over those
+of 64, and a running sum.
 """
 
 import operator
