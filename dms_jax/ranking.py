@@ -20,9 +20,9 @@ def least_kept(
 
     The search goes over the bits of numbers, in an integer form that has their order, four at a
     time and the highest first: of the 16 values of a digit, the first beyond which less than the
-    budget remains. Each digit takes one pass over the numbers. They are no loop: inside of a choice
-    that the device makes, XLA would have the host wait for each one, once a step, with everything
-    that is to be launched behind it.
+    budget remains. Each digit takes one pass over the numbers. On a GPU they are no loop: inside of
+    a choice that the device makes, XLA would have the host wait for each one, once a step, with
+    everything that is to be launched behind it. On a CPU a loop compiles in a fifth of the time.
 
     Args:
       x: the numbers.
@@ -32,16 +32,26 @@ def least_kept(
     size = jnp.finfo(x.dtype).bits
     unsigned = jnp.dtype(f"uint{size}")
     digits = jnp.arange(1, 16, dtype=unsigned)
-    found = jnp.zeros((len(x), 1), unsigned)
-    for low in range(size - 4, -1, -4):
-        shift = unsigned.type(low)
+
+    def with_digit(place, found):
+        shift = jnp.asarray(size - 4 - 4 * place, unsigned)
         starts = _number(found + (digits << shift), x.dtype)
         # Together with what changes: otherwise XLA would keep the weights in memory beside the
         # numbers and read both, where they are quickly computed again.
         own, starts = jax.lax.optimization_barrier((x, starts))
         reached = sums_of_some(own, weigh(own), starts, operator.ge) >= budget
-        found = found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
-    return _number(found, x.dtype)
+        return found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
+
+    def in_line(found):
+        for place in range(size // 4):
+            found = with_digit(place, found)
+        return found
+
+    def in_a_loop(found):
+        return jax.lax.fori_loop(0, size // 4, with_digit, found)
+
+    found = jnp.zeros((len(x), 1), unsigned)
+    return _number(jax.lax.platform_dependent(found, cpu=in_a_loop, default=in_line), x.dtype)
 
 
 def mark_largest(scores: Float[Array, "B V"], count: Int[Array, " B"]) -> Bool[Array, "B V"]:

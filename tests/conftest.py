@@ -128,7 +128,9 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Workers with nothing left to do take over what others have last in their queues: short tests.
-    items.sort(key=lambda item: "slow" not in item.keywords)
+    # A file stays together, so that its programs are traced once and its fixtures made once.
+    long = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in long)
     if config.getoption("--gpu"):
         return
     needs_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: pass --gpu on a machine with one")

@@ -1,5 +1,6 @@
 """The documentation: it builds without a warning, and what it tells readers to type works."""
 
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 
+import dms_jax
 from dms_jax.command_line import COMMANDS, main, policy_options, running
 from dms_jax.policies import POLICIES
 from tests.support.instances import slow_but
@@ -31,6 +33,24 @@ def blocks(language: str) -> dict[str, str]:
     }
 
 
+# What blocks and commands of a shipped reasoning model say, and what they run with here: answers of
+# fewer tokens, to fewer problems, are of the same programs.
+SHORTER = {
+    "experiments/docs/pages/evaluating.md:1": {
+        "problems=4": "problems=2",
+        "max_new_tokens=192": "max_new_tokens=16",
+    },
+    "experiments/docs/pages/evaluating.md:3": {
+        "lengths=(128, 192)": "lengths=(8, 16)",
+        "problems=8": "problems=2",
+    },
+}
+SHORTER_COMMANDS = {
+    "experiments/docs/pages/evaluating.md:0": {
+        "--problems 8": "--problems 2",
+        "--max-new-tokens 256": "--max-new-tokens 16",
+    }
+}
 # Options that name what a reader has, and the tests have not.
 OF_OTHERS = {"--model", "--adapter"}
 PYTHON, SHELL = blocks("python"), blocks("sh")
@@ -52,6 +72,26 @@ def generates(line: str) -> bool:
     )
 
 
+def shorter(text: str, changes: dict[str, str]) -> str:
+    """Returns a block or a command with smaller numbers in it, each of which it has once."""
+    for said, small in changes.items():
+        assert text.count(said) == 1, said
+        text = text.replace(said, small)
+    return text
+
+
+@pytest.fixture
+def short_training(monkeypatch):
+    """The recipe of the pages with few steps over short sequences, asked for as they ask."""
+    whole = dms_jax.recipes.dms_quickstart
+
+    def small(*given, **options):
+        recipe = whole(*given, steps_per_ratio=2, **options)
+        return dataclasses.replace(recipe, sequence_length=64)
+
+    monkeypatch.setattr(dms_jax.recipes, "dms_quickstart", small)
+
+
 def test_commands_and_code_need_no_scrolling():
     """In the width of a page of mkdocs-material; a longer command goes on behind a backslash."""
     texts = [text for kind in ("sh", "text") for text in blocks(kind).values()]
@@ -60,12 +100,11 @@ def test_commands_and_code_need_no_scrolling():
 
 
 @pytest.mark.parametrize("name", slow_but({"README.md:1"}, PYTHON))
-def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys, request):
-    if "reasoner-11m" in PYTHON[name]:
-        request.getfixturevalue("optimized")  # it runs for longer than it compiles
+@pytest.mark.usefixtures("short_training")
+def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "block.py"
-    path.write_text(PYTHON[name], encoding="utf-8")
+    path.write_text(shorter(PYTHON[name], SHORTER.get(name, {})), encoding="utf-8")
     runpy.run_path(str(path))
 
 
@@ -88,14 +127,12 @@ def test_names_in_blocks_need_no_import_but_the_library():
     ("name", "line"),
     slow_but([one for one in LINES if one[0] == "README.md:2" or not generates(one[1])], LINES),
 )
-def test_every_command_is_understood(name, line, tmp_path, monkeypatch, capsys, request):
+def test_every_command_is_understood(name, line, tmp_path, monkeypatch, capsys):
     """It runs where it takes seconds; else its options are parsed, or its target is there."""
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(line)
+    words = shlex.split(shorter(line, SHORTER_COMMANDS.get(name, {})))
     match words:
         case ["dms-jax", *given] if generates(line) or given[0] == "policies":
-            if given[0] == "evaluate":
-                request.getfixturevalue("optimized")  # it runs for longer than it compiles
             assert main(given) == 0
         case ["dms-jax", command, *_]:
             assert command in COMMANDS

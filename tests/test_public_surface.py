@@ -17,9 +17,22 @@ from tests.test_architecture import ROOT, python_files
 
 NAME = re.compile(r"\bdms_jax(?:\.[A-Za-z_]+)+")
 
-# Runs without the import hook of the tests, so that warnings name the real caller.
+# Runs without the import hook of the tests, so that warnings name the real caller, and as if
+# dms_jax were not installed.
 CALLER = """
+import importlib.metadata
 import warnings
+
+real = importlib.metadata.distribution
+
+
+def without_us(name):
+    if name == "dms-jax":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+
+
+importlib.metadata.distribution = without_us
 
 import dms_jax
 from dms_jax import assets
@@ -33,6 +46,7 @@ with warnings.catch_warnings(record=True) as caught:
     dms_jax.generate(model, [[1, 2]], policy=policy, sampling=sampling)  # warns
     dms_jax.score(model, [[1, 2]], policy=policy)  # warns
     model.resolve_policy(policy)  # warns
+print(dms_jax.__version__)
 for one in caught:
     print(one.filename, one.lineno)
 """
@@ -85,34 +99,10 @@ def test_the_version_is_that_of_the_package():
     assert dms_jax.__version__ == importlib.metadata.version("dms-jax") == declared
 
 
-@pytest.mark.slow
-def test_a_checkout_that_is_not_installed_has_a_version_too():
-    script = """
-import importlib.metadata
-
-real = importlib.metadata.distribution
-
-
-def without_us(name):
-    if name == "dms-jax":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return real(name)
-
-
-importlib.metadata.distribution = without_us
-import dms_jax
-
-print(dms_jax.__version__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.strip() == "0+checkout", done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_warnings_blame_the_line_of_the_caller(tmp_path):
-    script = tmp_path / "caller.py"
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A script of a user beside a checkout that is not installed, and the lines that it prints."""
+    script = tmp_path_factory.mktemp("caller") / "caller.py"
     script.write_text(CALLER)
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -122,6 +112,17 @@ def test_warnings_blame_the_line_of_the_caller(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    blamed = {(name, int(line)) for name, line in map(str.split, done.stdout.splitlines())}
+    return script, done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_checkout_that_is_not_installed_has_a_version_too(caller):
+    assert caller[1][0] == "0+checkout"
+
+
+@pytest.mark.slow
+def test_warnings_blame_the_line_of_the_caller(caller):
+    script, printed = caller
+    blamed = {(name, int(line)) for name, line in map(str.split, printed[1:])}
     lines = [number for number, line in enumerate(CALLER.splitlines(), 1) if "# warns" in line]
     assert blamed == {(str(script), line) for line in lines}

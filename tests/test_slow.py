@@ -33,7 +33,7 @@ ONLY_SLOW = {
             "test_no_copy_of_the_pool_in_a_chunk_of_prompts_for_gpus",
             "tests/laws/test_compiled_steps.py::"
             "test_no_copy_of_the_pool_in_a_chunk_of_prompts_on_tpu",
-            "tests/laws/test_compiled_steps.py::test_compile_time_does_not_grow_with_depth",
+            "tests/laws/test_compiled_steps.py::test_programs_do_not_grow_with_depth",
         ],
         "compiles steps and prompts of policies ahead of time in a process of its own, 180 s",
     ),

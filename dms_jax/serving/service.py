@@ -138,7 +138,12 @@ class Service:
         limits = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
         self.most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
         positions = model.config.max_position_embeddings
-        self.max_tokens = min(limits.max_tokens or positions, positions)
+        self.max_tokens = limits.max_tokens or positions
+        require(
+            self.max_tokens <= positions,
+            f"Service: max_tokens must be at most the model's {positions:,} positions, got "
+            f"{self.max_tokens:,}.",
+        )
         require(
             self.max_tokens > 1,
             "Service: max_tokens must be at least 2, one of a prompt and one of its answer, got "

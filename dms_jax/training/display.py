@@ -79,6 +79,11 @@ class Display:
 
     def __enter__(self) -> "Display":
         self._began = time.perf_counter()
+        if self._done >= self._total:
+            if self._enabled:
+                line = f"All {self._total:,} steps of this run are done already."
+                self._bar.console.print(line, highlight=False, markup=False)
+            return self
         if self._enabled and self._opening:
             self._bar.console.print(self._opening, highlight=False, markup=False)
         self._bar.start()

@@ -26,9 +26,9 @@ SCRIPTS = sorted(COLAB.glob("*.py"))
 # Small settings, what a run prints, and how many figures it draws.
 RUNS = {
     "quickstart": (dict(PROBLEMS=2, LONGEST_ANSWER=24), "tokens in the cache at the peak", 1),
-    "retrofit": (dict(STEPS_PER_RATIO=3, RATIO=2.0, WINDOW=8), "live tokens:", 1),
-    "compare_policies": (dict(SEQUENCES=2, LENGTH=128, RATIOS=(2, 4)), "SnapKV", 2),
-    "hyperscaling": (dict(PROBLEMS=2, LENGTHS=(16, 32), CHAINS=(1, 2)), "whole cache", 1),
+    "retrofit": (dict(STEPS_PER_RATIO=2, RATIO=2.0, WINDOW=8), "live tokens:", 1),
+    "compare_policies": (dict(SEQUENCES=2, LENGTH=64, RATIOS=(2,)), "SnapKV", 2),
+    "hyperscaling": (dict(PROBLEMS=2, LENGTHS=(4, 8), CHAINS=(1, 2)), "whole cache", 1),
     "kernels": (dict(ROWS=2, CONTEXT=256, REPEATS=1), "1/8, uneven", 1),
 }
 RUNS_FOR_LONG = {"quickstart"}  # longer than it compiles

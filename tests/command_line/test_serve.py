@@ -18,6 +18,8 @@ from dms_jax.command_line import main, serve
 from dms_jax.serving.server import Server, take_address
 
 SHAPE = ["--lanes", "2", "--max-tokens", "64", "--page-size", "16", "--chunk", "4"]
+# As those of the server in tests/experiments/benchmarks/test_serving.py: its programs are these.
+POLICY = ["--policy", "TOVA", "--options", "budget=16"]
 
 
 def free_port():
@@ -64,9 +66,8 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
 
     thread = threading.Thread(target=client)
     thread.start()
-    policy = ["--policy", "TOVA", "--options", "budget=24"]
     drawn = ["--temperature", "0", "--max-new-tokens", "9"]
-    assert main(["serve", "--port", str(port), *policy, *drawn, *SHAPE]) == 0
+    assert main(["serve", "--port", str(port), *POLICY, *drawn, *SHAPE]) == 0
     thread.join(60)
     waits, compiled = found["early"].splitlines()[:2]  # it may take a minute, and is said before
     assert waits == "Compiling whatever requests can need ..."

@@ -55,11 +55,12 @@ def same(left, right):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest", "random", "snapkv"])
+@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest", "snapkv"])
 def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
-    options = SMALL_PAGES if name == "quest" else {}
+    # With small pages every number of them has programs of its own.
+    options, lengths = (SMALL_PAGES, (6, 13)) if name == "quest" else ({}, (1, 6, 13))
     long = answers(name, **options)
-    for length in (1, 6, 13):
+    for length in lengths:
         short = answers(name, length=length, **options)
         same(cuts(long, length), cuts(short, length))
         assert {each.new_tokens for each in cuts(long, length)} == {length}

@@ -1,13 +1,16 @@
 """One real model under every policy, and engines of one compiled shape."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.generation import Engine
+from dms_jax.generation.sampling import Filter, LanesFilter, Sampling, Switches
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 
 POLICIES = {
@@ -43,6 +46,30 @@ def model_for(name: str, *, ends: bool = True) -> LanguageModel:
 def engine_for(name: str) -> Engine:
     """Returns the model without end tokens, so that answers reach their full length."""
     return Engine(model_for(name, ends=False), max_tokens=64, **SHAPE)
+
+
+@contextlib.contextmanager
+def squeezed(engine: Engine, pages: int) -> Iterator[None]:
+    """The idle engine's pool has so many pages for a while: a smaller one has other programs."""
+    free = engine.runner.allocator._free
+    whole = list(free)
+    free[0] = whole[0][len(whole[0]) - pages :]
+    try:
+        yield
+        assert engine.runner.allocator.pages_in_use == 0
+        assert len(free[0]) == pages
+    finally:
+        free[:] = whole
+
+
+class Unfiltered(LanesFilter):
+    """The filter of lanes that are greedy or draw from all tokens: nothing is searched for."""
+
+    def of(self, samplings: Mapping[int, Sampling]) -> Filter:
+        """Returns the filter for what the lanes ask now."""
+        assert not any(each.top_k or each.min_p or each.top_p < 1 for each in samplings.values())
+        switches = Switches(greedy=False, top_k=False, top_p=False, min_p=False, search=False)
+        return dataclasses.replace(super().of(samplings), searched=None, switches=switches)
 
 
 @functools.cache

@@ -106,11 +106,14 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
     assert order[: len(first)] == first
 
 
-@pytest.mark.parametrize("policy", [POLICIES["dms"], *further(dms_jax.SnapKV(budget=8, window=4))])
 @pytest.mark.parametrize(
-    ("lengths", "new_tokens", "page_size"),
-    [((5, 13), 20, 16), ((30, 30), 2, 2)],
-    ids=["answers take most", "prompts take most"],
+    ("policy", "lengths", "new_tokens", "page_size"),
+    [
+        (POLICIES["dms"], (5, 13), 20, 16),
+        (POLICIES["dms"], (30, 30), 2, 2),
+        *further((dms_jax.SnapKV(budget=8, window=4), (30, 30), 2, 2)),
+    ],
+    ids=["answers take most", "prompts take most", "prompts that are cut take most"],
 )
 def test_prompts_evict_within_the_pages_that_they_took_in_turn(
     policy, lengths, new_tokens, page_size, monkeypatch

@@ -1,5 +1,6 @@
 """Budgets as a share of the request: each sequence of a batch has its own."""
 
+import dataclasses
 import functools
 
 import chex
@@ -27,10 +28,11 @@ READS = {
         values="device",
         **(dict(top=budget) if budget else dict(compression_ratio=compression_ratio)),
     ),
-    "quest-bound": functools.partial(dms_jax.Quest, force_last_page=False),
 }
-# What is selected by, and from how many pages, has no part in whose budget it is.
-OF_TURNS = KINDS | {name: READS[name] for name in ("quest", "kcache")}
+CUTS = dms_jax.SnapKV(budget=16, window=4, interval=8)
+# The programs of a batch of two, of a conversation with a branch, and of both with any budgets.
+BOTH = SHARED | dict(num_lanes=2, max_tokens=128)
+TURNS = SHARED | dict(branches=1, max_tokens=128)
 QUICK = [KINDS["tova"]]
 every_kind = pytest.mark.parametrize("kind", slow_but(QUICK, KINDS.values()), ids=KINDS)
 every_share = pytest.mark.parametrize(
@@ -38,27 +40,27 @@ every_share = pytest.mark.parametrize(
 )
 
 
-def answer(policy, prompts):
-    return dms_jax.generate(stories(), prompts, policy=policy, sampling=SAMPLING, **SHARED)
+def answers(policy, prompts):
+    return Engine(stories(), policy, **BOTH).generate(prompts, sampling=SAMPLING)
 
 
 @pytest.mark.slow
 @every_share
 def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
-    ratio = 2.5
-    prompts = PROMPTS[1:]  # every budget in tokens is a program of its own
-    together = answer(kind(compression_ratio=ratio), prompts)
-    for prompt, completion in zip(prompts, together.completions, strict=True):
-        budget = int((len(prompt) + SAMPLING.max_new_tokens) / ratio)
-        (alone,) = answer(kind(budget=budget), [prompt]).completions
+    """In company and alone the same, which for one of them is that of a budget in tokens."""
+    policy, (one, other) = kind(compression_ratio=2), PROMPTS[1:]
+    together = answers(policy, [one, other])
+    # Every budget in tokens is a program of its own.
+    fixed = kind(budget=(len(other) + SAMPLING.max_new_tokens) // 2)
+    separate = [*answers(policy, [one]), *answers(fixed, [other])]
+    for completion, alone in zip(together, separate, strict=True):
         assert completion.tokens == alone.tokens
         chex.assert_trees_all_close(
             np.array(completion.logprobs), np.array(alone.logprobs), rtol=1e-7, atol=1e-4
         )
         assert completion.usage.kv_reads == alone.usage.kv_reads
         assert completion.usage.peak_tokens == alone.usage.peak_tokens
-    budgets = [completion.usage.live_tokens for completion in together.completions]
-    assert len(set(budgets)) == len(prompts)
+    assert len({completion.usage.live_tokens for completion in together}) == 2
 
 
 @pytest.mark.slow
@@ -76,10 +78,10 @@ def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OF_TURNS.values(), ids=OF_TURNS)
+@every_share
 def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     def converse(interrupted):
-        chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), max_tokens=128, **SHARED)
+        chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), **TURNS)
         chat.say(PROMPTS[0], sampling=SAMPLING)
         if interrupted:
             with pytest.raises(RuntimeError):
@@ -101,7 +103,7 @@ def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
 def test_a_window_that_grows_with_the_turns_keeps_the_sinks_and_the_most_recent():
     """The second turn has a larger budget: nothing is evicted before it is full."""
     policy = dms_jax.StreamingLLM(compression_ratio=2, sinks=2)
-    chat = dms_jax.Conversation(stories(), policy, max_tokens=128, **SHARED)
+    chat = dms_jax.Conversation(stories(), policy, **TURNS)
     first = chat.say(PROMPTS[0], sampling=SAMPLING)
     assert first.usage.live_tokens == (24 + 16) // 2
     second = chat.say(PROMPTS[1], sampling=SAMPLING)
@@ -128,13 +130,16 @@ def test_what_comes_from_the_host_is_a_fixed_number():
 
 @pytest.mark.slow
 def test_scores_have_the_share_of_the_whole_sequence():
-    tokens = [list(range(3, 35)), list(range(3, 15))]
-    together = dms_jax.score(stories(), tokens, policy=dms_jax.H2O(compression_ratio=4), chunk=8)
-    for sequence, got in zip(tokens, together, strict=True):
-        policy = dms_jax.H2O(budget=len(sequence) // 4)
-        (want,) = dms_jax.score(stories(), [sequence], policy=policy, chunk=8)
+    """In company and alone the same, which for one of them is that of a budget in tokens."""
+    one, other = list(range(3, 19)), list(range(3, 15))
+    share = dms_jax.H2O(compression_ratio=2)
+    together = dms_jax.score(stories(), [one, other], policy=share, chunk=8)
+    fixed, _ = dms_jax.score(stories(), [one] * 2, policy=dms_jax.H2O(budget=8), chunk=8)
+    alone, _ = dms_jax.score(stories(), [other] * 2, policy=share, chunk=8)
+    for got, want in zip(together, (fixed, alone), strict=True):
         chex.assert_trees_all_close(got.logprobs, want.logprobs, rtol=1e-7, atol=1e-4)
         assert got.usage.kv_reads == want.usage.kv_reads
+    assert [got.usage.live_tokens for got in together] == [9, 7]
 
 
 @pytest.mark.slow
@@ -155,20 +160,22 @@ def test_scores_have_the_share_of_a_max_length_that_is_given():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])
-def test_what_is_left_after_a_cut_is_what_counts(prefill):
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        (CUTS, 16),
+        (dms_jax.H2O(budget=16, prefill="dense_then_evict"), 16),
+        (dms_jax.H2O(budget=16, prefill="evict_past_budget"), 17),
+    ],
+    ids=["cut", "dense_then_evict", "evict_past_budget"],
+)
+def test_what_is_left_after_a_cut_is_what_counts(policy, left):
     """An answer of one token: no token was run after the eviction."""
-    policies = {
-        dms_jax.SnapKV(budget=16, window=4, interval=8): 16,
-        dms_jax.H2O(budget=16, prefill=prefill): 16 + (prefill == "evict_past_budget"),
-    }
-    one = dms_jax.Sampling(temperature=0, max_new_tokens=1)
-    for policy, left in policies.items():
-        made = dms_jax.generate(
-            stories(), [list(range(3, 67))], policy=policy, sampling=one, **SHARED
-        )
-        assert made.usage.live_tokens == left
-        assert made.usage.compression_ratio == 64 / left
+    one = dataclasses.replace(SAMPLING, max_new_tokens=1)
+    engine = Engine(stories(), policy, num_lanes=1, max_tokens=96, **SHARED)
+    (made,) = engine.generate([list(range(3, 67))], sampling=one)
+    assert made.usage.live_tokens == left
+    assert made.usage.compression_ratio == 64 / left
 
 
 @pytest.mark.slow
@@ -180,8 +187,7 @@ def test_a_score_that_ends_with_a_cut_says_what_is_left():
 
 @pytest.mark.slow
 def test_a_prompt_that_is_cut_gives_its_pages_back():
-    policy = dms_jax.SnapKV(budget=16, window=4, interval=8)
-    engine = Engine(stories(), policy, num_lanes=1, max_tokens=96, **SHARED)
+    engine = Engine(stories(), CUTS, num_lanes=1, max_tokens=96, **SHARED)
     held = []
     engine.generate(
         [list(range(3, 67))],

@@ -26,6 +26,7 @@ from tests.generation.support import (
 from tests.support.instances import slow_but
 from tests.support.models import random_model, tiny_config
 
+pytestmark = pytest.mark.usefixtures("two_programs")
 EVERY_POLICY = pytest.mark.parametrize("name", slow_but({"vanilla", "dms", "streaming"}, POLICIES))
 
 

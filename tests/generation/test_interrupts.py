@@ -19,9 +19,11 @@ from dms_jax.generation import Completion, Engine
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts
 
+pytestmark = pytest.mark.usefixtures("two_programs")
 LIBRARY = str(Path(dms_jax.__file__).parent)
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
-TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
+# By the programs of engines of that shape.
+TALK = dict(max_tokens=64, branches=1, page_size=16, chunk=8, prefill_chunk=8)
 CASES = {name: POLICIES[name] for name in ("dms", "quest")} | {
     "kcache": dms_jax.KCache(top=4, first_layers=1)
 }

@@ -55,10 +55,8 @@ def shapes_of(monkeypatch):
     [
         POLICIES["dms"],
         *further(
-            POLICIES["vanilla"],
             POLICIES["dmc"],
             POLICIES["quest"],
-            POLICIES["streaming"],
             dms_jax.SnapKV(budget=30, window=4),
             dms_jax.KCache(top=40, first_layers=1),
         ),
@@ -67,11 +65,11 @@ def shapes_of(monkeypatch):
 )
 def test_answers_are_those_of_prompts_that_are_read_one_at_a_time(policy, shapes_of):
     model = dataclasses.replace(model_for("vanilla", ends=False), policy=policy)
-    given = prompts(LENGTHS)
-    one = Engine(model, num_lanes=1, **OPTIONS)
-    (alone, _, ran) = shapes_of(lambda: one.generate(given, sampling=GREEDY))
-    assert all(places is None for _, _, places in ran)
-    engine = Engine(model, num_lanes=LANES, **OPTIONS)
+    given, engine = prompts(LENGTHS), Engine(model, num_lanes=LANES, **OPTIONS)
+    alone, _, ran = shapes_of(
+        lambda: [engine.generate([each], sampling=GREEDY)[0] for each in given]
+    )
+    assert {(entries, places) for _, entries, places in ran} == {(1, None)}
     together, compiled, ran = shapes_of(lambda: engine.generate(given, sampling=GREEDY))
     # Prompts of a chunk and less share programs, and the ends of longer ones theirs.
     assert {(64, 3, 128), (32, 4, 64)} <= set(ran) <= compiled

@@ -1,5 +1,8 @@
 """Scores from teacher-forced decoding equal those of one pass; usage is counted independently."""
 
+import dataclasses
+import functools
+
 import chex
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +11,26 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.policies.delayed_eviction import DelayedEviction
-from tests.generation.support import POLICIES, log_softmax, model_for, prompts
+from tests.generation.support import (
+    GREEDY,
+    POLICIES,
+    engine_for,
+    log_softmax,
+    model_for,
+    prompts,
+)
+from tests.generation.support import SHAPE as ENGINE
 from tests.support.instances import slow_but
 
-LENGTHS = (33, 12, 2, 25)
+pytestmark = pytest.mark.usefixtures("two_programs")
+LENGTHS = (41, 12, 2, 25, 9)
 SHAPE = dict(chunk=8, page_size=16)
+
+
+@functools.cache
+def scores_of(name: str) -> list:
+    """Five sequences over two lanes, the last one alone."""
+    return dms_jax.score(model_for(name), prompts(LENGTHS), num_lanes=2, **SHAPE)
 
 
 def expected_logprobs(model, sequences) -> list[np.ndarray]:
@@ -26,9 +44,10 @@ def expected_logprobs(model, sequences) -> list[np.ndarray]:
     ]
 
 
-def live_entries(name: str, sequences: list[list[int]]) -> list[np.ndarray]:
+@functools.cache
+def live_entries(name: str) -> list[np.ndarray]:
     """Returns the live entries after each token, averaged over layers and heads, [n - 1] each."""
-    policy, model = POLICIES[name], model_for(name)
+    policy, model, sequences = POLICIES[name], model_for(name), prompts(LENGTHS)
     seen = [np.arange(1, len(sequence), dtype=float) for sequence in sequences]
     if name == "tova":
         return [np.minimum(count, policy.budget + 1) for count in seen]
@@ -50,12 +69,10 @@ def live_entries(name: str, sequences: list[list[int]]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", slow_but({"vanilla"}, POLICIES))
 def test_scores_are_those_of_one_pass(name):
-    """Five sequences over two lanes, the last one alone."""
-    model, sequences = model_for(name), prompts([*LENGTHS, 9])
-    scores = dms_jax.score(model, sequences, num_lanes=2, **SHAPE)
+    model, sequences, scores = model_for(name), prompts(LENGTHS), scores_of(name)
     for score, expected in zip(scores, expected_logprobs(model, sequences), strict=True):
         chex.assert_trees_all_close(score.logprobs, expected, rtol=1e-7, atol=1e-4)
-    lives = live_entries(name, sequences)
+    lives = live_entries(name)
     for score, sequence, live in zip(scores, sequences, lives, strict=True):
         usage = score.usage
         assert (usage.prompt_tokens, usage.new_tokens) == (1, len(sequence) - 1)
@@ -71,23 +88,20 @@ def test_scores_are_those_of_one_pass(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_in_one_pass_is_held_whole(name):
-    """Prompts run in chunks of 16, the first before any eviction; scoring goes token by token."""
-    model, (prompt,) = model_for(name), prompts([40])
-    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=1)
-    (done,) = dms_jax.generate(
-        model, [prompt], sampling=sampling, prefill_chunk=16, **SHAPE
-    ).completions
-    (live,) = live_entries(name, [[*prompt, 0]])
-    usage = done.usage
+    """Prompts run in chunks of 8, the first before any eviction; scoring goes token by token."""
+    prompt, live = prompts(LENGTHS)[0][:-1], live_entries(name)[0]
+    one = dataclasses.replace(GREEDY, max_new_tokens=1)
+    (done,) = engine_for(name).generate([prompt], sampling=one)
+    usage, chunk = done.usage, ENGINE["prefill_chunk"]
     assert usage.peak_tokens == pytest.approx(live.max())
     one_pass = POLICIES[name].parallel != "never"
-    held = max((live[start - 1] if start else 0) + min(16, 40 - start) for start in (0, 16, 32))
+    held = max((live[start - 1] if start else 0) + chunk for start in range(0, len(prompt), chunk))
     assert usage.peak_held_tokens == pytest.approx(
         max(held, live.max()) if one_pass else live.max()
     )
     assert one_pass == (name != "tova")
-    (scored,) = dms_jax.score(model, [prompt], **SHAPE)
-    assert scored.usage.peak_held_tokens == scored.usage.peak_tokens
+    scored = scores_of(name)[0].usage
+    assert scored.peak_held_tokens == scored.peak_tokens
 
 
 def test_arrays_and_text_are_scored_as_lists_are():

@@ -12,10 +12,10 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import CapacityError
-from dms_jax.generation import Engine, sharing
+from dms_jax.generation import Engine, Generation, sharing
 from dms_jax.generation.runner import Runner
 from dms_jax.model.language_model import GenerationDefaults
-from tests.generation.support import SHAPE, model_for, prompts
+from tests.generation.support import SHAPE, model_for, prompts, squeezed
 from tests.generation.test_generate import same_usage
 
 SAMPLED = dms_jax.Sampling(temperature=1.0, max_new_tokens=9, seed=5, logprobs=True)
@@ -82,34 +82,32 @@ def assert_same(found, expected) -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_tokens_and_eight_chains_are_two_hundred(ran):
+def test_fifty_tokens_and_four_chains_are_fifty(ran):
     """And each chain still counts its own prompt, reads and peak, as the papers do."""
-    (prompt,) = prompts([200])
-    out = dms_jax.generate(
-        model_for("vanilla", ends=False), [prompt] * 8, sampling=FLAT, prefill_chunk=64
-    )
-    assert sum(ran) == 200
-    assert out.usage.prefilled_tokens == 200
-    assert prefilled(out.completions) == [200] + [0] * 7
-    assert out.usage.prompt_tokens == 1600
+    (prompt,) = prompts([50])
+    out = Generation(engine_with(MORE["vanilla"]).generate([prompt] * 4, sampling=FLAT))
+    assert sum(ran) == 50
+    assert out.usage.prefilled_tokens == 50
+    assert prefilled(out.completions) == [50] + [0] * 3
+    assert out.usage.prompt_tokens == 200
     for completion in out.completions:
-        assert completion.usage.prompt_tokens == 200
-        assert completion.usage.kv_reads == sum(range(201, 209))
-        assert completion.usage.peak_tokens == 208
+        assert completion.usage.prompt_tokens == 50
+        assert completion.usage.kv_reads == sum(range(51, 59))
+        assert completion.usage.peak_tokens == 58
     assert len({tuple(tokens) for tokens in out.tokens}) > 1  # each draws with its own key
     assert len({tokens[0] for tokens in out.tokens}) > 1  # from the first token on
 
 
 @pytest.mark.slow
 def test_other_prompts_between_equal_ones(alone, ran):
-    engine, (one, two, three) = engine_with(MORE["dms"], num_lanes=5), prompts([13, 5, 30])
-    given = [one, two, one, three, three, one]
+    engine, (one, two, three) = engine_with(MORE["dms"]), prompts([13, 5, 30])
+    given = [one, three, one, three, two, one]
     expected = alone(engine, given, SAMPLED)
-    assert prefilled(expected) == [13, 5, 13, 30, 30, 13]
+    assert prefilled(expected) == [13, 30, 13, 30, 5, 13]
     ran.clear()
     found = engine.generate(given, sampling=SAMPLED)
     assert_same(found, expected)
-    assert prefilled(found) == [13, 5, 0, 30, 0, 13]  # the last one had to wait for a lane
+    assert prefilled(found) == [13, 30, 0, 0, 5, 13]  # the last one had to wait for a lane
     assert sum(ran) == sum(prefilled(found))
 
 
@@ -117,7 +115,7 @@ def test_other_prompts_between_equal_ones(alone, ran):
 def test_an_answer_of_one_token_takes_no_step(ran):
     one = dataclasses.replace(SAMPLED, max_new_tokens=1)
     (prompt,) = prompts([13])
-    engine = Engine(model_for("dms", ends=False), max_tokens=64, **(SHAPE | {"num_lanes": 4}))
+    engine = engine_with(MORE["dms"])
     found = engine.generate([prompt] * 4, sampling=one)
     assert sum(ran) == 13
     assert [completion.usage.live_tokens for completion in found] == [
@@ -129,11 +127,7 @@ def test_an_answer_of_one_token_takes_no_step(ran):
 @pytest.mark.slow
 def test_a_share_of_the_longest_length_is_part_of_a_prompt(alone):
     """Two requests with one prompt, and budgets of half of other lengths."""
-    policy = dms_jax.TOVA(compression_ratio=2)
-    engine = Engine(
-        model_for("vanilla", ends=False), policy, max_tokens=64, **(SHAPE | {"num_lanes": 3})
-    )
-    (prompt,) = prompts([20])
+    engine, (prompt,) = engine_with(dms_jax.TOVA(compression_ratio=2)), prompts([20])
     requests = dms_jax.generation.requests.make_requests(engine.model.config, [prompt] * 3, SAMPLED)
     requests[1].max_length = 50
     found = engine.serve(requests, SAMPLED)
@@ -171,9 +165,7 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
     first two decode, between their two chunks, holds no more than its first tokens.
     """
     (prompt,) = prompts([30])
-    memory = 8 * 20 * 2 * 16 * 8 * 4  # what policies keep of each lane takes a part of a page
-    engine = engine_with(KEEPS_ALL, memory=memory)
-    assert engine.runner.allocator.pages_per_shard // 20 == 7
+    engine = engine_with(KEEPS_ALL)
     preempted, fits = [], engine._reserve_or_preempt
 
     def watched(*arguments, **options):
@@ -184,7 +176,8 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
 
     engine._reserve_or_preempt = watched
     two_chunks = dataclasses.replace(SAMPLED, max_new_tokens=1 + 2 * SHAPE["chunk"])
-    found = engine.generate([prompt] * 4, sampling=two_chunks)
+    with squeezed(engine, 7 * 20):
+        found = engine.generate([prompt] * 4, sampling=two_chunks)
     assert prefilled(found) == [30, 0, 30, 0]
     assert sum(ran) == 60
     assert preempted == []
@@ -194,10 +187,11 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
 def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     """It has drawn its first token, though there was no memory for its copy of the prompt."""
     (prompt,) = prompts([30])
-    engine = engine_with(KEEPS_ALL, memory=7 * 20 * 2 * 16 * 8 * 4)
-    found = engine.generate(
-        [prompt] * 4, sampling=SAMPLED, on_tokens=lambda update: engine.cancel([2])
-    )
+    engine = engine_with(KEEPS_ALL)
+    with squeezed(engine, 6 * 20):
+        found = engine.generate(
+            [prompt] * 4, sampling=SAMPLED, on_tokens=lambda update: engine.cancel([2])
+        )
     assert [len(completion.tokens) for completion in found] == [9, 9, 1, 9]
     assert found[2].finish_reason == "cancelled"
     usage = found[2].usage
@@ -210,7 +204,7 @@ def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize(
-    ("policy", "pages"), [(KEEPS_ALL, 8), (EVICTS, 6)], ids=["keeps all", "evicts"]
+    ("policy", "pages"), [(KEEPS_ALL, 140), (EVICTS, 116)], ids=["keeps all", "evicts"]
 )
 def test_a_chain_that_its_first_token_ends_waits_for_no_memory(policy, pages, streamed):
     """There is no memory for its copy of the prompt, and it needs none."""
@@ -222,17 +216,17 @@ def test_a_chain_that_its_first_token_ends_waits_for_no_memory(policy, pages, st
             break
     end = last[0]
     model = dataclasses.replace(roomy.model, generation=GenerationDefaults(eos_token_ids=(end,)))
-    shape = SHAPE | dict(num_lanes=4, max_tokens=64)
-    expected = Engine(model, policy, **shape).generate([prompt] * 4, sampling=sampling)
-    engine, ended = Engine(model, policy, memory=pages * 20 * 2 * 16 * 8 * 4, **shape), []
+    engine, ended = Engine(model, policy, **SHAPE | dict(num_lanes=4, max_tokens=64)), []
+    expected = engine.generate([prompt] * 4, sampling=sampling)
 
     def on_tokens(update):
         if update.finished:
             ended.append(update.index)
 
-    found = engine.generate(
-        [prompt] * 4, sampling=sampling, on_tokens=on_tokens if streamed else None
-    )
+    with squeezed(engine, pages):
+        found = engine.generate(
+            [prompt] * 4, sampling=sampling, on_tokens=on_tokens if streamed else None
+        )
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert (found[3].tokens, found[3].finish_reason) == ([end], "end")
     assert prefilled(found) == [30, 0, 30, 0]
@@ -263,14 +257,14 @@ def test_a_chain_that_does_not_fit_even_alone_is_refused():
 @pytest.mark.slow
 def test_recomputation_after_a_preemption_counts():
     """The second chain was preempted after two chunks of its answer: prompt and answer again."""
-    engine, (prompt,) = engine_with(dms_jax.Vanilla(), num_lanes=2), prompts([13])
+    engine, (prompt,) = engine_with(dms_jax.Vanilla()), prompts([13])
     fits, alone = engine.runner.fits, []
 
     def full_once(extra, **options):
         both = len(engine._running) == 2
         if engine.runner.seen.max() > 13 and not both:
             alone.append(extra)
-        if (engine.runner.seen > 13).all() and both and not alone:
+        if (engine.runner.seen[:2] > 13).all() and both and not alone:
             return False
         return fits(extra, **options)
 
@@ -282,12 +276,12 @@ def test_recomputation_after_a_preemption_counts():
 @pytest.mark.slow
 def test_few_programs_copy(ran):
     """One shape for any number of lanes and pages, and one draw for any number of chains."""
-    engine = engine_with(dms_jax.DMS(window=10, alpha_offset=0.0), num_lanes=8)
+    engine = engine_with(MORE["dms"])
     given = prompts([13, 30, 5, 1])
-    engine.generate([given[0]] * 8, sampling=SAMPLED)
+    engine.generate([given[0]] * 4, sampling=SAMPLED)
     first_tokens = sharing.programs.first_tokens.jitted
     copies, draws = sharing.copy_lanes._cache_size(), first_tokens._cache_size()
-    for count, prompt in ((2, given[1]), (5, given[2]), (3, given[3]), (7, given[0])):
+    for count, prompt in ((2, given[1]), (4, given[2]), (3, given[3]), (2, given[0])):
         found = engine.generate([prompt] * count, sampling=SAMPLED)
         assert prefilled(found) == [len(prompt)] + [0] * (count - 1)
     assert sharing.copy_lanes._cache_size() == copies

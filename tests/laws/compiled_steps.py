@@ -1,8 +1,8 @@
 """Compiles chunks of steps and of prompts ahead of time and prints the compiler's reports as JSON.
 
 Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
-process loads at a time, and times are clean only without a compilation cache. Nothing is executed
-and no array is made, so models and pools can have real sizes. For TPU no device is needed; with
+process loads at a time. Nothing is executed and no array is made, so models and pools can have
+real sizes. For TPU no device is needed; with
 `gpu` as its argument it compiles for the GPU at hand; with `h200` for one that need not be there
 (`make gpu-compiler`), steps of the policies that are named next, and prompts of those after them.
 For TPU the policies whose prompts are compiled are the argument.
@@ -11,7 +11,6 @@ For TPU the policies whose prompts are compiled are the argument.
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -229,14 +228,10 @@ def report_of(lowered, shapes, place: NamedSharding) -> dict:
     )
 
 
-def compile_seconds(num_layers: int) -> tuple[float, int]:
-    """Returns the CPU seconds to trace, lower and compile for this machine, and instructions."""
+def instructions(num_layers: int) -> int:
+    """Returns how many instructions a chunk of steps has, compiled for this machine."""
     shapes = arguments(DMS(window=64), config_of(num_layers))
-    jax.clear_caches()
-    start = time.process_time()
-    compiled = programs.decode.lower(*shapes).compile()
-    seconds = time.process_time() - start
-    return seconds, compiled.as_text().count(" = ")
+    return programs.decode.lower(*shapes).compile().as_text().count(" = ")
 
 
 def memory_of_all(
@@ -270,9 +265,8 @@ def main() -> None:
         return
     memory, copies = memory_of_all(on_tpu()), memory_of_all(on_tpu(), memory_of_copies)
     prompts = memory_of_all(on_tpu(), memory_of_prompts, sys.argv[1].split(","))
-    compile_seconds(2)  # warm-up: imports and tables of the compiler
-    times = [[compile_seconds(layers) for layers in (4, 40)] for _ in range(3)]
-    print(json.dumps(dict(memory=memory, copies=copies, prompts=prompts, times=times)))
+    depths = {layers: instructions(layers) for layers in (4, 40)}
+    print(json.dumps(dict(memory=memory, copies=copies, prompts=prompts, instructions=depths)))
 
 
 if __name__ == "__main__":

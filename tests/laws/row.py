@@ -99,6 +99,31 @@ def one_of_each_policy(rows: Sequence[Row]) -> list:
     return first_of_each(rows, by=lambda row: row.policy.name, cost=lambda row: row.cost)
 
 
+def forms(row: Row) -> set:
+    """Returns what has code of its own in a row: the policy, what it is put over, prompts, bits."""
+    policy = row.policy
+    return {
+        policy.name,
+        (policy.name, type(getattr(policy, "over", None))),
+        ("prefill", getattr(policy, "prefill", None)),
+        ("bits", row.kv_dtype),
+    }
+
+
+def every_form_once(rows: Sequence[Row]) -> list[Row]:
+    """Returns the cheapest rows in which each of the forms of `rows` is met, in their order.
+
+    For laws that compile programs of their own: what else rows differ in, numbers and options, are
+    met in the programs that all rows run.
+    """
+    chosen, met = [], set()
+    for row in sorted(rows, key=lambda row: row.cost):
+        if not forms(row) <= met:
+            chosen.append(row)
+            met |= forms(row)
+    return [row for row in rows if row in chosen]
+
+
 @functools.cache
 def model_of(group: int, adapter: AdapterShape | bool | None) -> Transformer:
     """Returns a model of two layers, whose switches vary with the group size."""

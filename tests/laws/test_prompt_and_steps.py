@@ -6,7 +6,7 @@
 3. Kept tokens, slots, reads and peaks are those of the simulation after every call.
 
 Every row runs a batch with a sequence that is all prompt, one that is all answer, and one of both;
-for the rows of group 2, of which every policy has one, whole batches are of a kind.
+for rows of group 2 whole batches are of a kind: of one row of every policy, and of every form.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import POLICIES
+from dms_jax.policies import DMC, DMS, POLICIES, Vanilla
 from dms_jax.policies.periodic_eviction import PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
-from tests.laws.row import Row, model_for, one_of_each_policy
+from tests.laws.row import Row, every_form_once, model_for, one_of_each_policy
 from tests.laws.simulations import (
     LENGTHS,
     LOGITS_PAGE_SIZE,
@@ -36,11 +36,12 @@ from tests.laws.simulations import (
 )
 from tests.laws.table import ROWS, SPLIT_INVARIANT, simulate_vanilla
 from tests.support.cached_runs import Part, drive, poisoned_cache, ragged_parts
-from tests.support.instances import further
+from tests.support.instances import first_of_each
 
 TOLERANCE = 1e-10
 
 MIXED = (5, 19, 0)  # of LENGTHS: both, all prompt, all answer
+PLACES = 2 * WIDTH  # for the tokens of a chunk without padding
 WHOLE_PROMPTS = 4  # query heads per KV head of the rows that read a whole prompt in one chunk
 
 
@@ -49,7 +50,9 @@ def by_row(rows: list[Row]):
 
 
 every_row = by_row(ROWS)
-one_group = by_row([row for row in ROWS if row.group == 2])
+GROUP = [row for row in ROWS if row.group == 2]
+FORMS = every_form_once(GROUP)
+every_form = by_row(FORMS)
 
 
 def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
@@ -94,48 +97,72 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
     return difference.largest
 
 
-@one_group
+@every_form
 def test_steps_alone(row, record_property):
     prompts = [0, 0, 0]
     parts = ragged_parts(1, LENGTHS, prompts, width=1)
     record_property("largest", float(check_run(row, prompts, parts)))
 
 
+def split_of(row: Row) -> tuple[int, ...]:
+    """Returns the lengths of the prompts of a row's ragged chunks.
+
+    A policy that treats prompts like answers needs no prompt that ends to be met by both programs,
+    the chunk and the step. Its rows of group 2 run both; of further groups one runs each, for which
+    Vanilla runs both. Where a chunk goes token by token, it is the chunk.
+    """
+    if row.group == 2 or row.policy.parallel == "prompts" or isinstance(row.policy, Vanilla):
+        return MIXED
+    if row.policy.parallel == "never" or row.group == 8:
+        return LENGTHS
+    return (0, 0, 0) if row.group == 1 else MIXED
+
+
 @every_row
 def test_ragged_chunks_of_a_prompt_then_steps(row, record_property):
     """Rows that take a prompt whole below take chunks in the same program, with more padding."""
     padded = WIDE if row.group == WHOLE_PROMPTS else WIDTH
-    parts = ragged_parts(2, LENGTHS, MIXED, width=WIDTH, padded=padded)
-    record_property("largest", float(check_run(row, MIXED, parts, seed=3)))
+    prompts = split_of(row)
+    parts = ragged_parts(2, LENGTHS, prompts, width=WIDTH, padded=padded)
+    record_property("largest", float(check_run(row, prompts, parts, seed=3)))
 
 
-@one_group
-@pytest.mark.parametrize("prompts", [LENGTHS, *further(((13, 1, 22),))], ids=str)
+@pytest.mark.parametrize(
+    ("prompts", "row"),
+    first_of_each(
+        [(LENGTHS, row) for row in FORMS] + [((13, 1, 22), row) for row in GROUP],
+        by=lambda pair: (pair[0], pair[1].policy.name),
+        cost=lambda pair: pair[1].cost,
+    ),
+    ids=lambda value: value.name if isinstance(value, Row) else str(value),
+)
 def test_ragged_chunks_of_other_prompts(row, prompts, record_property):
     parts = ragged_parts(2, LENGTHS, prompts, width=WIDTH)
     record_property("largest", float(check_run(row, prompts, parts, seed=3)))
 
 
-@one_group
+@every_form
 def test_prompts_in_chunks_of_one_and_answers_in_chunks(row, record_property):
-    """Checks answers in chunks, as when a preempted request recomputes its past."""
+    """Checks answers in chunks, as when a preempted request recomputes its past.
+
+    Their chunks are without padding, like those below.
+    """
     prompts = (13, 1, 22)
     parts = [*ragged_parts(4, prompts, prompts, width=1)]
-    parts += ragged_parts(5, np.subtract(LENGTHS, prompts), [0] * 3, width=1, answers_width=WIDTH)
+    answers = np.subtract(LENGTHS, prompts)
+    parts += ragged_parts(5, answers, [0] * 3, width=1, answers_width=WIDTH, places=PLACES)
     record_property("largest", float(check_run(row, prompts, parts, seed=6)))
 
 
-@one_group
+@every_form
 def test_chunks_without_padding(row, record_property):
     """Some are as long as the chunk, some empty, and some leave places empty; answers too."""
-    prompts, places = (17, 9, 22), 2 * WIDTH
-    parts = [
-        *ragged_parts(7, LENGTHS, prompts, width=WIDTH, answers_width=WIDTH // 2, places=places)
-    ]
+    prompts = (17, 9, 22)
+    parts = [*ragged_parts(7, LENGTHS, prompts, width=WIDTH, answers_width=WIDTH, places=PLACES)]
     counts = np.array([part.counts for part in parts])
     assert WIDTH in counts
     assert 0 in counts
-    assert places in counts.sum(1)
+    assert PLACES in counts.sum(1)
     record_property("largest", float(check_run(row, prompts, parts, seed=6)))
 
 
@@ -145,13 +172,18 @@ def test_a_chunk_that_holds_the_whole_prompt(row, record_property):
     record_property("largest", float(check_run(row, LENGTHS, parts)))
 
 
-@by_row(
-    [
-        row
-        for row in ROWS
-        if (row.policy.parallel == "always" or row.group == 2) and row.kv_dtype is None
-    ]
-)
+def has_a_pass_of_its_own(row: Row) -> bool:
+    """Returns whether a row's pass over whole sequences says what that of no other row does.
+
+    Through a cache, that is of forms. Without one it is of options, which rows of groups 1 and 2
+    have, and of borrowed neurons, which are other ones for every group.
+    """
+    if row.policy.parallel != "always":
+        return row in FORMS
+    return row.group <= 2 or isinstance(row.policy, (DMS, DMC))
+
+
+@by_row([row for row in ROWS if row.kv_dtype is None and has_a_pass_of_its_own(row)])
 def test_one_pass_over_whole_sequences(row, record_property):
     """`LanguageModel.logits`: without a cache where that is possible, else through one of its own.
 

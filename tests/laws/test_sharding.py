@@ -45,7 +45,6 @@ from tests.laws.combined_rows import (
     in_4_bits,
     simulate_dms_stored,
     simulate_kcache,
-    simulate_kcache_over_dms,
     simulate_quest_over_dms,
 )
 from tests.laws.row import Row, one_of_each_policy
@@ -59,7 +58,6 @@ from tests.laws.table import (
     simulate_dms,
     simulate_fixed,
     simulate_h2o,
-    simulate_quest,
     simulate_random,
     simulate_streaming,
     simulate_tova,
@@ -74,12 +72,10 @@ ROWS = [
     Row(DMS(window=2, source="adapter", per="layer"), simulate_dms, 2, 8),
     in_4_bits(DMS(window=3), simulate_dms_stored, 2, 8),
     Row(DMC(offset=0.2, window=3), simulate_dmc, 2, 8, keys=dmc_keys),
-    Row(DMC(offset=0.2, window=None, per="layer"), simulate_dmc, 2, 8, keys=dmc_keys),
     Row(FixedPooling(every=3), simulate_fixed, 2, 8, keys=fixed_keys),
     Row(StreamingLLM(budget=6, sinks=2), simulate_streaming, 2, 8),
     Row(RandomEviction(window=2, rate=0.6), simulate_random, 2, 8),
     Row(TOVA(budget=5), simulate_tova, 2, 8),
-    Row(TOVA(budget=4, prefill=DENSE), simulate_tova, 2, 3, cuts="after the prompt"),
     Row(H2O(budget=5, prefill=DENSE), simulate_h2o, 2, 3, cuts="after the prompt"),
     Row(
         AdaKV(SnapKV(budget=6, interval=3, window=3), alpha=0.4),
@@ -92,10 +88,8 @@ ROWS = [
     Row(
         ExpectedAttention(budget=6, interval=3, sinks=2), scored_rows.simulate, 2, 3, cuts="always"
     ),
-    Row(Quest(budget=8, dense_layers=1), simulate_quest, 2, 4, selects=True),
     Row(Quest(budget=8, over=DMS(window=3), dense_layers=0), simulate_quest_over_dms, 2, 4),
     Row(KCache(top=3, first_layers=1, values="device"), simulate_kcache, 2, 8),
-    Row(KCache(top=3, over=DMS(window=3), values="device"), simulate_kcache_over_dms, 2, 8),
 ]
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]

@@ -13,7 +13,7 @@ import pytest
 from dms_jax.generation import Completion, Engine, Sampling, sharing
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import POLICIES
-from tests.laws.row import model_for, one_of_each_policy
+from tests.laws.row import every_form_once, model_for, one_of_each_policy
 from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, engine_of
 from tests.laws.table import ROWS
 from tests.laws.test_sharding import ROWS as MESH_ROWS
@@ -21,7 +21,7 @@ from tests.laws.test_sharding import on_mesh
 from tests.support.models import random_tokens
 
 SERVED = [row for row in ROWS if row.group == 2 and (not row.identity or row.name.startswith("V"))]
-SERVED += [row for row in ROWS if row.policy.name == "Knorm"]
+SERVED = every_form_once(SERVED + [row for row in ROWS if row.policy.name == "Knorm"])
 every_policy = pytest.mark.parametrize("row", one_of_each_policy(SERVED), ids=lambda row: row.name)
 LONG, SHORT = (random_tokens(seed, length).tolist() for seed, length in ((70, 19), (71, 5)))
 SAMPLED = Sampling(temperature=1.0, max_new_tokens=6, seed=3, logprobs=True)

@@ -95,11 +95,15 @@ def pooled(x, alpha, omega, window):
     return np.moveaxis(np.array(rows), 1, 2)
 
 
+# Without jit every little operation of a scan is a program of its own.
+means_of = jax.jit(partial_means, static_argnums=4)
+
+
 @every_window
 def test_partial_means_equal_the_closed_form_in_float64(window):
     k, v, alpha, omega = draw(1)
     with jax.enable_x64(True):
-        got_k, got_v = partial_means(*map(jnp.asarray, (k, v, alpha, omega)), window)
+        got_k, got_v = means_of(*map(jnp.asarray, (k, v, alpha, omega)), window)
     chex.assert_trees_all_close(got_k, pooled(k, alpha, omega, window), rtol=1e-7, atol=1e-13)
     chex.assert_trees_all_close(got_v, pooled(v, alpha, omega, window), rtol=1e-7, atol=1e-13)
 
@@ -124,7 +128,7 @@ def test_parallel_equals_token_by_token_in_float32(window):
     ring = jnp.zeros((BATCH, KV_HEADS, window or 1, HEAD_DIM + 1))
     tokens = [jnp.moveaxis(x, axis, 0) for x, axis in ((k, 1), (alpha, 2), (omega, 2))]
     _, want = jax.lax.scan(step, ring, tokens)
-    got, _ = partial_means(*map(jnp.asarray, (k, v, alpha, omega)), window)
+    got, _ = means_of(*map(jnp.asarray, (k, v, alpha, omega)), window)
     chex.assert_type(got, jnp.float32)
     chex.assert_trees_all_close(got, jnp.moveaxis(want, 0, 1), rtol=1e-7, atol=1e-5)
     chex.assert_trees_all_close(got, pooled(k, alpha, omega, window), rtol=1e-7, atol=1e-5)
@@ -158,7 +162,7 @@ def test_gradients_equal_finite_differences(window):
         return sum((weight * mean).sum() for weight, mean in zip(weights, means, strict=True))
 
     with jax.enable_x64(True):
-        gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*map(jnp.asarray, arguments))
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(jnp.asarray, arguments))
     for index, gradient in enumerate(gradients):
         for _ in range(3):
             direction = random.normal(size=gradient.shape)
@@ -223,6 +227,7 @@ def test_uniform_weighting_counts_every_token_alike():
     chex.assert_trees_all_equal(decisions.importance, np.ones((1, 2, 9)))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def relaxed(policy, q, k, positions, noise):
     tokens = tokens_of(k, q=q, v=2 * k, positions=positions)
     chunk = chunk_of(tokens, decisions=policy.decide(tokens))

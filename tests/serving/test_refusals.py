@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 import dms_jax
+from dms_jax.errors import ConfigError
+from tests.serving.support import make_service
 
 MANY = "Once upon a time " * 60
 SAY = [{"role": "user", "content": "Hi"}]
@@ -162,3 +164,12 @@ def test_models_and_health(client):
     assert (card["id"], card["max_model_len"], card["policy"]) == ("stories", 160, "TOVA")
     assert json.loads(client.get("/v1/models/stories")[1]) == card
     assert client.get("/health") == (200, '{"status":"ok"}')
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rule"),
+    [(1, "at least 2, .* got 1"), (100_000, "at most the model's 512 positions")],
+)
+def test_a_sequence_has_room_for_a_prompt_and_an_answer_and_the_model_for_it(tokens, rule):
+    with pytest.raises(ConfigError, match=f"Service: max_tokens must be {rule}"):
+        make_service(max_tokens=tokens)

@@ -1,7 +1,7 @@
 """A warm server compiles nothing, whatever comes: nobody waits for the programs of others."""
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,11 +19,36 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     dict(top_k=3, min_p=0.1),
     dict(top_p=0.3, logprobs=True),
 )
-# The pages of a row, averaged over rows: too few for all lanes, so that answers are recomputed.
-POLICIES: dict[str, tuple[dms_jax.Policy, int]] = {
-    "vanilla": (dms_jax.Vanilla(), 60),
-    "Quest": (dms_jax.Quest(budget=24, dense_layers=1), 60),  # tells answers from prompts
-    "SnapKV": (dms_jax.SnapKV(budget=16, window=4, interval=8, kernel=3), 44),
+
+
+class Setting(NamedTuple):
+    """What a policy is served with.
+
+    Attributes:
+      policy: the policy.
+      slots: the slots of a row, averaged over rows: too few for all lanes, so that answers are
+        recomputed.
+      page_size: of 4 tokens there are two widths of page tables, of 8 there is one.
+      prefill_chunk: of 64 tokens there are two widths of prompts, of 16 there is one.
+    """
+
+    policy: dms_jax.Policy
+    slots: int
+    page_size: int
+    prefill_chunk: int
+
+
+# All widths of prompts with all widths of page tables; then prompts that are told from answers with
+# each of these, on pages that are read by choice and behind cuts.
+SETTINGS = {
+    "vanilla": Setting(dms_jax.Vanilla(), 240, page_size=4, prefill_chunk=64),
+    "Quest": Setting(dms_jax.Quest(budget=24, dense_layers=0), 240, page_size=8, prefill_chunk=64),
+    "SnapKV": Setting(
+        dms_jax.SnapKV(budget=16, window=4, interval=8, kernel=3),
+        176,
+        page_size=4,
+        prefill_chunk=16,
+    ),
 }
 
 
@@ -66,27 +91,29 @@ class Clients:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
-    policy, pages = POLICIES[name]
+    policy, slots, page_size, prefill_chunk = SETTINGS[name]
     compilations, model = Compilations(), model_for("vanilla", ends=False)
     config = model.config
-    rows = config.num_layers * config.num_kv_heads
+    rows, pages = config.num_layers * config.num_kv_heads, slots // page_size
     service = Service(
         model,
         policy,
         num_lanes=4,
         max_tokens=MAX_TOKENS,
-        memory=page_bytes(config, policy, 4, model.dtype, None) * rows * pages,
+        memory=page_bytes(config, policy, page_size, model.dtype, None) * rows * pages,
         chunk=16,
-        page_size=4,
-        prefill_chunk=64,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
         prefill_tokens=128,
     )
     assert service.engine._launched.steps_a_program(16) == 8  # a chunk is two programs
-    # Two or three widths of prompts, each for many and for few; up to two widths of page tables;
-    # answers that are recomputed, where a policy tells them from prompts; a few small programs.
-    assert compilations.of(service.warm) <= 40
+    assert len(service.engine._shapes.widths) == (2 if prefill_chunk == 64 else 1)
+    assert len(service.engine.runner.table_widths()) == (2 if page_size == 4 else 1)
+    # Prompts of each width, each for many and for few and with each width of page tables; answers
+    # that are recomputed, where a policy tells them from prompts; a few small programs.
+    assert compilations.of(service.warm) <= 20
     recomputed, add = [], service.engine._reading.__class__.add
 
     def watched(reading, lane, part):
@@ -105,12 +132,7 @@ def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
     assert recomputed or name == "SnapKV"  # its prompts are cut before anything outgrows the pool
 
 
-def test_a_service_is_warmed_before_it_starts():
-    service = Service(model_for("vanilla", ends=False), num_lanes=1, max_tokens=16, page_size=4)
-    service.start()
-    try:
-        service.check()
-        with pytest.raises(dms_jax.BusyError):
-            service.warm()
-    finally:
-        service.drain(10.0)
+def test_a_service_is_warmed_before_it_starts(idle):
+    idle.service.check()
+    with pytest.raises(dms_jax.BusyError):
+        idle.service.warm()

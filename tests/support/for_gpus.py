@@ -12,6 +12,25 @@ import pytest
 from tests.support.ahead import GPU_COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
+# Nobody runs these programs: tests read their text and their memory. Forms of a product that could
+# only be told apart by timing them on a card are not compiled, no second thread compiles beside the
+# other tests, and ptxas does not try hard.
+QUICKLY = (
+    "--xla_gpu_autotune_level=0"
+    " --xla_gpu_force_compilation_parallelism=1"
+    " --xla_gpu_disable_gpuasm_optimizations=true"
+)
+
+
+def environment(**told: str) -> dict[str, str]:
+    """Returns the environment of a process that compiles for GPUs which are not there.
+
+    Args:
+      told: variables that differ from those of this process.
+    """
+    paths = os.pathsep.join(map(str, (ROOT, GPU_COMPILER)))
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "XLA_FLAGS": flags} | told
 
 
 def told_by(script: str, *arguments: str) -> Any:
@@ -26,13 +45,11 @@ def told_by(script: str, *arguments: str) -> Any:
     """
     if not (GPU_COMPILER / "jax_plugins").exists():
         pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")
-    paths = os.pathsep.join(map(str, (ROOT, GPU_COMPILER)))
-    told = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | told,
+        env=environment(JAX_DISABLE_MOST_OPTIMIZATIONS="0"),
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]

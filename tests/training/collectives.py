@@ -59,8 +59,6 @@ _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf"= (.*?) ({_KINDS})(?:-start)?\(")
 _ARRAY = re.compile(r"(bf16|f32|s32|u32|pred)\[([\d,]*)\]")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
-# ptxas need not try hard for programs that nobody runs.
-_QUICKLY: dict[str, bool] = {"xla_gpu_disable_gpuasm_optimizations": True}
 _CALLED = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%([\w.-]+)")
 
 
@@ -126,7 +124,7 @@ def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.
             state, constants, passes, schedule
         )
         platform = mesh.devices.flat[0].platform.replace("gpu", "cuda")
-        options = GPU_OPTIONS | _QUICKLY if platform == "cuda" else None
+        options = dict(GPU_OPTIONS) if platform == "cuda" else None
         lowered = traced.lower(lowering_platforms=(platform,))
         return compile_ahead(lowered, f"{target} {dict(mesh.shape)}", options).text
 

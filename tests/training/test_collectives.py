@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import for_gpus
 from tests.support.ahead import GPU_COMPILER
 from tests.training import collectives as compiling
 
 ROOT = Path(__file__).resolve().parents[2]
+OF_ROOT = os.environ | {"PYTHONPATH": str(ROOT)}
 WIDTH, VOCABULARY = compiling.CONFIG.hidden_size, compiling.CONFIG.vocab_size
 MATRIX = {f"[{VOCABULARY},{WIDTH}]", f"[{WIDTH},{VOCABULARY}]"}
 
@@ -39,13 +41,13 @@ def heads_in(arrays):
     return sum(arrays.count(shape) for shape in MATRIX)
 
 
-def compiled(target, *shards, **environment):
+def compiled(target, *shards, environment):
     """Returns the collectives of a step by number of shards."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.collectives", target, *map(str, shards)],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{GPU_COMPILER}"} | environment,
+        env=environment,
         timeout=900,
         cwd=ROOT,
     )
@@ -56,7 +58,8 @@ def compiled(target, *shards, **environment):
 
 @pytest.fixture(scope="module")
 def on_cpu():
-    return compiled("cpu", 2, 8, "2x4", JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="8")
+    environment = OF_ROOT | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    return compiled("cpu", 2, 8, "2x4", environment=environment)
 
 
 @pytest.mark.slow
@@ -116,7 +119,7 @@ def test_more_devices_communicate_no_more_each(on_cpu):
 )
 def test_on_gpus_the_same():
     """The programs of 2 and of 8 H200s, made by their own compiler with none of them here."""
-    on_gpus = compiled("gpu", 2, 8, JAX_PLATFORMS="cpu")
+    on_gpus = compiled("gpu", 2, 8, environment=for_gpus.environment())
     for found in on_gpus.values():
         check(found, times_known=True)
         matrices = [arrays for kind, arrays, _ in found if kind == "all-gather"]
@@ -129,7 +132,7 @@ def test_on_tpus_the_same():
     """The programs of 4 and of 8 chips of v5e; matrices are gathered in bfloat16."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")
-    on_tpus = compiled("v5e", 4, 8)
+    on_tpus = compiled("v5e", 4, 8, environment=OF_ROOT)
     for found in on_tpus.values():
         check(found, times_known=False)
         matrices = [arrays for kind, arrays, _ in found if kind == "all-gather"]

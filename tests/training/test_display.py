@@ -50,6 +50,13 @@ def test_the_figures_of_a_step(monkeypatch):
     assert plain.figures(skipped) == "LM 0.500 | gradient 0.41 | 12,346 tok/s | 2 skipped"
 
 
+def test_a_run_that_is_done_says_so_and_shows_no_bar(capsys):
+    with display(total=45, done=45, opening="45 steps of distillation"):
+        pass
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).strip() == "All 45 steps of this run are done already."
+
+
 def test_the_last_line_leaves_skipped_steps_out(capsys):
     """Their figures are not numbers, and neither would a mean with them be."""
     nan = float("nan")

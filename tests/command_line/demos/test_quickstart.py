@@ -1,5 +1,6 @@
 """The quickstart, with hardly any training: every row, file and figure that it promises."""
 
+import dataclasses
 import io
 import json
 import re
@@ -13,13 +14,19 @@ from rich.progress import Progress
 import dms_jax
 from dms_jax.command_line.demos import quickstart
 
-LENGTH = 128  # tokens of a sequence, for 512: each is a step
+LENGTH = 64  # tokens of a sequence, for 512: each is a step
 
 
 @pytest.mark.slow
 def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(quickstart, "LENGTH", LENGTH)
+    recipe = quickstart.recipes.dms_quickstart
+
+    def short(*given, **options):
+        return dataclasses.replace(recipe(*given, **options), sequence_length=LENGTH)
+
+    monkeypatch.setattr(quickstart.recipes, "dms_quickstart", short)
     config = quickstart.Config(
         out=tmp_path,
         sequences=2,

@@ -384,7 +384,7 @@ CODE = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=8)
 @example("\ud800\x00", 0)
 @example("    return " + "-" * 200_000 + "1", 0)
 @example("import sys; sys.setrecursionlimit(10**9)\ndef g(): g()\ng()", 1)
@@ -395,9 +395,10 @@ def test_judging_never_raises(text, number):
         for completion in (text, block(text)):
             answer = task.answer(completion)
             assert answer is None or isinstance(answer, str)
-            assert task.score(problem, completion) in (0, 1)
+            score = task.score(problem, completion)
+            assert score in (0, 1)
             if answer is not None:
-                assert task.score_answer(problem, answer) == task.score(problem, completion)
+                assert task.score_answer(problem, answer) == score
 
 
 TASKS = []

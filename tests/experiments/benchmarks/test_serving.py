@@ -119,7 +119,9 @@ def test_what_is_refused_is_counted_and_ends_with_a_failure(tmp_path):
 @pytest.mark.slow
 def test_the_library_s_own_server_is_started_and_ended(tmp_path):
     out = tmp_path / "serving.json"
-    options = "--lanes 2 --max-tokens 64 --policy TOVA --options budget=16"
+    # Of the programs of tests/command_line/test_serve.py, which are compiled once.
+    shape = "--lanes 2 --max-tokens 64 --page-size 16 --chunk 4"
+    options = f"{shape} --policy TOVA --options budget=16"
     config = small(out, server=options, clients=(2,), requests=3)
     assert script.main(config) == 0
     report = json.loads(out.read_text())

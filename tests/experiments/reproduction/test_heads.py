@@ -103,15 +103,14 @@ def test_the_script_writes_pictures_pages_and_verdicts(tmp_path, monkeypatch):
         random = [(2.0, dms_jax.RandomEviction(window=16, rate=rate)) for rate in (0.5, 0.8)]
         return {"DMS": models(random), "DMC": models(pooling)}
 
-    def shorter(model, count):
-        return held_out(model, count)[:, :160]
-
-    held_out = heads.held_out
-    monkeypatch.setattr(heads, "held_out", shorter)
+    # Texts of one length, so that those of a model and a policy share their programs.
+    length, held_out, novels = 98, heads.held_out, heads.novels
+    monkeypatch.setattr(heads, "held_out", lambda *given: held_out(*given)[:, :length])
+    monkeypatch.setattr(heads, "novels", lambda *given: novels(*given[:2], length))
     monkeypatch.setattr(heads, "retrofits", untrained)
     runs = tmp_path / "runs"
     out = tmp_path / "out"
-    config = heads.Config(out=out, runs=runs, problems=2, length=112, needles=2, stories=2)
+    config = heads.Config(out=out, runs=runs, problems=2, length=length, needles=2, stories=2)
     results = heads.main(config)
     written = {path.name for path in out.iterdir()}
     pictures = {"ratios", "training", "length", "distance", "position", "kinds", "agreement"}
@@ -137,4 +136,4 @@ def test_the_script_writes_pictures_pages_and_verdicts(tmp_path, monkeypatch):
     for what in ("draw", "write_page"):  # as they were a moment ago
         monkeypatch.setattr(heads, what, lambda *_: None)
     assert heads.main(config)["ratios"] == results["ratios"]
-    assert recorded == [(2, 160)] * 2  # only of the models that a run makes itself
+    assert recorded == [(2, length)] * 2  # only of the models that a run makes itself

@@ -50,7 +50,6 @@ def test_the_argument_is_that_few_heads_are_between_empty_and_whole():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("optimized")
 def test_the_script_reads_texts_and_says_what_heads_hold(tmp_path, monkeypatch):
     data = tmp_path / "data"
     for name, text in (
@@ -59,7 +58,7 @@ def test_the_script_reads_texts_and_says_what_heads_hold(tmp_path, monkeypatch):
     ):
         (data / name).parent.mkdir(parents=True)
         (data / name).write_text(text)
-    sizes = dict(answers=2, answer_tokens=120, texts=2, text_tokens=60)
+    sizes = dict(answers=2, answer_tokens=32, texts=2, text_tokens=24)
     told = dict(out=tmp_path / "out", qwen="q.gguf", smollm2="s.gguf", data=data, **sizes)
     config = real_heads.Config(**told)
     model = dms_jax.load(dms_jax.assets.path("reasoner-11m-dms"))
@@ -70,7 +69,7 @@ def test_the_script_reads_texts_and_says_what_heads_hold(tmp_path, monkeypatch):
         return model
 
     monkeypatch.setattr(real_heads.dms_jax, "load", load)
-    monkeypatch.setattr(real_heads, "needles", lambda config, model: np.zeros((2, 40), int) + 5)
+    monkeypatch.setattr(real_heads, "needles", lambda config, model: np.zeros((2, 24), int) + 5)
     monkeypatch.setitem(real_heads._TEXTS, real_heads.needles, "RULER's needles")
     with pytest.raises(dms_jax.ConfigError, match="--qwen or --smollm2"):
         real_heads.main(real_heads.Config(out=tmp_path))
@@ -79,16 +78,16 @@ def test_the_script_reads_texts_and_says_what_heads_hold(tmp_path, monkeypatch):
     systems = json.loads((tmp_path / "out" / "results.json").read_text())["systems"]
     sizes = {name: (own["texts"], own["tokens"]) for name, own in systems.items()}
     assert sizes == {
-        "Qwen2.5-Coder-0.5B, its answers to GSM8K": (2, 120),
-        "Qwen2.5-Coder-0.5B, wikitext-2": (2, 60),
-        "SmolLM2-135M, RULER's needles": (2, 40),
-        "SmolLM2-135M, wikitext-2": (2, 60),
+        "Qwen2.5-Coder-0.5B, its answers to GSM8K": (2, 32),
+        "Qwen2.5-Coder-0.5B, wikitext-2": (2, 24),
+        "SmolLM2-135M, RULER's needles": (2, 24),
+        "SmolLM2-135M, wikitext-2": (2, 24),
     }
     for own in systems.values():
         assert np.shape(own["heads"]) == (model.config.num_layers, model.config.num_kv_heads)
     page = (tmp_path / "out" / "README.md").read_text()
-    assert "| SmolLM2-135M, wikitext-2 | 2 x 60 |" in page
+    assert "| SmolLM2-135M, wikitext-2 | 2 x 24 |" in page
     assert (tmp_path / "out" / "heads.png").exists()
     short = real_heads.Config(**(told | dict(answers=3)))
-    with pytest.raises(dms_jax.DataError, match="2 answers to GSM8K have 120 tokens"):
+    with pytest.raises(dms_jax.DataError, match="2 answers to GSM8K have 32 tokens"):
         real_heads.main(short)
