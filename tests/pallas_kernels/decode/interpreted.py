@@ -18,6 +18,7 @@ from tests.pallas_kernels.support import (
     as_arrays,
     decode_inputs,
     decode_oracle,
+    interpret_quickly,
     relative_error,
     split_rows,
     tpu_interpreters,
@@ -68,4 +69,5 @@ def main(implementation, tile, names):
 
 
 if __name__ == "__main__":
+    interpret_quickly()
     main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

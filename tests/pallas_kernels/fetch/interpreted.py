@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fetch.gpu import fetch_rows_mosaic
+from tests.pallas_kernels.support import interpret_quickly
 
 
 def main():
@@ -27,4 +28,5 @@ def main():
 
 
 if __name__ == "__main__":
+    interpret_quickly()
     main()

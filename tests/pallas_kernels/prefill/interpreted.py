@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
 from pallas_kernels.prefill import cases, gpu, mma
 from tests.pallas_kernels.prefill.support import draw, oracle, split_keys
-from tests.pallas_kernels.support import TOLERANCE, relative_error
+from tests.pallas_kernels.support import TOLERANCE, interpret_quickly, relative_error
 
 
 def main() -> None:
@@ -30,4 +30,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    interpret_quickly()
     main()

@@ -68,8 +68,23 @@ def draw(case, seed=0, dtype=None):
 
 
 def structs(case, sharding=None):
+    """Shapes and dtypes of what `draw` returns, with no arrays behind them."""
+    own, keys = (case.B, case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
+    pages = (int((-(-np.array(case.past) // case.P)).sum()) + 1, case.P, case.D)
+    rows = (case.B, case.K)
+    shapes = {
+        "q": (own, case.dtype),
+        **dict.fromkeys(("k", "v"), (keys, case.dtype)),
+        **dict.fromkeys(("k_pages", "v_pages"), (pages, case.dtype)),
+        "evicted": ((*rows, case.T), bool),
+        "counts": ((case.B,), np.int32),
+        "page_table": ((*rows, case.M), np.int32),
+        "past_lengths": (rows, np.int32),
+        "past_until": ((*rows, case.M * case.P), np.int32),
+    }
     return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in draw(case, dtype=None)
+        jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
+        for shape, dtype in (shapes[name] for name in ORDER)
     ]
 
 

@@ -161,7 +161,6 @@ def test_gpu_kernel_lowers(name, implementation):
     [
         ("v5e:2x2", "plain"),
         ("v5p:2x2x1", "plain"),
-        ("v6e:2x2", "plain"),
         ("v5e:2x2", "dim_96"),
         ("v5p:2x2x1", "float32"),
         ("v6e:2x2", "small_pages"),

@@ -161,7 +161,7 @@ def test_vmap_equals_a_loop():
         return jnp.sum(jnp.sin(out))
 
     operands = [jnp.asarray(x) for x in (*(inputs[n] for n in ("q", "k", "v", "bias")), segments)]
-    gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     mapped = jax.jit(jax.vmap(gradient))(*operands)
     for index in range(case.B):
         alone = gradient(*(x[index] for x in operands))

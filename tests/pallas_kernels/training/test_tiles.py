@@ -16,15 +16,24 @@ def distances(q0, rows, k0, keys):
     return (q0 + np.arange(rows))[:, None] - (k0 + np.arange(keys))
 
 
+def all_zones(zones, starts):
+    """The zones of tiles that start at these places: a list of integers for each."""
+    found = jax.vmap(zones)(starts)
+    return np.stack([np.broadcast_to(each, starts.shape) for each in found], axis=1).tolist()
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
     ("rows", "block"), [(64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
 )
 def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block, window):
-    for q0 in range(0, 512, rows):
-        for first in (0, 1):
-            zones = gpu_tiles.key_zones(jnp.int32(q0), rows, window, block, jnp.int32(first))
-            far, boundary, near, end = map(int, zones)
+    starts = np.arange(0, 512, rows, dtype=np.int32)
+    for first in (0, 1):
+        zones = all_zones(
+            lambda q0, first=first: gpu_tiles.key_zones(q0, rows, window, block, jnp.int32(first)),
+            starts,
+        )
+        for q0, (far, boundary, near, end) in zip(starts.tolist(), zones, strict=True):
             assert first <= far <= boundary <= near <= max(end, first)
             for tile in range(first, 2 * 512 // block):
                 away = distances(q0, rows, tile * block, block)
@@ -42,11 +51,13 @@ def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block, window
 @pytest.mark.parametrize(("keys", "block"), [(64, 16), (64, 32), (64, 64), (128, 64)])
 def test_zones_of_queries_hold_the_distances_that_they_promise(keys, block, window):
     count = 512 // block
-    for k0 in range(-280, 768, 7):  # keys before, among and after the queries
-        zones = gpu_key_gradient.query_zones(keys, window, block, jnp.int32(k0), jnp.int32(count))
-        first, *ends = map(int, zones)
+    starts = np.arange(-280, 768, 7, dtype=np.int32)  # keys before, among and after the queries
+    zones = all_zones(
+        lambda k0: gpu_key_gradient.query_zones(keys, window, block, k0, jnp.int32(count)), starts
+    )
+    kinds = gpu_key_gradient.query_kinds(keys, window, block)
+    for k0, (first, *ends) in zip(starts.tolist(), zones, strict=True):
         assert 0 <= first <= ends[0] <= ends[1] <= ends[2] <= ends[3] == count
-        kinds = gpu_key_gradient.query_kinds(keys, window, block)
         for tile in range(count):
             away = distances(tile * block, block, k0, keys)
             if tile < first:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.update import cases, gpu, tpu
 from pallas_kernels.update.reference import write_pages_xla
-from tests.pallas_kernels.support import as_arrays, tpu_interpreters
+from tests.pallas_kernels.support import as_arrays, interpret_quickly, tpu_interpreters
 from tests.pallas_kernels.update.support import (
     assert_agrees,
     assert_same_bits,
@@ -51,4 +51,5 @@ def main(implementation, names):
 
 
 if __name__ == "__main__":
+    interpret_quickly()
     main(sys.argv[1], sys.argv[2:])
