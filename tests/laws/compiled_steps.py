@@ -2,10 +2,10 @@
 
 Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
 process loads at a time. Nothing is executed and no array is made, so models and pools can have
-real sizes. For TPU no device is needed; with
-`gpu` as its argument it compiles for the GPU at hand; with `h200` for one that need not be there
-(`make gpu-compiler`), steps of the policies that are named next, and prompts of those after them.
-For TPU the policies whose prompts are compiled are the argument.
+real sizes. For TPU no device is needed; with `gpu` as its argument it compiles for the GPU at hand;
+with `h200` for one that need not be there (`make gpu-compiler`), steps of the policies that are
+named next, and prompts of those after them. For TPU the policies whose prompts are compiled are the
+argument.
 """
 
 import json

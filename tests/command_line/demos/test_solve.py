@@ -1,6 +1,5 @@
 """The demonstration of the reasoning models: what it shows is what was decoded."""
 
-import dataclasses
 import re
 
 import chex
@@ -15,14 +14,6 @@ from dms_jax.command_line.demos import solve
 @pytest.mark.usefixtures("optimized")
 def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    evaluate = solve.evaluate
-
-    def cut(model, tasks, *, sampling, **options):
-        """Answers of at most 64 tokens, for 500."""
-        short = dataclasses.replace(sampling, max_new_tokens=64)
-        return evaluate(model, tasks, sampling=short, **options)
-
-    monkeypatch.setattr(solve, "evaluate", cut)
     results = solve.main(solve.Config(problems=1, lines=4))
     shown = capsys.readouterr().out
     dense, compressed = results.values()
@@ -35,8 +26,7 @@ def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeyp
         assert problem.prompt.splitlines()[0][:60] in shown
         for result in results.values():
             chex.assert_shape(result.scores, (4, 1))
-            # A line that was cut off may be longer than its panel, where it is broken at a word.
-            assert result.completions[index][0].strip().splitlines()[-1][:20] in shown
+            assert result.completions[index][0].strip().splitlines()[-1] in shown
     for result in results.values():
         assert result.scores[3, 0] == 1  # the needle
         assert f"{result.reads_per_problem:,.0f}" in shown
