@@ -55,9 +55,9 @@ def first_step(model, tmp_path_factory):
     return path
 
 
-def opened(path, *, keep=2):
-    settings = {"recipe": "one", "seed": 0}
-    return RunDirectory(path, settings=settings, resume=True, restart_from=None, keep=keep)
+def opened(path, *, resume=True, restart_from=None, keep=2, **changes):
+    own = {"recipe": "one", "seed": 0} | changes
+    return RunDirectory(path, settings=own, resume=resume, restart_from=restart_from, keep=keep)
 
 
 def state(step):
