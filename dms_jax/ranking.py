@@ -22,7 +22,7 @@ def least_kept(
     time and the highest first: of the 16 values of a digit, the first beyond which less than the
     budget remains. Each digit takes one pass over the numbers. On a GPU they are no loop: inside of
     a choice that the device makes, XLA would have the host wait for each one, once a step, with
-    everything that is to be launched behind it. On a CPU a loop compiles in a fifth of the time.
+    everything that is to be launched behind it. On a CPU a loop compiles in half of the time.
 
     Args:
       x: the numbers.

@@ -90,6 +90,8 @@ class Display:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._done >= self._total:  # no bar was begun
+            return
         self._bar.stop()
         finished = bool(self._last) and self._last[-1]["step"] == self._total
         if self._enabled and finished and error[:1] in ((), (None,)):

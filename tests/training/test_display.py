@@ -54,7 +54,7 @@ def test_a_run_that_is_done_says_so_and_shows_no_bar(capsys):
     with display(total=45, done=45, opening="45 steps of distillation"):
         pass
     shown = capsys.readouterr()
-    assert (shown.out + shown.err).strip() == "All 45 steps of this run are done already."
+    assert shown.out + shown.err == "All 45 steps of this run are done already.\n"
 
 
 def test_the_last_line_leaves_skipped_steps_out(capsys):

@@ -20,7 +20,7 @@ CASES = (
     "base",
     "large",
 )
-# They take no more memory than one of those: one kind of chip will do.
+# Compiled for one kind of chip alone.
 SMALLER = (
     "group16+",
     "head_dim64+",
