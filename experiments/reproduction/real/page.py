@@ -144,10 +144,11 @@ def _opening(results: Results) -> str:
 
 
 def _provenance(records: Sequence[dict[str, Any]]) -> str:
-    """What made the records of a run, which may be of several machines."""
+    """What made the records of a run, which may be of several machines and days."""
     devices = " and ".join(sorted({record["device"] for record in records}))
     versions = ", ".join(f"{name} {version}" for name, version in records[0]["versions"].items())
-    return f"{devices}, {versions}, {records[0]['date']}."
+    days = sorted({record["date"] for record in records})
+    return f"{devices}, {versions}, {' to '.join(days[:1] + days[1:][-1:])}."
 
 
 _OF_RUNS = (

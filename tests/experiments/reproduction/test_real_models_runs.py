@@ -330,6 +330,9 @@ def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
     elsewhere = {moved: results.records[moved] | {"device": "another"}}
     on_two = dataclasses.replace(results, records=results.records | elsewhere)
     assert "- Run 2: a card and another, jax 0," in page._opening(on_two)
+    later = {moved: results.records[moved] | {"date": "2026-01-03"}}
+    on_two_days = dataclasses.replace(results, records=results.records | later)
+    assert "- Run 2: a card, jax 0, 2026-01-01 to 2026-01-03.\n" in page._opening(on_two_days)
     assert results.speed["device"] == "one"
     # The page that was written gives the same again, with this run's rows from its own files.
     write_json(file, results.to_dict())
