@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dms_jax.policies.attention_weights import received_weights
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import PAGES, CacheShape, Chunk, Placement, PolicyState
 from dms_jax.policies.victims import VictimEviction
 
-BLOCK = 64  # queries of a prompt whose weights are summed at a time
+BLOCK = 32  # queries of a prompt whose weights are summed at a time
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -85,27 +86,24 @@ class H2O(VictimEviction):
         positions = slot_values(state.pages.positions, chunk.page_table)
         batch, num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = held.k.shape[1]
-        wide = state.pages.sums.dtype
-        keys = held.k.astype(wide)
         padding = -num_tokens % min(BLOCK, num_tokens)
         # Padded queries have position -1, at which no key is visible.
         at = jnp.where(chunk.valid[:, 0], chunk.tokens.positions, -1)
         at = jnp.pad(at, ((0, 0), (0, padding)), constant_values=-1)
-        grouped = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).astype(wide)
+        grouped = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
         grouped = grouped.reshape(batch, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        grouped = jnp.moveaxis(grouped, 2, 1)
 
         def add_block(sums, start):
-            block = jax.lax.dynamic_slice_in_dim(grouped, start, size, axis=1)
+            block = jax.lax.dynamic_slice_in_dim(grouped, start, size, axis=2)
             now = jax.lax.dynamic_slice_in_dim(at, start, size, axis=1)
-            scores = chunk.static.scale * jnp.einsum("BTKGD,BKSD->BKGTS", block, keys)
             visible = held.live[:, :, None] & (positions[:, :, None] <= now[:, None, :, None])
-            visible = visible[:, :, None]
-            weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
-            return sums + jnp.where(visible, weights, 0).mean(2).sum(2), None
+            return sums + received_weights(block, held.k, visible, chunk.static.scale), None
 
         size = min(BLOCK, num_tokens)
-        starts = jnp.arange(0, grouped.shape[1], size)
-        sums, _ = jax.lax.scan(add_block, jnp.zeros(positions.shape, wide), starts)
+        starts = jnp.arange(0, grouped.shape[2], size)
+        zeros = jnp.zeros(positions.shape, state.pages.sums.dtype)
+        sums, _ = jax.lax.scan(add_block, zeros, starts)
         return sums
 
 

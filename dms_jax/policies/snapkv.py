@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dms_jax.checks import Count, Range, require
+from dms_jax.policies.attention_weights import received_weights
 from dms_jax.policies.periodic_eviction import Scorer
 from dms_jax.policies.values import CacheShape, Chunk, PolicyState
 
@@ -71,23 +72,17 @@ class SnapKV(Scorer):
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
         """Returns the votes of the window's queries, computed in blocks of queries."""
         ring = state.rows
-        wide = jnp.promote_types(ring.dtype, jnp.float32)
-        keys = rows.k.astype(wide)
-        slot = jnp.arange(keys.shape[2])
+        slot = jnp.arange(rows.k.shape[2])
         size = math.gcd(self.window, 8)
 
         def add_block(votes, start):
             age = self.window - 1 - (start + jnp.arange(size))  # 0 for the newest query
             place = (chunk.newest[:, None] - age) % self.window
             queries = jnp.take_along_axis(ring, place[:, None, :, None, None], axis=2)
-            products = jnp.einsum("BKWGD,BKSD->BKGWS", queries.astype(wide), keys)
             seen = slot < (rows.lengths[..., None] - age)[..., None]  # [B, K, W, S]
-            weights = jax.nn.softmax(
-                jnp.where(seen[:, :, None], chunk.static.scale * products, -1e30), axis=-1
-            )
-            return votes + weights.mean(2).sum(2), None
+            return votes + received_weights(queries, rows.k, seen, chunk.static.scale), None
 
-        zeros = jnp.zeros(keys.shape[:3], wide)
+        zeros = jnp.zeros(rows.k.shape[:3], jnp.promote_types(ring.dtype, jnp.float32))
         votes, _ = jax.lax.scan(add_block, zeros, jnp.arange(0, self.window, size))
         in_window = slot >= (rows.lengths - self.window)[..., None]
         votes = jnp.where(in_window, 0, votes / self.window)

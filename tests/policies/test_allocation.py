@@ -47,6 +47,19 @@ class HighestTest(chex.TestCase):
         kept = choose(scores, jnp.asarray([[3, 2]]))
         chex.assert_trees_all_equal(kept, np.array([[[1, 0, 1, 1], [0, 0, 1, 1]]]))
 
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_agrees_with_a_sort(self):
+        """Rows with many equal scores, infinities and no value; counts from none to too many."""
+        rng = np.random.default_rng(0)
+        scores = rng.integers(-3, 4, (4, 3, 40)).astype(np.float32)
+        scores[0, :, :30], scores[1, :, 30:] = -np.inf, np.inf
+        scores[2, 1, ::7] = np.nan
+        count = np.array([[0, 5, 12], [10, 11, 40], [1, 3, 6], [39, 41, 100]])
+        order = np.argsort(np.where(np.isnan(scores), np.inf, scores), axis=-1, kind="stable")
+        rank = np.argsort(order, axis=-1)
+        kept = self.variant(highest)(jnp.asarray(scores), jnp.asarray(count))
+        chex.assert_trees_all_equal(kept, rank >= 40 - count[..., None])
+
 
 @pytest.mark.parametrize(
     ("alpha", "kept"),

@@ -72,17 +72,24 @@ MUTANTS = [
     ),
     Mutant(
         "policies: attention weights without the maximum taken off",
-        FOLDER + "victims.py",
+        FOLDER + "attention_weights.py",
         "weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), -1e30))",
         "weights = jnp.exp(scores)",
         (f"{FLOAT32}::test_the_weights_of_a_query",),
     ),
     Mutant(
         "policies: attention weights of a dense prompt in the model's type",
-        FOLDER + "victims.py",
+        FOLDER + "attention_weights.py",
         "    wide = jnp.promote_types(q.dtype, jnp.float32)\n    batch",
         "    wide = q.dtype\n    batch",
         (f"{FLOAT32}::test_the_weights_of_a_query",),
+    ),
+    Mutant(
+        "policies: queries that see nothing give every slot the same",
+        FOLDER + "attention_weights.py",
+        "jnp.where(visible, weights, 0).sum((2, 3))",
+        "weights.sum((2, 3))",
+        (f"{FLOAT32}::test_h2o_adds_up_a_dense_prompt_without_its_padding",),
     ),
     Mutant(
         "policies: H2O counts the queries of padding",
