@@ -98,7 +98,8 @@ class H2O(VictimEviction):
             block = jax.lax.dynamic_slice_in_dim(grouped, start, size, axis=2)
             now = jax.lax.dynamic_slice_in_dim(at, start, size, axis=1)
             visible = held.live[:, :, None] & (positions[:, :, None] <= now[:, None, :, None])
-            return sums + received_weights(block, held.k, visible, chunk.static.scale), None
+            weights = received_weights(block, held.k, visible, chunk.static.scale)
+            return sums + weights.astype(sums.dtype), None
 
         size = min(BLOCK, num_tokens)
         starts = jnp.arange(0, grouped.shape[2], size)

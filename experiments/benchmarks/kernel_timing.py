@@ -236,7 +236,7 @@ def environment() -> dict[str, Any]:
         "runtime": device.client.platform_version.splitlines()[0],
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
-    }
+    } | ({"xla_flags": flags} if (flags := os.environ.get("XLA_FLAGS")) else {})
 
 
 def command_line() -> str:

@@ -29,7 +29,7 @@ def test_slots_receive_what_queries_give(dtype):
 
 
 def test_on_a_gpu_the_slots_of_a_query_are_side_by_side():
-    """Otherwise four kernels go over the scores, and one of them across memory."""
+    """Otherwise three kernels make weights of scores and add them up, one across memory."""
     arrays = told_by("tests/policies/received_weights.py")
     assert arrays
     assert {shape[-1] for shape in arrays} == {SLOTS}

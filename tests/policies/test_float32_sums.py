@@ -100,6 +100,27 @@ def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
     assert not sums[count:].any()
 
 
+def test_h2o_adds_up_queries_of_more_bits_than_its_sums():
+    """Float64 queries of a prompt whose cache, and with it the sums, has fewer bits."""
+    with jax.enable_x64(True):
+        policy = H2O(budget=8, prefill="dense_then_evict")
+        k = jnp.ones((1, 6, 1, 4), jnp.bfloat16)
+        chunk = one_row(k, scale=0.5)
+        state, placement = policy.write(
+            state_of(policy, 1, 1, 4, k.dtype, num_pages=1, page_size=6), chunk
+        )
+        state = policy.written(state, chunk, placement, None)
+        held = jnp.swapaxes(k, 1, 2)
+        seen = observed(
+            q=jnp.ones((1, 6, 2, 4), jnp.float64),
+            rows=Rows(k=held, v=held, lengths=placement.lengths),
+        )
+        sums = policy.observe(state, chunk, placement, seen).pages.sums
+    assert sums.dtype == jnp.float32
+    want = [sum(1 / n for n in range(slot + 1, 7)) for slot in range(6)]
+    chex.assert_trees_all_close(sums[0], np.asarray(want, np.float32), rtol=1e-6)
+
+
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_the_weights_of_a_query(size):
     """Checks large logits too: at a scale of 30 they reach a thousand."""
