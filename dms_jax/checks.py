@@ -174,10 +174,27 @@ def show_options[F: Callable](options: type) -> Callable[[F], F]:
     return decorate
 
 
-def check_keywords(what: str, function: Callable, given: Iterable[str]) -> None:
-    """Raises ConfigError for keywords that the function does not have (see `show_options`)."""
+def check_keywords(what: str, function: Callable, given: Iterable[str], **within: type) -> None:
+    """Raises ConfigError for keywords that the function does not have (see `show_options`).
+
+    Args:
+      what: the function's name, for the message.
+      function: whose keywords they are.
+      given: names of the keywords.
+      within: dataclasses of options that the keywords of these names take. Whoever gives one of
+        their fields by itself is told where it belongs.
+    """
     shown = inspect.signature(function).parameters.values()
-    check_names(what, given, [each.name for each in shown if each.kind is each.KEYWORD_ONLY])
+    known = [each.name for each in shown if each.kind is each.KEYWORD_ONLY]
+    for keyword, options in within.items():
+        for name in sorted(set(given) - set(known)):
+            if name in _kinds(options):
+                inner = options.__name__
+                raise ConfigError(
+                    f"{what} has no option {name}, which is one of {inner}: give "
+                    f"{keyword}=dms_jax.{inner}({name}=...)."
+                )
+    check_names(what, given, known)
 
 
 @functools.cache

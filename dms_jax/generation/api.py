@@ -133,7 +133,7 @@ def generate(
     Any exception that interrupts it, KeyboardInterrupt and an error of `on_tokens` included, has
     the completions that had ended: `error.finished` is {index of the prompt: Completion}.
     """
-    check_keywords("generate", generate, options)
+    check_keywords("generate", generate, options, sampling=Sampling)
     check_model(model)
     check_list(prompts)
     sampling = check_call(sampling, on_tokens)

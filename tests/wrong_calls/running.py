@@ -47,6 +47,12 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "an option of engines alone": case(
             "ConfigError", "generate has no option num_lanes; it has chunk", num_lanes=8
         ),
+        "an option of sampling": case(
+            "ConfigError",
+            "generate has no option max_new_tokens, which is one of Sampling",
+            "give sampling=dms_jax.Sampling(max_new_tokens=...)",
+            max_new_tokens=8,
+        ),
         "an option misspelt": case(
             "ConfigError", "generate has no option page_sise (did you mean page_size?)", page_sise=8
         ),
