@@ -18,7 +18,7 @@ help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
 	@echo "make test     every law of tests/laws over every policy: what is not slow (minutes)"
-	@echo "make test-all all tests, as continuous integration runs them (24 minutes)"
+	@echo "make test-all all tests, as continuous integration runs them (25 to 70 minutes)"
 	@echo "make gpu-compiler  the compiler for GPUs that are not there, for some of the tests (142 MB)"
 	@echo "make newest   lower and compile the GPU kernels with the newest jax that is supported"
 	@echo "make steady   all tests under other seeds, compilers and threads (hours)"
