@@ -186,15 +186,14 @@ def check_keywords(what: str, function: Callable, given: Iterable[str], **within
     """
     shown = inspect.signature(function).parameters.values()
     known = [each.name for each in shown if each.kind is each.KEYWORD_ONLY]
+    unknown = sorted(set(given) - set(known))
     for keyword, options in within.items():
-        for name in sorted(set(given) - set(known)):
-            if name in _kinds(options):
-                inner = options.__name__
-                raise ConfigError(
-                    f"{what} has no option {name}, which is one of {inner}: give "
-                    f"{keyword}=dms_jax.{inner}({name}=...)."
-                )
-    check_names(what, given, known)
+        if displaced := [name for name in unknown if name in _kinds(options)]:
+            raise ConfigError(
+                f"{what} has no option {displaced[0]}, which is one of {options.__name__}: give "
+                f"{keyword}=dms_jax.{options.__name__}({displaced[0]}=...)."
+            )
+    check_names(what, unknown, known)
 
 
 @functools.cache

@@ -146,16 +146,13 @@ def _opening(results: Results) -> str:
 def _provenance(records: Sequence[dict[str, Any]]) -> str:
     """What made the records of a run, which may be of several machines and days."""
     devices = " and ".join(sorted({record["device"] for record in records}))
-    versions = " and ".join(
-        sorted(
-            {
-                ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-                for record in records
-            }
-        )
-    )
-    days = sorted({record["date"] for record in records})
-    return f"{devices}, {versions}, {' to '.join(days[:1] + days[1:][-1:])}."
+    versions = {
+        ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        for record in records
+    }
+    dates = [record["date"] for record in records]
+    days = " to ".join(sorted({min(dates), max(dates)}))
+    return f"{devices}, {' and '.join(sorted(versions))}, {days}."
 
 
 _OF_RUNS = (

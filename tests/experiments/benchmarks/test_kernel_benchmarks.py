@@ -36,6 +36,13 @@ def test_without_a_gpu_there_is_nothing_to_time(tmp_path, name):
     assert not out.exists()
 
 
+def test_figures_name_the_flags_of_xla(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert timing.environment()["xla_flags"] == "--xla_gpu_autotune_level=0"
+    monkeypatch.delenv("XLA_FLAGS")
+    assert "xla_flags" not in timing.environment()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):

@@ -333,6 +333,9 @@ def test_rows_of_an_earlier_run_are_paired_with_the_model_of_that_run(config):
     later = {moved: results.records[moved] | {"date": "2026-01-03"}}
     on_two_days = dataclasses.replace(results, records=results.records | later)
     assert "- Run 2: a card, jax 0, 2026-01-01 to 2026-01-03.\n" in page._opening(on_two_days)
+    newer = {moved: results.records[moved] | {"versions": {"jax": "1"}}}
+    of_two_versions = dataclasses.replace(results, records=results.records | newer)
+    assert "- Run 2: a card, jax 0 and jax 1, 2026-01-01.\n" in page._opening(of_two_versions)
     assert results.speed["device"] == "one"
     # The page that was written gives the same again, with this run's rows from its own files.
     write_json(file, results.to_dict())
