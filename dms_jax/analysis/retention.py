@@ -22,8 +22,8 @@ from dms_jax.analysis.recording import Recording, selects
 from dms_jax.checks import Count, check, require
 from dms_jax.errors import DataError
 from dms_jax.generation import Engine
-from dms_jax.generation.batches import Shape
 from dms_jax.generation.runner import Runner
+from dms_jax.generation.shapes import Shape
 from dms_jax.model.language_model import LanguageModel, check_tokens, whole_numbers
 from dms_jax.policies import Policy
 from dms_jax.policies.merging import Merging
@@ -199,7 +199,7 @@ def _run(
             part = {lane: tokens[lane, position : position + extra[lane]] for lane in range(batch)}
             runner.extend(
                 part,
-                shape=Shape(width=1, entries=batch, places=None),
+                shape=Shape(width=1, entries=batch, places=None, one_pass=prompt),
                 prompt=prompt,
                 ends_prompt=[lane for lane in lanes if prompt and position + 1 == prompts[lane]],
             )

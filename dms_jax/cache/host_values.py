@@ -104,6 +104,13 @@ class HostRows:
         flat = jnp.clip(flat, 0, self.rows.shape[0] - 1).reshape(-1)
         return fetch_rows(self.rows, flat).reshape(*page.shape, -1)
 
+    def fetch_pages(self, page: Int[Array, " n"], page_size: int) -> Shaped[Array, "n P D"]:
+        """Returns the values of whole pages; arbitrary ones where it is no page on the host."""
+        own = page - self.first_page
+        own = jnp.where((own >= 0) & (own < self.rows.shape[0] // page_size), own, -1)
+        values = fetch_rows(self.rows, own, block=page_size)
+        return values.reshape(page.size, page_size, -1)
+
     def fetch_slots(
         self,
         tail: Tail,

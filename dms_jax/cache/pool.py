@@ -215,13 +215,7 @@ class Pool:
         if host is None:
             values = self.v_pages.at[page].get(mode="clip")
         else:
-            offset = jnp.arange(self.page_size, dtype=page.dtype)
-            shape = (page.size, self.page_size)
-            values = host.fetch(
-                jnp.broadcast_to(page[:, None], shape),
-                jnp.broadcast_to(offset, shape),
-                self.page_size,
-            )
+            values = host.fetch_pages(page, self.page_size)
         values = self._loaded(values, self.v_scales, page, dtype)
         table = jnp.arange(page.size, dtype=page_table.dtype).reshape(page_table.shape)
         return self.keys(page, dtype), values, table

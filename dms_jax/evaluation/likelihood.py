@@ -10,7 +10,7 @@ multiple-choice question) takes one sequence and no decode step.
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from dms_jax.cache.accounting import Meter
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import sharing
-from dms_jax.generation.batches import Shape
 from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.programs import bucket
+from dms_jax.generation.shapes import Shape, tokens_in_one_pass
 from dms_jax.model.language_model import LanguageModel, check_tokens, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
@@ -246,9 +246,9 @@ def _run(engine: Engine, batch: Sequence[_Sequence]) -> list[float]:
     sharers = _sharers(engine, batch)
     readers = list(sharers)
     for first in range(0, len(readers), together):
-        for parts, ends in _prompt_parts(batch, readers[first : first + together], width):
-            ending = {lane: sharers[lane] for lane in ends}
-            _run_contexts(engine, batch, meters, parts, width=width, ending=ending)
+        for chunk in _prompt_parts(runner.policy, batch, readers[first : first + together], width):
+            ending = {lane: sharers[lane] for lane in chunk.ends}
+            _run_contexts(engine, batch, meters, chunk, width=width, ending=ending)
     copied = {lane: source for source, lanes in sharers.items() for lane in lanes[1:]}
     for lane, source in copied.items():
         meters[lane].fork(meters[source])
@@ -271,18 +271,48 @@ def _sharers(engine: Engine, batch: Sequence[_Sequence]) -> dict[int, list[int]]
     return {each[0]: each for each in lanes.values()}
 
 
+class _Chunk(NamedTuple):
+    """The next tokens of contexts.
+
+    Attributes:
+      parts: lane -> its tokens.
+      ends: the lanes whose context they complete.
+      one_pass: whether they attend in one pass, not one by one.
+    """
+
+    parts: dict[int, np.ndarray]
+    ends: list[int]
+    one_pass: bool
+
+
 def _prompt_parts(
-    batch: Sequence[_Sequence], lanes: Sequence[int], width: int
-) -> Iterator[tuple[dict[int, np.ndarray], list[int]]]:
-    """Chunks of the contexts, and the lanes whose context each chunk completes."""
-    longest = max(len(batch[lane].context) for lane in lanes)
-    for start in range(0, longest, width):
-        parts = {
-            lane: np.asarray(batch[lane].context[start : start + width], np.int32)
-            for lane in lanes
-            if start < len(batch[lane].context)
-        }
-        yield parts, [lane for lane in parts if start + width >= len(batch[lane].context)]
+    policy: Policy, batch: Sequence[_Sequence], lanes: Sequence[int], width: int
+) -> Iterator[_Chunk]:
+    """Yields the chunks of the contexts: what attends in one pass, then the rest."""
+    counts = {lane: len(batch[lane].context) for lane in lanes}
+    whole = {
+        lane: min(
+            count,
+            tokens_in_one_pass(policy, seen=0, prompt=count, max_length=batch[lane].length + 1),
+        )
+        for lane, count in counts.items()
+    }
+    nothing = dict.fromkeys(lanes, 0)
+    for begin, end, one_pass in ((nothing, whole, True), (whole, counts, False)):
+        for done in range(0, max(end[lane] - begin[lane] for lane in lanes), width):
+            parts = {
+                lane: np.asarray(
+                    batch[lane].context[begin[lane] + done : end[lane]][:width], np.int32
+                )
+                for lane in lanes
+                if begin[lane] + done < end[lane]
+            }
+            ends = [
+                lane
+                for lane, part in parts.items()
+                if begin[lane] + done + len(part) == counts[lane]
+            ]
+            yield _Chunk(parts, ends, one_pass)
 
 
 def _reserve(
@@ -301,7 +331,7 @@ def _run_contexts(
     engine: Engine,
     batch: Sequence[_Sequence],
     meters: Sequence[Meter],
-    parts: dict[int, np.ndarray],
+    chunk: _Chunk,
     *,
     width: int,
     ending: Mapping[int, Sequence[int]],
@@ -312,16 +342,17 @@ def _run_contexts(
       engine: with the cache.
       batch: the sequence of each lane.
       meters: the meter of each lane.
-      parts: lane -> its next tokens.
+      chunk: their next tokens.
       width: tokens per lane in the compiled chunk.
       ending: lanes whose context is complete after these tokens, with the lanes that share it.
     """
-    runner = engine.runner
+    runner, parts = engine.runner, chunk.parts
     extra = np.zeros(len(runner.seen), np.int64)
     for lane, part in parts.items():
         extra[lane] = len(part)
     _reserve(engine, batch, extra, prompt=True)
-    shape = Shape(width, min(bucket(len(parts)), len(runner.seen)), places=None)
+    entries = min(bucket(len(parts)), len(runner.seen))
+    shape = Shape(width, entries, places=None, one_pass=chunk.one_pass)
     extended = runner.extend(parts, shape=shape, prompt=True, ends_prompt=ending)
     runner.trim()
     for lane in parts:

@@ -1,182 +1,20 @@
 """The batch of one compiled chunk: which lanes take part, with which tokens, and the result.
 
 A batch has b entries: one for each lane if lanes are fixed (on a mesh), otherwise at least one for
-each lane that has tokens. The remaining entries belong to no lane.
-
-Every shape is a program to compile, so prompts of any number and length run in a few of them. All
-but attention is computed for the places of a program: its tokens stand there without padding
-(`model.unpadded`), so that programs for short prompts have half as many as entries x width.
-
-    8192 tokens in a program, chunks of 512 tokens, 256 lanes
-    entries x width      24 x 512   3 x 512   32 x 256   4 x 256
-    places                   8192      1024       4096       512
-
-On a mesh every entry has places for its whole width:
-
-    entries x width      16 x 512   2 x 512   32 x 256   4 x 256
-
-and where padding takes long, because a policy reads tokens one by one or all lanes take part:
-
-    entries x width      16 x 512   2 x 512   64 x 128   8 x 128   256 x 32   32 x 32
-
-The width of a prompt's chunks depends on its own length only, and so does what it is rounded to.
+each lane that has tokens. The remaining entries belong to no lane. Its shape is one of a few
+(`shapes.py`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Container, Mapping
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dms_jax.cache.host_values import Tail
 from dms_jax.generation.packing import Packed
-
-
-class Shape(NamedTuple):
-    """The shape of a program that reads prompts.
-
-    Attributes:
-      width: tokens of an entry (T).
-      entries: number of entries (b).
-      places: tokens of all entries together (N), without padding; None for b * T.
-    """
-
-    width: int
-    entries: int
-    places: int | None
-
-    @property
-    def most(self) -> int:
-        """The most tokens of all entries together."""
-        return self.entries * self.width if self.places is None else self.places
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """The shapes in which an engine reads prompts.
-
-    Attributes:
-      widths: numbers of tokens of an entry, the largest first.
-      passes: the most chunks of a narrower width that a prompt is read in.
-      tokens: the most tokens of a program, unless a single entry has more.
-      num_lanes: number of lanes, and the most entries of a program.
-      launch: what a program takes besides its tokens, in tokens.
-      unpadded: whether programs have fewer places than entries x width.
-    """
-
-    widths: tuple[int, ...]
-    passes: int
-    tokens: int
-    num_lanes: int
-    launch: int
-    unpadded: bool
-
-    @classmethod
-    def of(
-        cls,
-        chunk: int,
-        tokens: int,
-        num_lanes: int,
-        *,
-        few: bool,
-        unpadded: bool,
-        layer_size: int,
-    ) -> "Shapes":
-        """Returns the shapes for prompts.
-
-        Args:
-          chunk: the most tokens of a prompt in a program.
-          tokens: the most tokens of all prompts in a program.
-          num_lanes: number of lanes.
-          few: whether there are few widths, because padding takes little time.
-          unpadded: whether products are computed for tokens without padding.
-          layer_size: number of parameters of a layer.
-        """
-        fractions, passes = ((2,), 1) if few else ((4, 16), 2)
-        narrow = (chunk // fraction for fraction in fractions)
-        widths = (chunk, *(width for width in narrow if width >= _NARROWEST))
-        launch = min(max(_LAUNCH // layer_size, 64), 4096)
-        return cls(widths, passes, tokens, num_lanes, launch, unpadded)
-
-    def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], Shape]:
-        """Returns the lanes that run next, and the shape of their program.
-
-        The first of those that have tokens of the widest width is among them.
-
-        Args:
-          left: lane -> number of its tokens that have not run.
-        """
-        width_of = {lane: self.width(count) for lane, count in left.items()}
-        width = max(width_of.values())
-        counts = {lane: min(left[lane], width) for lane, own in width_of.items() if own == width}
-        lanes, total = len(counts), sum(counts.values())
-        shape = min(self.of_width(width), key=lambda each: self._cost(lanes, total, each))
-        chosen, room = [], shape.most
-        for lane, count in counts.items():
-            if count <= room and len(chosen) < shape.entries:
-                chosen.append(lane)
-                room -= count
-        return chosen, shape
-
-    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[Shape]:
-        """Returns the shapes of the programs that read prompts.
-
-        Args:
-          counts: numbers of tokens of the prompts that are read together at first, in the order of
-            their lanes.
-          refilled: whether others like them come later, a few at a time.
-        """
-        left = dict(enumerate(counts))
-        found = set[Shape]()
-        while left:
-            lanes, shape = self.next_batch(left)
-            found |= set(self.of_width(shape.width) if refilled else [shape])
-            # They run again, and nothing else, until one of them has no whole chunk left.
-            times = max(1, min(left[lane] // shape.width for lane in lanes))
-            for lane in lanes:
-                left[lane] -= times * shape.width
-                if left[lane] <= 0:
-                    del left[lane]
-        return found
-
-    @property
-    def all(self) -> list[Shape]:
-        """Every shape that there can be."""
-        return [shape for width in self.widths for shape in self.of_width(width)]
-
-    def of_width(self, width: int) -> list[Shape]:
-        """Returns the shapes of a width, the smallest first."""
-        most = min(max(1, self.tokens // width), self.num_lanes)
-        sizes = sorted({max(1, most // 8), most})
-        if not self.unpadded:
-            return [Shape(width, size, None) for size in sizes]
-        if width == self.widths[0]:  # the tokens of whole chunks, or of more that end prompts
-            shapes = [(min(size * 3 // 2, self.num_lanes), size * width) for size in sizes]
-        else:  # prompts of this width fill half of it in the mean
-            shapes = [(size, max(width, size * width // 2)) for size in sizes]
-        return [
-            Shape(width, entries, places if places < entries * width else None)
-            for entries, places in shapes
-        ]
-
-    def width(self, count: int) -> int:
-        """Returns the narrowest width of which as many as may be hold the tokens."""
-        holding = (width for width in self.widths[::-1] if count <= self.passes * width)
-        return next(holding, self.widths[0])
-
-    def _cost(self, lanes: int, tokens: int, shape: Shape) -> int:
-        """Returns what programs for so many tokens of so many lanes take, in tokens."""
-        programs = max(-(-lanes // shape.entries), -(-tokens // shape.most))
-        return programs * (self.launch + shape.most)
-
-
-# Narrower programs would take as long: they read the weights.
-_NARROWEST = 16
-# Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms
-# at 800 TFLOP/s.
-_LAUNCH = 40_000_000_000
+from dms_jax.generation.shapes import Shape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ import numpy as np
 from dms_jax import sharding
 from dms_jax.checks import Whole, check, check_keywords, require, show_options
 from dms_jax.errors import DataError
-from dms_jax.generation.batches import Shape
 from dms_jax.generation.calls import unless_busy
 from dms_jax.generation.engine import Engine
 from dms_jax.generation.options import EngineKeywords, EngineOptions
@@ -32,6 +31,7 @@ from dms_jax.generation.requests import (
     make_requests,
 )
 from dms_jax.generation.sampling import Sampling
+from dms_jax.generation.shapes import Shape, tokens_in_one_pass
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.policies import Policy
 
@@ -257,13 +257,24 @@ def _read_turns(engine: Engine, turns: Sequence[Turn]) -> None:
     with runner.working():
         for turn in turns:
             runner.set_max_lengths({0: turn.max_length})
-            for start in range(0, len(turn.tokens), most):
-                part = np.asarray(turn.tokens[start : start + most], np.int32)
+            prompt = len(turn.tokens) if turn.prompt else 0
+            whole = tokens_in_one_pass(
+                runner.policy,
+                seen=int(runner.seen[0]),
+                prompt=prompt,
+                max_length=turn.max_length,
+            )
+            start = 0
+            while start < len(turn.tokens):
+                one_pass = start < whole
+                end = min(start + most, whole if one_pass else len(turn.tokens), len(turn.tokens))
+                part = np.asarray(turn.tokens[start:end], np.int32)
                 extra[0] = len(part)
                 runner.reserve(extra, prompt=turn.prompt)
-                ends = [0] if turn.prompt and start + most >= len(turn.tokens) else []
+                ends = [0] if end == prompt else []
                 width = min(most, max(8, bucket(len(part))))
-                shape = Shape(width, entries=1, places=None)
+                shape = Shape(width, entries=1, places=None, one_pass=one_pass)
                 runner.extend({0: part}, shape=shape, prompt=turn.prompt, ends_prompt=ends)
                 runner.trim()
+                start = end
         runner.read_prompts()  # what fails must fail before the work has ended

@@ -35,7 +35,7 @@ class EngineOptions(Options):
         runs of one compiled program, as long as each has eight steps and they divide the chunk.
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
-        programs of a half or, where a policy reads tokens one by one, a quarter and a sixteenth.
+        programs of a half or, of tokens that a policy reads one by one, a quarter and a sixteenth.
       prefill_tokens: prompt tokens of all sequences together per compiled program; prompts of half
         a chunk and less have programs of a half where padding is left out, a few of an eighth.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...

@@ -155,14 +155,15 @@ def extend(
     lanes: Int[Array, " b"] | None,
     tokens: Int[Array, "b T"],
     counts: Int[Array, " b"],
-    ends_prompt: Bool[Array, " b"],
+    ends_prompt: Bool[Array, " b"] | None,
     policy: Policy,
-    prompt: bool,
+    one_pass: bool,
     places: int | None,
 ) -> tuple[Cache, Extension, Tail | None]:
     """Runs a chunk over some lanes (all if None), and updates their rows in the cache.
 
-    Products have a row for each of so many `places`, or of b * T if None.
+    `ends_prompt` and `one_pass` are those of `Transformer.cached`. Products have a row for each of
+    so many `places`, or of b * T if None.
     """
 
     def take(x):
@@ -186,7 +187,14 @@ def extend(
     some = attach_tail(some, host, tokens.shape[1])
     line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)
     passed = transformer.cached(
-        tokens, counts, some, policy, prompt=prompt, ends_prompt=ends_prompt, host=host, line=line
+        tokens,
+        counts,
+        some,
+        policy,
+        one_pass=one_pass,
+        ends_prompt=ends_prompt,
+        host=host,
+        line=line,
     )
     if line is None:
         last = jnp.maximum(counts - 1, 0)[:, None, None]
@@ -282,7 +290,7 @@ def decode(
             active.astype(jnp.int32),
             cache,
             policy,
-            prompt=False,
+            one_pass=False,
             host=host,
             block=block,
         )
@@ -340,7 +348,7 @@ def teacher_forced_decode(
             active.astype(jnp.int32),
             cache,
             policy,
-            prompt=False,
+            one_pass=False,
             host=host,
             block=block,
         )

@@ -5,10 +5,11 @@
     lane 2   read its prompt of 40; now the answer that it had before it was preempted
     lane 3   decodes: it is not here
 
-A program runs tokens of one class: of prompts or of answers, in one width. Where nothing else runs
-meanwhile, prompts come before answers and wide chunks before narrow ones, whose last parts then
-share programs. Where answers are decoded between two programs, the classes take turns, so that a
-short prompt does not wait for the end of a long one.
+A program runs tokens of one class: of prompts or of answers, which attend in one pass or one by
+one, in one width. Where nothing else runs meanwhile, prompts come before answers, what attends in
+one pass before the rest, and wide chunks before narrow ones, whose last parts then share programs.
+Where answers are decoded between two programs, the classes take turns, so that a short prompt does
+not wait for the end of a long one.
 """
 
 import dataclasses
@@ -16,8 +17,8 @@ from collections.abc import Collection, Hashable, Mapping
 
 import numpy as np
 
-from dms_jax.generation.batches import Shape, Shapes
 from dms_jax.generation.requests import Request
+from dms_jax.generation.shapes import PromptShapes, Shape
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,6 +29,7 @@ class Part:
       request: the request in the lane.
       prompt: its prompt.
       answer: what it had generated when it was preempted, to be recomputed as an answer.
+      whole: how many of the tokens of both attend in one pass, the first ones.
       shared: what requests have in common that read one prompt; None if it shares nothing.
       source: the lane that reads the prompt for it; None if it reads by itself.
       done: tokens that were launched.
@@ -36,6 +38,7 @@ class Part:
     request: Request
     prompt: list[int]
     answer: list[int]
+    whole: int
     shared: Hashable = None
     source: int | None = None
     done: int = 0
@@ -46,17 +49,25 @@ class Part:
         return self.done < len(self.prompt)
 
     @property
+    def one_pass(self) -> bool:
+        """Whether its next token attends in one pass with others."""
+        return self.done < self.whole
+
+    @property
     def left(self) -> int:
-        """Tokens of its prompt, or behind that of its answer, that were not launched."""
-        whole = len(self.prompt) + (0 if self.in_prompt else len(self.answer))
-        return whole - self.done
+        """Tokens of its prompt, or behind that of its answer, that were not launched.
+
+        Behind those that attend in one pass it counts the others.
+        """
+        end = len(self.prompt) + (0 if self.in_prompt else len(self.answer))
+        return (min(self.whole, end) if self.one_pass else end) - self.done
 
     def next(self, width: int) -> np.ndarray:
-        """Returns its next tokens, at most `width`, all of its prompt or all of its answer."""
+        """Returns its next tokens, at most `width` and no more than are `left`."""
         tokens, start = self.prompt, self.done
         if not self.in_prompt:
             tokens, start = self.answer, self.done - len(self.prompt)
-        return np.asarray(tokens[start : start + width], np.int32)
+        return np.asarray(tokens[start : start + min(width, self.left)], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +98,10 @@ class Reading:
       parts: lane -> what it reads, in the order in which they came.
     """
 
-    def __init__(self, shapes: Shapes, *, takes_turns: bool):
+    def __init__(self, shapes: PromptShapes, *, takes_turns: bool):
         self.parts: dict[int, Part] = {}
         self._shapes, self._takes_turns = shapes, takes_turns
-        self._last: tuple[bool, int] | None = None  # class of the last program
+        self._last: tuple[bool, bool, int] | None = None  # class of the last program
         self._first: dict[Hashable, int] = {}  # the first lane of those that share a prompt
 
     def add(self, lane: int, part: Part) -> bool:
@@ -122,23 +133,28 @@ class Reading:
         if not left:
             return None
         classes = {
-            lane: (each.in_prompt, self._shapes.width(each.left)) for lane, each in left.items()
+            lane: (each.in_prompt, each.one_pass, self._shapes.of(each.one_pass).width(each.left))
+            for lane, each in left.items()
         }
         present = set(classes.values())
         if self._takes_turns and self._last is not None:
             present = {each for each in present if each < self._last} or present
         chosen = max(present)
-        prompt = chosen[0]
-        lanes, shape = self._shapes.next_batch(
+        prompt, one_pass, _ = chosen
+        lanes, shape = self._shapes.of(one_pass).next_batch(
             {lane: left[lane].left for lane, own in classes.items() if own == chosen}
         )
-        ends = [lane for lane in lanes if prompt and left[lane].left <= shape.width]
         tokens = {lane: left[lane].next(shape.width) for lane in lanes}
+        ends = [
+            lane
+            for lane, each in tokens.items()
+            if prompt and left[lane].done + len(each) == len(left[lane].prompt)
+        ]
         return Batch(tokens, shape, prompt, ends)
 
     def advance(self, batch: Batch) -> None:
         """Counts the tokens of a program that was launched."""
-        self._last = batch.prompt, batch.shape.width
+        self._last = batch.prompt, batch.shape.one_pass, batch.shape.width
         for lane, tokens in batch.tokens.items():
             self.parts[lane].done += len(tokens)
 

@@ -16,6 +16,7 @@ from dms_jax.generation import sharing
 from dms_jax.generation.reading import Part, Reading
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
+from dms_jax.generation.shapes import tokens_in_one_pass
 
 # Slots [L, K], or as many in every row: most requests have nothing to add row by row.
 Slots = int | np.integer | np.ndarray
@@ -119,7 +120,13 @@ class Room:
             if self.runner.policy.parallel != "prompts":
                 prompt, past = prompt + past, []
             shared = sharing.prompt_of(self.runner, request, lane)
-            reads = reading.add(lane, Part(request, prompt, past, shared))
+            whole = tokens_in_one_pass(
+                self.runner.policy,
+                seen=request.seen,
+                prompt=len(prompt),
+                max_length=request.max_length,
+            )
+            reads = reading.add(lane, Part(request, prompt, past, whole, shared))
             if reads and request.base is not None:
                 continued[lane] = request.base
         return started, continued

@@ -20,12 +20,12 @@ from dms_jax.cache.pages import few_sizes, few_widths
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.batches import Extended, LaunchedSteps, Shape, Shapes, build_batch
+from dms_jax.generation.batches import Extended, LaunchedSteps, build_batch
 from dms_jax.generation.calls import Working
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.rows import Rows, UnreadPrompts
 from dms_jax.generation.sampling import Filter
-from dms_jax.model.cached_attention import in_one_pass
+from dms_jax.generation.shapes import PromptShapes, Shape, cuts_prompts, prompt_shapes
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
@@ -210,14 +210,16 @@ class Runner(Rows):
             return x
         return jax.device_put(x, NamedSharding(self.model.mesh, PartitionSpec()))
 
-    def prompt_shapes(self, chunk: int, tokens: int) -> Shapes:
+    def prompt_shapes(self, chunk: int, tokens: int) -> PromptShapes:
         """Returns the shapes for prompts in chunks of at most `chunk` of a program's `tokens`."""
-        parameters = sum(each.size for each in jax.tree.leaves(self.model.transformer.layers))
-        few = in_one_pass(self.policy, chunk, prompt=True) and not self.fixed_lanes
-        with use_mesh(self.model.mesh):
-            unpadded = few and not sharding.has_mesh()
-        size = parameters // self.model.config.num_layers
-        return Shapes.of(chunk, tokens, len(self.seen), few=few, unpadded=unpadded, layer_size=size)
+        return prompt_shapes(
+            self.model,
+            self.policy,
+            num_lanes=len(self.seen),
+            fixed_lanes=self.fixed_lanes,
+            chunk=chunk,
+            tokens=tokens,
+        )
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -238,6 +240,8 @@ class Runner(Rows):
           ends_prompt: lanes whose prompt the tokens complete.
         """
         num_lanes = len(self.seen)
+        # Where no prompt ends, no layer waits to be told that it is left uncut.
+        cuts = cuts_prompts(self.policy, shape) and bool(ends_prompt)
         batch = build_batch(
             tokens,
             num_lanes=num_lanes,
@@ -259,9 +263,9 @@ class Runner(Rows):
                 rows,
                 batch.tokens,
                 batch.counts,
-                batch.ends,
+                batch.ends if cuts else None,
                 self.policy,
-                prompt,
+                shape.one_pass,
                 shape.places,
             )
             own = np.where(batch.counts > 0, batch.lanes, num_lanes)
@@ -279,14 +283,13 @@ class Runner(Rows):
             self.read_prompts()  # those before it, while it runs
             self.allocator.trim(self.slots_after(counts, prompt=prompt))
             self._prompts = UnreadPrompts(extension.lengths, counts, ends)
-        one_pass = in_one_pass(self.policy, shape.width, prompt=prompt)
         return Extended(
             hidden=extension.hidden,
             lanes=batch.lanes,
             counts=batch.counts,
             before=extension.before,
             totals=extension.live,
-            rows=self.model.config.num_layers * self.model.config.num_kv_heads * one_pass,
+            rows=self.model.config.num_layers * self.model.config.num_kv_heads * shape.one_pass,
             lengths=extension.lengths if self.policy.shrinks else None,
         )
 

@@ -10,16 +10,22 @@ everything that can occur is compiled (`compile_all`).
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dms_jax.generation import programs, sharing
-from dms_jax.generation.batches import Shape, Shapes
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, LanesFilter
+from dms_jax.generation.shapes import (
+    PromptShapes,
+    Shape,
+    Shapes,
+    cuts_prompts,
+    tokens_in_one_pass,
+)
 from dms_jax.model.language_model import use_mesh
 
 # A program (jitted, or a `compiling.Program`) and the arguments that it is compiled for.
@@ -28,7 +34,7 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 def compile_first(
     runner: Runner,
-    shapes: Shapes,
+    shapes: PromptShapes,
     requests: Sequence[Request],
     rule: Filter,
     num_steps: int,
@@ -50,13 +56,22 @@ def compile_first(
     """
     num_lanes = len(runner.seen)
     # Equal prompts are read once; those of chains are mostly one list.
-    prompts = {id(request.prompt): request.prompt for request in requests[:num_lanes]}
-    unique = dict.fromkeys(map(tuple, prompts.values()))
-    counts: Collection[int] = [len(prompt) for prompt in unique]
+    first = {id(request.prompt): request for request in requests[:num_lanes]}
+    unique = {tuple(request.prompt): request for request in first.values()}
     refilled = len(requests) > num_lanes
-    if refilled:
-        counts = {len(request.prompt) for request in requests}
-    batches = sorted(shapes.batches(counts, refilled=refilled))
+
+    def split(request: Request) -> tuple[int, int]:
+        count = len(request.prompt)
+        most = dict(prompt=count, max_length=request.max_length)
+        whole = min(count, tokens_in_one_pass(runner.policy, seen=0, **most))
+        return whole, count - whole
+
+    read = set(map(split, requests)) if refilled else map(split, unique.values())
+    batches = [
+        each
+        for own, counts in zip(shapes, zip(*read, strict=True), strict=True)
+        for each in _programs(runner, own, [n for n in counts if n], refilled=refilled)
+    ]
     pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)
     key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:
@@ -66,14 +81,30 @@ def compile_first(
     _compile(
         runner,
         (
-            *(calls.extend(shape, pages) for shape in batches),
+            *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             calls.decode(pages_of_steps, num_steps, end_tokens),
             calls.first_tokens(),
         ),
     )
 
 
-def compile_all(runner: Runner, shapes: Shapes, num_steps: int, end_tokens: tuple[int, ...]) -> int:
+def _programs(
+    runner: Runner, shapes: Shapes, counts: Sequence[int], *, refilled: bool
+) -> list[tuple[Shape, bool]]:
+    """Returns the programs that read so many tokens, and whether each ends prompts.
+
+    Only what cuts rows behind a prompt has one for either.
+    """
+    needed = sorted(shapes.batches(counts, refilled=refilled))
+    if not cuts_prompts(runner.policy, shapes):
+        return [(shape, True) for shape in needed]
+    going_on = [(shape, False) for shape in needed if shapes.goes_on(shape, counts)]
+    return [*((shape, True) for shape in needed), *going_on]
+
+
+def compile_all(
+    runner: Runner, shapes: PromptShapes, num_steps: int, end_tokens: tuple[int, ...]
+) -> int:
     """Compiles whatever requests can need that come during a call; returns how many programs.
 
     They are all shapes of prompts and of steps with all widths of the page table, also for answers
@@ -87,17 +118,19 @@ def compile_all(runner: Runner, shapes: Shapes, num_steps: int, end_tokens: tupl
     """
     num_lanes = len(runner.seen)
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
-    classes = (True, False) if runner.policy.parallel == "prompts" else (True,)
+    used = shapes[:1] if runner.policy.parallel == "always" else shapes
+    every = [(own, shape) for own in used for shape in own.all]
     prompts = [
-        calls.extend(shape, pages, prompt=prompt)
-        for shape in shapes.all
+        calls.extend(shape, pages, ends=ends)
+        for own, shape in every
         for pages in runner.table_widths()
-        for prompt in classes
+        for ends in (True, False)
+        if ends or (cuts_prompts(runner.policy, own) and own.goes_on(shape, [runner.max_tokens]))
     ]
     steps = [
         calls.decode(pages, num_steps, end_tokens) for pages in runner.table_widths(steps=True)
     ]
-    hidden = [calls.keep_hidden(entries) for entries in {each.entries for each in shapes.all}]
+    hidden = [calls.keep_hidden(entries) for entries in {each.entries for _, each in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
     # Equal arguments are one program: where lanes are fixed, all have an entry.
     return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes))
@@ -129,12 +162,13 @@ class _Calls:
     def _entries(self, entries: int) -> int:
         return len(self._lanes) if self.runner.fixed_lanes else entries
 
-    def extend(self, shape: Shape, pages: int, *, prompt: bool = True) -> _Call:
+    def extend(self, shape: Shape, pages: int, *, ends: bool = True) -> _Call:
         entries, policy = self._entries(shape.entries), self.runner.policy
-        counts, ends = np.zeros(entries, np.int32), np.zeros(entries, bool)
+        counts = np.zeros(entries, np.int32)
+        cut = np.zeros(entries, bool) if ends and cuts_prompts(policy, shape) else None
         rows = None if self.runner.fixed_lanes else counts
         tokens, table = np.zeros((entries, shape.width), np.int32), self._table(entries, pages)
-        given = (table, rows, tokens, counts, ends, policy, prompt, shape.places)
+        given = (table, rows, tokens, counts, cut, policy, shape.one_pass, shape.places)
         return programs.extend, (*self._cached, *given)
 
     def decode(self, pages: int, num_steps: int, end_tokens: tuple[int, ...]) -> _Call:

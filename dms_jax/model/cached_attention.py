@@ -47,6 +47,8 @@ class Attended:
 def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
     """Returns whether a compiled chunk of `num_tokens` attends in one pass, not token by token.
 
+    Whatever it says, tokens before which nothing is evicted (`Policy.kept_whole`) may do so.
+
     A chunk of one token is a decode step where prompts and answers are treated alike. A prompt
     with full attention (Quest) keeps it even in chunks of one token.
     """
@@ -89,7 +91,7 @@ def attend_cached(
     tokens: Tokens,
     chunk: Chunk,
     *,
-    prompt: bool,
+    one_pass: bool,
     host: HostRows | None = None,
 ) -> Attended:
     """Runs a chunk of T tokens through one layer's cache, shard by shard.
@@ -99,7 +101,7 @@ def attend_cached(
       cache: the pool and the layer's policy state.
       tokens: projections of the chunk's tokens in this layer.
       chunk: the other properties of the chunk; its own tokens and decisions are ignored.
-      prompt: whether these are tokens of a prompt (some policies treat them differently).
+      one_pass: whether all tokens attend at once, not one after the other; see `in_one_pass`.
       host: the values in host memory if this layer's are there; never under a mesh.
     """
     chunk = dataclasses.replace(
@@ -107,7 +109,7 @@ def attend_cached(
         tokens=dataclasses.replace(tokens, adapter_logits=None, late_logits=None),
         decisions=dataclasses.replace(policy.decide(tokens), logits=None),
     )
-    attend = functools.partial(_attend, policy, prompt=prompt, host=host)
+    attend = functools.partial(_attend, policy, one_pass=one_pass, host=host)
     if not sharding.has_mesh():
         return attend(cache, chunk)
     data, model = sharding.row_axes(*chunk.lengths.shape)
@@ -127,12 +129,12 @@ def attend_cached(
 
 
 def _attend(
-    policy: Policy, cache: LayerCache, chunk: Chunk, *, prompt: bool, host: HostRows | None
+    policy: Policy, cache: LayerCache, chunk: Chunk, *, one_pass: bool, host: HostRows | None
 ) -> Attended:
-    num_tokens, head_axis = chunk.valid.shape[-1], chunk.static.head_axis
-    if in_one_pass(policy, num_tokens, prompt=prompt):
+    head_axis = chunk.static.head_axis
+    if one_pass:
         attended = _one_pass(policy, cache, chunk, host)
-    elif num_tokens == 1:
+    elif chunk.valid.shape[-1] == 1:
         attended = _step(policy, cache, chunk, host)
     else:
         attended = _token_by_token(policy, cache, chunk, host)
@@ -229,8 +231,7 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
     live = jnp.where(chunk.valid, placement.live, 0).sum(1, dtype=jnp.int32)
     lengths = placement.lengths
     cache = _observe(policy, written, chunk, one_query=False)
-    if policy.shrinks:
-        assert chunk.ends_prompt is not None
+    if policy.shrinks and chunk.ends_prompt is not None:
         out, cache = _in_order(out, cache)
         cache, lengths = cut_layer(
             policy, cache, chunk, lengths, chunk.ends_prompt, dtype=q.dtype, q=q

@@ -21,6 +21,7 @@ from dms_jax.checks import show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError
+from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.template_variables import check_template_variables
 from dms_jax.model.transformer import Transformer
@@ -303,10 +304,13 @@ def _logits_through_cache(
     pages = jnp.arange(math.prod(rows), dtype=jnp.int32).reshape(rows)
     cache = dataclasses.replace(cache, page_table=jnp.tile(pages, (1, data_shards, head_shards, 1)))
     cache = dataclasses.replace(cache, max_lengths=jnp.full(batch, num_tokens, jnp.int32))
-    first = transformer.cached(tokens, prompts, cache, policy, prompt=True, ends_prompt=prompts > 0)
+    in_prompt, behind = (in_one_pass(policy, num_tokens, prompt=each) for each in (True, False))
+    first = transformer.cached(
+        tokens, prompts, cache, policy, one_pass=in_prompt, ends_prompt=prompts > 0
+    )
     index = jnp.arange(num_tokens)
     rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)
-    second = transformer.cached(rest, num_tokens - prompts, first.cache, policy, prompt=False)
+    second = transformer.cached(rest, num_tokens - prompts, first.cache, policy, one_pass=behind)
     back = (index - prompts[:, None]) % num_tokens
     moved = jnp.take_along_axis(second.hidden, back[..., None], axis=1)
     hidden = jnp.where((index < prompts[:, None])[..., None], first.hidden, moved)

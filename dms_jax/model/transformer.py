@@ -18,7 +18,7 @@ from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.config import ModelConfig
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
-from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use, plan_steps
+from dms_jax.model.cached_attention import attend_cached, in_use, plan_steps
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layer_loop import scan_layers
@@ -268,7 +268,7 @@ class Transformer(nnx.Module):
         cache: Cache,
         policy: Policy,
         *,
-        prompt: bool,
+        one_pass: bool,
         ends_prompt: Bool[Array, " B"] | None = None,
         host: HostRows | None = None,
         block: int = 1,
@@ -281,15 +281,14 @@ class Transformer(nnx.Module):
           counts: number of tokens per sequence; 0 leaves a sequence unchanged.
           cache: the cache, with pages reserved for the tokens.
           policy: the cache's policy.
-          prompt: whether the tokens belong to a prompt.
-          ends_prompt: whether the chunk completes the prompt of each sequence; None if of none.
+          one_pass: whether the tokens attend in one pass, not one by one; see `in_one_pass`.
+          ends_prompt: whether the chunk completes the prompt of each sequence; None if of none, or
+            if the policy cuts no rows behind it.
           host: values in host memory of the layers that fetch them; the pool then has a tail.
           block: layers in a turn of the loop over them, at most; see `scan_layers`.
           line: where the tokens stand for all but attention and the policy, in place of [B, T];
             with a place for each of them.
         """
-        if ends_prompt is None:
-            ends_prompt = jnp.zeros(counts.shape, bool)
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
         x = self.embed(tokens if line is None else line.unpad(tokens))
         in_line = positions if line is None else line.unpad(positions)
@@ -317,7 +316,7 @@ class Transformer(nnx.Module):
                 LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
                 projected if line is None else line.pad_tokens(projected, positions),
                 dataclasses.replace(shared, page_table=page_table, lengths=lengths, plan=plan),
-                prompt=prompt,
+                one_pass=one_pass,
                 host=host if group.host_values else None,
             )
             layer_cache = attended.cache
@@ -330,7 +329,7 @@ class Transformer(nnx.Module):
             return carry, (rows, *totals)
 
         carry = (x, cache.pool, cache.page_state)
-        one_step = tokens.shape[1] == 1 and not in_one_pass(policy, 1, prompt=prompt)
+        one_step = tokens.shape[1] == 1 and not one_pass
         plan = plan_steps(cache, counts) if one_step else None
         rows = (cache.page_table, cache.lengths, cache.row_state, plan)
         # XLA copies what a policy keeps of every slot if two layers of a turn write it.

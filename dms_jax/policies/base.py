@@ -104,6 +104,18 @@ class Policy(Options):
         """
         return "always"
 
+    def kept_whole(self, tokens: int) -> int:
+        """Returns how many first tokens of a sequence are all in the cache, before any is evicted.
+
+        Where `parallel` is "never", these of a prompt attend in one pass all the same, as no later
+        query of theirs depends on what an earlier one saw.
+
+        Args:
+          tokens: length of the sequence.
+        """
+        del tokens
+        return 0
+
     @property
     def visible_window(self) -> int:
         """Distance up to which every key is visible, evicted or not (chunks in one pass)."""

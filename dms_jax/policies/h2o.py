@@ -11,7 +11,7 @@ are favoured, as published. Half of the budget goes to the most recent tokens an
 with the largest sums; beyond the budget, each query evicts the token with the smallest sum among
 those that are not recent.
 
-After a dense prompt the sums cover all its queries. They are computed chunk by chunk in a second
+Where the queries of a prompt attend in one pass, their sums are computed chunk by chunk in a second
 pass over the scores, in blocks of queries: memory is linear in the prompt.
 """
 
@@ -28,7 +28,8 @@ from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import PAGES, CacheShape, Chunk, Placement, PolicyState
 from dms_jax.policies.victims import VictimEviction
 
-BLOCK = 32  # queries of a prompt whose weights are summed at a time
+# Weights of a block of queries, over all sequences and heads: 256 MB in float32.
+MOST_WEIGHTS = 2**26
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -86,7 +87,9 @@ class H2O(VictimEviction):
         positions = slot_values(state.pages.positions, chunk.page_table)
         batch, num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = held.k.shape[1]
-        padding = -num_tokens % min(BLOCK, num_tokens)
+        a_query = batch * num_heads * positions.shape[-1]
+        size = min(num_tokens, 1 << max(0, (MOST_WEIGHTS // a_query).bit_length() - 1))
+        padding = -num_tokens % size
         # Padded queries have position -1, at which no key is visible.
         at = jnp.where(chunk.valid[:, 0], chunk.tokens.positions, -1)
         at = jnp.pad(at, ((0, 0), (0, padding)), constant_values=-1)
@@ -101,7 +104,6 @@ class H2O(VictimEviction):
             weights = received_weights(block, held.k, visible, chunk.static.scale)
             return sums + weights.astype(sums.dtype), None
 
-        size = min(BLOCK, num_tokens)
         starts = jnp.arange(0, grouped.shape[2], size)
         zeros = jnp.zeros(positions.shape, state.pages.sums.dtype)
         sums, _ = jax.lax.scan(add_block, zeros, starts)

@@ -66,6 +66,10 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
         """See `Policy.visible_window`: the recent tokens without the current one."""
         return self.budget - self.sinks - 1
 
+    def kept_whole(self, tokens: int) -> int:
+        """See `Policy.kept_whole`: the budget."""
+        return self.budget_for(tokens)
+
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """Returns a footprint of at most the budget."""
         return bounded(tokens, self.budget_for(tokens))
@@ -86,18 +90,19 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
         return PolicyState(pages=jnp.zeros(shape.pages, jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """Gives a token beyond the budget the slot of the oldest token that is not a sink."""
+        """Gives a token beyond the budget the slot of the oldest token that is not a sink.
+
+        With a compression ratio a chunk of several tokens lies within the budget.
+        """
         if self.compression_ratio is None:
             return super().write(state, chunk)
-        assert chunk.valid.shape[-1] == 1
         positions = slot_values(state.pages, chunk.page_table)
         held = jnp.arange(chunk.num_slots) < chunk.lengths[..., None]
         leaves = jnp.where(held & (positions >= self.sinks), positions, FOREVER)
         oldest = jnp.argmin(leaves, -1, keepdims=True).astype(jnp.int32)
         full = (chunk.lengths >= self.budget_of(chunk))[..., None]
-        slots = jnp.where(full, oldest, chunk.lengths[..., None])
-        live = chunk.lengths[..., None] + (chunk.valid & ~full).astype(jnp.int32)
-        return state, place(chunk, slots, live)
+        live = chunk.lengths[..., None] + jnp.cumsum(chunk.valid & ~full, -1, dtype=jnp.int32)
+        return state, place(chunk, jnp.where(full, oldest, live - 1), live)
 
     def written(self, state, chunk: Chunk, placement: Placement, pool) -> PolicyState:
         """Stores the positions of the new tokens if there is a compression ratio."""

@@ -7,8 +7,8 @@ slots while a query attends, and nothing is moved.
 Prompts are processed in one of two ways:
 
 * `prefill="evict_past_budget"`: the tokens of a prompt are treated like generated ones, as the DMS
-  paper ran these baselines (arXiv 2506.05345, appendix G.1): memory never exceeds the budget, and
-  prompts are run token by token;
+  paper ran these baselines (arXiv 2506.05345, appendix G.1): memory never exceeds the budget. What
+  the budget holds of a prompt is run in one pass, which evicts nothing, the rest token by token;
 * `prefill="dense_then_evict"`: a prompt gets full attention, each chunk in one pass, as in the
   published code; one cut after it leaves the budget and releases the freed pages.
 """
@@ -60,6 +60,10 @@ class VictimEviction(BudgetedPolicy):
     def parallel(self):
         """See `Policy.parallel`: the victim depends on attention, except in a dense prompt."""
         return "prompts" if self.shrinks else "never"
+
+    def kept_whole(self, tokens: int) -> int:
+        """See `Policy.kept_whole`: the budget."""
+        return self.budget_for(tokens)
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """Returns a footprint of at most the budget and one token that is to be evicted."""

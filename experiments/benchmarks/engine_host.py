@@ -75,7 +75,7 @@ class Config:
         check_numbers(self)
 
 
-def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, prompt, places):
+def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, one_pass, places):
     """Stands for `programs.extend`."""
     lengths = cache.lengths.at[:, lanes].add(counts[:, None], mode="drop")
     seen = cache.seen.at[lanes].add(counts, mode="drop")

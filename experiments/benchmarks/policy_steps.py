@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -289,25 +289,25 @@ def time_steps(
     return figures
 
 
-def check(config: Config) -> None:
+def check(shape: str, context: int, ratios: Sequence[float], only: Sequence[str]) -> None:
     """Refuses what cannot be timed.
 
     Raises:
       ConfigError: there is no such shape or label, or a ratio leaves less than the window.
     """
-    if config.shape not in SHAPES:
-        raise dms_jax.ConfigError(f"--shape {config.shape}: there are {', '.join(SHAPES)}.")
-    for ratio in config.ratios:
+    if shape not in SHAPES:
+        raise dms_jax.ConfigError(f"--shape {shape}: there are {', '.join(SHAPES)}.")
+    for ratio in ratios:
         if ratio != int(ratio):
             raise dms_jax.ConfigError(f"--ratios {ratio:g} is no whole number.")
-        if config.context // int(ratio) <= WINDOW:
+        if context // int(ratio) <= WINDOW:
             raise dms_jax.ConfigError(
-                f"--context {config.context:,} --ratios {ratio:g} leaves "
-                f"{config.context // int(ratio)} tokens, and those in a window of {WINDOW} always "
-                f"stay: give --context at least {int(ratio) * (WINDOW + 1):,}."
+                f"--context {context:,} leaves {context // int(ratio)} tokens at a ratio of "
+                f"{int(ratio)}, and those in a window of {WINDOW} always stay: give --context at "
+                f"least {int(ratio) * (WINDOW + 1):,}."
             )
-    known = [racer.label for racer in racers(config.context, int(config.ratios[0]))]
-    if unknown := [label for label in config.only if label not in known]:
+    known = [racer.label for racer in racers(context, int(ratios[0]))]
+    if unknown := [label for label in only if label not in known]:
         raise dms_jax.ConfigError(f"--only {', '.join(unknown)}: there are {', '.join(known)}.")
 
 
@@ -334,7 +334,7 @@ def main(config: Config) -> list[dict[str, Any]]:
       ConfigError: a shape, length, ratio or label is not to be had.
       CapacityError: the weights do not fit a CPU's memory.
     """
-    check(config)
+    check(config.shape, config.context, config.ratios, config.only)
     make_folder("--out", config.out)
     dtype = jnp.bfloat16 if config.shape != "tiny" else jnp.float32
     shapes = jax.eval_shape(lambda: model_of(config.shape, dtype).transformer)

@@ -105,7 +105,7 @@ def advance(
     model: Transformer, tokens: Int[Array, "1 T"], counts: Int[Array, " 1"], cache: Cache
 ) -> tuple[Cache, Float[Array, "T V"]]:
     """Runs a chunk through the cache; returns it, and the log-probabilities of the next tokens."""
-    passed = model.cached(tokens, counts, cache, POLICY, prompt=True)
+    passed = model.cached(tokens, counts, cache, POLICY, one_pass=True)
     logits = model.unembed(passed.hidden)[0].astype(jnp.float32)
     return passed.cache, jax.nn.log_softmax(logits)
 

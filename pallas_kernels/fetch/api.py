@@ -1,4 +1,4 @@
-"""`fetch_rows`: gathers single rows of a store in device memory or in host memory.
+"""`fetch_rows`: gathers rows, or blocks of them, of a store in device memory or in host memory.
 
 On a GPU a kernel reads a store in `pinned_host` memory in place, over the link: only the requested
 rows are transferred, and nothing is dispatched from the host. An H200 fetched 8 MB in rows of 256
@@ -25,19 +25,23 @@ def fetch_rows(
     store: Shaped[Array, "S D"],
     index: Int[Array, " n"],
     *,
+    block: int = 1,
     implementation: ImplementationChoice = None,
-) -> Shaped[Array, "n D"]:
-    """Gathers rows into device memory.
+) -> Shaped[Array, "n_block D"]:
+    """Gathers rows, or blocks of rows that follow each other, into device memory.
 
     Args:
       store: the rows, in device memory or in `pinned_host`, where they are read when the program
         runs.
-      index: numbers of the rows, each between 0 and S - 1; the result for others is undefined.
+      index: numbers of the blocks, which are those of the rows if a block is one row: block i is
+        the rows from i * block on. What stands for a block outside of the store is undefined; one
+        with a negative number is not transferred.
+      block: rows of a block, S or a divisor of it.
       implementation: a name ("mosaic_gpu", "xla") forces one implementation; a sequence of names
         is tried in order; None chooses the best one for the platform that the call is lowered for.
 
     Returns:
-      The rows, in device memory.
+      The rows in the order of their blocks, in device memory.
 
     Raises:
       ValueError: arguments disagree.
@@ -50,6 +54,8 @@ def fetch_rows(
         )
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"fetch_rows: index must hold integers, has dtype {index.dtype}")
+    if block < 1 or store.shape[0] % block:
+        raise ValueError(f"fetch_rows: {store.shape[0]} rows are no blocks of {block}")
     if index.size == 0:
         return jnp.zeros((0, store.shape[1]), store.dtype)
-    return OPERATION(implementation, store, index.astype(jnp.int32))
+    return OPERATION(implementation, store, index.astype(jnp.int32), block=block)

@@ -1,8 +1,9 @@
 """The gather of rows of a store in host memory by a GPU, which reads them in place.
 
 Pinned host memory has an address on the device, so the copy engine of a Hopper GPU reads it as it
-reads device memory; each row goes over the link by itself. Many small programs keep many copies in
-flight. Rows in device memory are left to XLA, which gathers them in one kernel too.
+reads device memory; each row, or piece of a block of rows, goes over the link by itself. Many small
+programs keep many copies in flight. Rows in device memory are left to XLA, which gathers them in
+one kernel too.
 """
 
 import jax
@@ -17,14 +18,15 @@ from jaxtyping import Array, Int, Shaped
 from pallas_kernels.dispatch import target_gpu
 from pallas_kernels.fetch.reference import is_on_host
 
-_ROWS = 16  # number of rows per program
+_ROWS = 16  # number of rows per program, at least
+_PIECE_BYTES = 16384  # the most of a copy
 _COPIED_BYTES = 128  # a copy's size is a multiple
 _MOST_NUMBERS = 256  # of a copy along one axis
 
 
-def why_not(store, index) -> str | None:
+def why_not(store, index, *, block: int) -> str | None:
     """Returns why this kernel cannot serve a call, or None."""
-    del index
+    del index, block
     gpu, width = target_gpu(), store.shape[1]
     if not is_on_host(store):
         return "reads stores in host memory; this one is in device memory"
@@ -48,32 +50,57 @@ mlir.register_lowering(_in_place_p, lambda context, x: [x])
 
 
 def fetch_rows_mosaic(
-    store: Shaped[Array, "S D"], index: Int[Array, " n"], *, interpret=None
-) -> Shaped[Array, "n D"]:
-    """Computes `fetch_rows` with the kernel, one program per block of rows."""
-    count, width = index.size, store.shape[1]
-    programs = -(-count // _ROWS)
-    padded = jnp.pad(index, (0, programs * _ROWS - count))
+    store: Shaped[Array, "S D"], index: Int[Array, " n"], *, block: int, interpret=None
+) -> Shaped[Array, "n_block D"]:
+    """Computes `fetch_rows` with the kernel, a copy for each piece of a block."""
+    width = store.shape[1]
+    piece = piece_of(block, width * store.dtype.itemsize)
+    if piece < block:  # all pieces of a negative number are negative
+        parts = block // piece
+        index = (index[:, None] * parts + jnp.arange(parts, dtype=index.dtype)).reshape(-1)
+    copies = max(1, _ROWS // piece)
+    programs = -(-index.size // copies)
+    nothing = 0 if piece == 1 else -1
+    padded = jnp.pad(index, (0, programs * copies - index.size), constant_values=nothing)
 
     def body(index_ref, store_ref, out_ref, rows_smem, arrived):
-        first = lax.axis_index("block") * _ROWS
-        for row in range(_ROWS):
-            source = store_ref.at[index_ref[first + row]]
-            plgpu.copy_gmem_to_smem(source, rows_smem.at[row], arrived)
+        first = lax.axis_index("block") * copies
+        for number in range(copies):
+            chosen = index_ref[first + number]
+            if piece == 1:
+                plgpu.copy_gmem_to_smem(store_ref.at[chosen], rows_smem.at[number], arrived)
+                continue
+
+            @pl.when(chosen >= 0)
+            def _copy(chosen=chosen, number=number):
+                source = store_ref.at[pl.ds(chosen * piece, piece)]
+                target = rows_smem.at[pl.ds(number * piece, piece)]
+                plgpu.copy_gmem_to_smem(source, target, arrived)
+
+            @pl.when(chosen < 0)
+            def _skip():
+                plgpu.barrier_arrive(arrived)
+
         plgpu.barrier_wait(arrived)
-        plgpu.copy_smem_to_gmem(rows_smem, out_ref.at[pl.ds(first, _ROWS)])
+        plgpu.copy_smem_to_gmem(rows_smem, out_ref.at[pl.ds(first * piece, copies * piece)])
         plgpu.wait_smem_to_gmem(0)
 
     rows = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((programs * _ROWS, width), store.dtype),
+        out_type=jax.ShapeDtypeStruct((programs * copies * piece, width), store.dtype),
         scratch_types=[
-            plgpu.SMEM((_ROWS, width), store.dtype),
-            plgpu.Barrier(num_arrivals=_ROWS),
+            plgpu.SMEM((copies * piece, width), store.dtype),
+            plgpu.Barrier(num_arrivals=copies),
         ],
         grid=(programs,),
         grid_names=("block",),
         interpret=interpret,
         kernel_name="fetch_rows",
     )(padded, _in_place_p.bind(store))
-    return rows[:count]
+    return rows[: index.size * piece]
+
+
+def piece_of(block: int, row_bytes: int) -> int:
+    """Returns the rows of a copy: as many as fit, of which blocks consist."""
+    most = min(block, _MOST_NUMBERS, max(1, _PIECE_BYTES // row_bytes))
+    return max(piece for piece in range(1, most + 1) if block % piece == 0)

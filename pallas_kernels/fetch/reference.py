@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Int, Shaped
 
@@ -12,8 +13,14 @@ def is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def fetch_rows_xla(store: Shaped[Array, "S D"], index: Int[Array, " n"]) -> Shaped[Array, "n D"]:
+def fetch_rows_xla(
+    store: Shaped[Array, "S D"], index: Int[Array, " n"], *, block: int
+) -> Shaped[Array, "n_block D"]:
     """Computes `fetch_rows` in XLA."""
+    if block > 1:
+        last = store.shape[0] // block - 1
+        rows = jnp.clip(index, 0, last)[:, None] * block + jnp.arange(block, dtype=index.dtype)
+        index = rows.reshape(-1)
 
     def gather(store, index):
         return store.at[index].get(mode="promise_in_bounds")

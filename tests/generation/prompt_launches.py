@@ -51,7 +51,7 @@ def report(policy: Policy, places: int | None) -> dict:
     with mock.patch.object(jax, "default_backend", return_value="gpu"):
         lowered = programs.extend.on_gpu.trace(
             *(model, cache, None, table, of_entries, given(ENTRIES, WIDTH), of_entries),
-            *(given(ENTRIES, dtype=jnp.bool_), policy, True, places),
+            *(None, policy, True, places),
         ).lower(lowering_platforms=("cuda",))
         compiled = compile_ahead(lowered, device.device_kind)
     lines, loops = computations(compiled.text)

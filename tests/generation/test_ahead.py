@@ -7,9 +7,9 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, compiling, programs
-from dms_jax.generation.batches import Shape
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.runner import Runner
+from dms_jax.generation.shapes import Shape
 from tests.generation.support import (
     GREEDY,
     POLICIES,
@@ -155,7 +155,7 @@ def test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it(monk
     with runner.working():
         runner.reserve(np.array([8, 5]), prompt=True)
         tokens = {lane: np.asarray(prompts((8, 5))[lane], np.int32) for lane in given}
-        shape = Shape(8, entries=2, places=None)
+        shape = Shape(8, entries=2, places=None, one_pass=True)
         runner.extend(tokens, shape=shape, prompt=True, ends_prompt=given)
         runner.clear([0])
         assert runner.slots_held().max((0, 2)).tolist() == [0, 5]

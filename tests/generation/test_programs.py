@@ -86,7 +86,7 @@ def test_a_layer_of_a_step_leaves_its_lengths_and_what_only_it_knows(policy, res
     tokens, counts = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
 
     def step(cache, tokens, counts):
-        return transformer.cached(tokens, counts, cache, engine.policy, prompt=False)
+        return transformer.cached(tokens, counts, cache, engine.policy, one_pass=False)
 
     num_layers = engine.model.config.num_layers
     (layers,) = (

@@ -10,6 +10,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, compiling, programs, warming
+from dms_jax.generation.shapes import Shape
 from dms_jax.model.language_model import LanguageModel
 from tests.generation.support import GREEDY, POLICIES, model_for, prompts
 from tests.support.for_gpus import told_by
@@ -24,20 +25,24 @@ LENGTHS = (5, 64, 1, 70, 33, 130, 20, 31, 32, 65, 9)
 
 @pytest.fixture
 def shapes_of(monkeypatch):
-    """Returns a function that runs a call, and says what was compiled before it, and what ran."""
+    """Returns a function that runs a call, and says what was compiled before it, and what ran.
+
+    These are shapes, each with whether rows are cut behind prompts.
+    """
     compiled, ran = set(), []
     call, extend = compiling.Program.__call__, warming._Calls.extend
 
     def launched(program, *given):
         if program is programs.extend:
             entries, width = given[5].shape
-            ran.append((width, entries, given[10]))
+            ran.append((Shape(width, entries, given[10], given[9]), given[7] is not None))
             assert given[6].sum() <= (given[10] or entries * width)
         return call(program, *given)
 
     def noted(self, shape, *given, **options):
-        compiled.add(tuple(shape))
-        return extend(self, shape, *given, **options)
+        program, arguments = extend(self, shape, *given, **options)
+        compiled.add((shape, arguments[7] is not None))
+        return program, arguments
 
     monkeypatch.setattr(compiling.Program, "__call__", launched)
     monkeypatch.setattr(warming._Calls, "extend", noted)
@@ -69,10 +74,13 @@ def test_answers_are_those_of_prompts_that_are_read_one_at_a_time(policy, shapes
     alone, _, ran = shapes_of(
         lambda: [engine.generate([each], sampling=GREEDY)[0] for each in given]
     )
-    assert {(entries, places) for _, entries, places in ran} == {(1, None)}
+    assert {(shape.entries, shape.places) for shape, _ in ran} == {(1, None)}
     together, compiled, ran = shapes_of(lambda: engine.generate(given, sampling=GREEDY))
     # Prompts of a chunk and less share programs, and the ends of longer ones theirs.
-    assert {(64, 3, 128), (32, 4, 64)} <= set(ran) <= compiled
+    wide, narrow = Shape(64, 3, 128, True), Shape(32, 4, 64, True)
+    assert {(wide, policy.shrinks), (narrow, policy.shrinks)} <= set(ran) <= compiled
+    # The chunks that end no prompt wait for no cut in any layer.
+    assert any(not cut for _, cut in ran)
     for left, right in zip(alone, together, strict=True):
         assert left.tokens == right.tokens
         chex.assert_trees_all_close(left.logprobs, right.logprobs, atol=1e-4)
@@ -92,7 +100,7 @@ def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, seed,
     _, compiled, ran = shapes_of(
         lambda: engine.generate(given, sampling=dms_jax.Sampling(temperature=0, max_new_tokens=9))
     )
-    assert set(ran) <= compiled <= set(map(tuple, engine._shapes.all))
+    assert set(ran) <= compiled <= {(shape, False) for shape in engine._shapes.one_pass.all}
 
 
 def counting_engine() -> Engine:
@@ -101,12 +109,14 @@ def counting_engine() -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("policy", "few"), [(dms_jax.Vanilla(), True), (dms_jax.TOVA(budget=20), False)]
+    ("policy", "few"), [(dms_jax.Quest(budget=20), True), (dms_jax.TOVA(budget=20), False)]
 )
 def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
+    """But for answers that are read again, which have the programs of prompts."""
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
     shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
-    assert any(shape.places is not None for shape in shapes.all) == few
+    assert any(shape.places is not None for shape in shapes.one_pass.all)
+    assert any(shape.places is not None for shape in shapes.one_by_one.all) == few
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
@@ -114,14 +124,14 @@ def test_on_a_mesh_all_entries_have_places(mesh):
     with jax.set_mesh(dms_jax.make_mesh(*mesh)):
         model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
         shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
-    assert all(shape.places is None for shape in shapes.all)
+    assert all(shape.places is None for kind in shapes for shape in kind.all)
 
 
 @pytest.mark.parametrize("places", [None, 40])
 def test_products_have_a_row_for_each_place(places):
     """All but attention: embedding, projections, feed-forward, norms and what is added."""
     engine = Engine(model_for("vanilla"), num_lanes=LANES, **OPTIONS)
-    shape = engine._shapes.all[0]._replace(width=32, entries=3, places=places)
+    shape = engine._shapes.one_pass.all[0]._replace(width=32, entries=3, places=places)
     _, given = warming._Calls(engine.runner, GREEDY.filter).extend(shape, 4)
     static = {8: given[8], 9: given[9], 10: given[10]}
 
@@ -149,8 +159,8 @@ def equations(jaxpr):
 
 def test_what_has_no_place_is_refused_before_anything_runs():
     runner = counting_engine().runner
-    shape = counting_engine()._shapes.of_width(32)[-1]
-    assert shape == (32, 4, 64)
+    shape = counting_engine()._shapes.one_pass.of_width(32)[-1]
+    assert shape == (32, 4, 64, True)
     given = {lane: np.asarray(random_tokens(lane, 30), np.int32) for lane in range(3)}
     with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):
         runner.extend(given, shape=shape, prompt=True)

@@ -1,20 +1,30 @@
 """Which tokens of which prompts run next, and who waits for a prompt that another lane reads."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from dms_jax.cache.accounting import Meter
-from dms_jax.generation.batches import Shapes
 from dms_jax.generation.reading import Part, Reading
 from dms_jax.generation.requests import Request
 from dms_jax.generation.sampling import Sampling
+from dms_jax.generation.shapes import PromptShapes, Shapes
 
 # Programs of 4 x 64 tokens, of 8 x 32, and of a single entry for a single lane.
-SHAPES = Shapes(widths=(64, 32), passes=1, tokens=256, num_lanes=8, launch=256, unpadded=False)
+ONE_PASS = Shapes(
+    widths=(64, 32), passes=1, tokens=256, num_lanes=8, launch=256, unpadded=False, one_pass=True
+)
+# Of tokens that are read one by one: 8 x 16, too.
+ONE_BY_ONE = dataclasses.replace(ONE_PASS, widths=(64, 16), passes=2, one_pass=False)
+SHAPES = PromptShapes(ONE_PASS, ONE_BY_ONE)
 
 
-def part(index, prompt, answer=0, shared=None):
-    """What a request reads: a prompt and an answer of so many tokens, all different."""
+def part(index, prompt, answer=0, shared=None, whole=None):
+    """What a request reads: a prompt and an answer of so many tokens, all different.
+
+    Unless told otherwise they attend in one pass.
+    """
     tokens = list(range(1000 * index, 1000 * index + prompt + answer))
     request = Request(
         index=index,
@@ -26,7 +36,8 @@ def part(index, prompt, answer=0, shared=None):
         meter=Meter(rows=1),
         sampling=Sampling(),
     )
-    return Part(request, tokens[:prompt], tokens[prompt:], shared)
+    whole = len(tokens) if whole is None else whole
+    return Part(request, tokens[:prompt], tokens[prompt:], whole, shared)
 
 
 def reading(*parts, takes_turns):
@@ -90,6 +101,33 @@ def test_tokens_run_in_order_and_end_their_prompts():
         assert batch.tokens[0].dtype == np.int32
     assert seen == one.prompt + one.answer
     assert ended == [[], [0], []]
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest(takes_turns):
+    """An answer behind a prompt in one pass runs one by one; a part of 16 has narrower programs."""
+    given = part(0, 90, whole=70), part(1, 50, answer=20, whole=50), part(2, 80, whole=0)
+    state, seen, found = reading(*given, takes_turns=takes_turns), {}, []
+    while batch := state.next_batch():
+        state.advance(batch)
+        for lane, tokens in batch.tokens.items():
+            own, done = given[lane], len(seen.setdefault(lane, []))
+            assert (done < own.whole) == batch.shape.one_pass
+            assert done + len(tokens) <= own.whole or not batch.shape.one_pass
+            seen[lane] += tokens.tolist()
+            assert (lane in batch.ends_prompt) == (len(seen[lane]) == len(own.prompt))
+        found.append((batch.prompt, batch.shape.one_pass, batch.shape.width, [*batch.tokens]))
+    assert [seen[lane] for lane in range(3)] == [each.prompt + each.answer for each in given]
+    if not takes_turns:
+        assert found == [
+            (True, True, 64, [0, 1]),
+            (True, True, 32, [0]),
+            (True, False, 64, [2]),
+            (True, False, 16, [0, 2]),
+            (True, False, 16, [0]),
+            (False, False, 16, [1]),
+            (False, False, 16, [1]),
+        ]
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])

@@ -113,7 +113,7 @@ def test_each_device_has_the_plan_of_its_own_rows(data, model, monkeypatch):
     cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
     counts, tokens = jnp.array([1, 1, 1, 0]), jnp.zeros((lanes, 1), jnp.int32)
     with jax.set_mesh(mesh):
-        step = jax.jit(lambda: transformer.cached(tokens, counts, cache, policy, prompt=False))
+        step = jax.jit(lambda: transformer.cached(tokens, counts, cache, policy, one_pass=False))
         passed = step()
     assert np.isfinite(np.asarray(passed.hidden[:3])).all()
     # Where three devices do not divide four sequences each has the rows of all.

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dms_jax.config import ModelConfig
 from dms_jax.generation import programs, sharing
 from dms_jax.generation.sampling import Sampling
+from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import (
@@ -178,8 +179,9 @@ def memory_of_prompts(policy, pool_factor: int, place: NamedSharding) -> dict:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     lanes, tokens = of(BATCH), of(BATCH, PROMPT)
-    entries = (lanes, tokens, of(BATCH), of(BATCH, dtype=bool))
-    lowered = programs.extend.lower(*shapes[:4], *entries, policy, True, BATCH * PROMPT // 2)
+    ends = of(BATCH, dtype=bool) if policy.shrinks else None
+    static = (policy, in_one_pass(policy, PROMPT, prompt=True), BATCH * PROMPT // 2)
+    lowered = programs.extend.lower(*shapes[:4], lanes, tokens, of(BATCH), ends, *static)
     return report_of(lowered, shapes, place)
 
 

@@ -172,6 +172,16 @@ def test_a_chunk_that_holds_the_whole_prompt(row, record_property):
     record_property("largest", float(check_run(row, LENGTHS, parts)))
 
 
+@by_row([row for row in ROWS if row.policy.parallel == "never"])
+def test_what_is_kept_whole_of_a_prompt_attends_in_one_pass(row, record_property):
+    """Chunks of it end at the budget; then come those whose tokens run one by one, and steps."""
+    whole = [row.policy.kept_whole(length) for length in LENGTHS]
+    assert min(whole) > 0
+    parts = [*ragged_parts(8, LENGTHS, MIXED, width=WIDTH, places=PLACES, whole=whole)]
+    assert any(part.whole and part.counts.max() > 1 for part in parts) == (max(whole) > 1)
+    record_property("largest", float(check_run(row, MIXED, parts, seed=6)))
+
+
 def has_a_pass_of_its_own(row: Row) -> bool:
     """Returns whether a row's pass over whole sequences says what that of no other row does.
 

@@ -39,7 +39,8 @@ class Setting(NamedTuple):
 
 
 # All widths of prompts with all widths of page tables; then prompts that are told from answers with
-# each of these, on pages that are read by choice and behind cuts.
+# each of these, on pages that are read by choice and behind cuts; then prompts whose first tokens
+# attend in one pass, and the others one by one.
 SETTINGS = {
     "vanilla": Setting(dms_jax.Vanilla(), 240, page_size=4, prefill_chunk=64),
     "Quest": Setting(dms_jax.Quest(budget=24, dense_layers=0), 240, page_size=8, prefill_chunk=64),
@@ -49,6 +50,7 @@ SETTINGS = {
         page_size=4,
         prefill_chunk=16,
     ),
+    "TOVA": Setting(dms_jax.TOVA(budget=24), 88, page_size=8, prefill_chunk=64),
 }
 
 
@@ -109,7 +111,7 @@ def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
         prefill_tokens=128,
     )
     assert service.engine._launched.steps_a_program(16) == 8  # a chunk is two programs
-    assert len(service.engine._shapes.widths) == (2 if prefill_chunk == 64 else 1)
+    assert len(service.engine._shapes.one_pass.widths) == (2 if prefill_chunk == 64 else 1)
     assert len(service.engine.runner.table_widths()) == (2 if page_size == 4 else 1)
     # Prompts of each width, each for many and for few and with each width of page tables; answers
     # that are recomputed, where a policy tells them from prompts; a few small programs.

@@ -15,6 +15,7 @@ import numpy as np
 
 from dms_jax.cache import Cache
 from dms_jax.cache.int4 import Int4
+from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
@@ -27,7 +28,8 @@ class Part:
     """One call: counts[b] tokens of each sequence, padded to `width`.
 
     `ends_prompt[b]` marks sequences whose prompt they complete; None if there are none. With
-    `places` all but attention is computed for so many tokens in line.
+    `places` all but attention is computed for so many tokens in line. They attend in one pass if
+    nothing is evicted before them (`whole`), or if the policy says so.
     """
 
     counts: np.ndarray
@@ -35,6 +37,7 @@ class Part:
     prompt: bool
     ends_prompt: np.ndarray | None = None
     places: int | None = None
+    whole: bool = False
 
 
 @dataclasses.dataclass
@@ -84,12 +87,12 @@ def forward(
     ends_prompt,
     cache: Cache,
     policy: Policy,
-    prompt: bool,
+    one_pass: bool,
     places: int | None,
 ) -> tuple[jax.Array, Cache, jax.Array, jax.Array]:
     line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)
     passed = model.cached(
-        tokens, counts, cache, policy, prompt=prompt, ends_prompt=ends_prompt, line=line
+        tokens, counts, cache, policy, one_pass=one_pass, ends_prompt=ends_prompt, line=line
     )
     logits = model.unembed(passed.hidden)
     logits = logits if line is None else line.pad(logits)
@@ -143,25 +146,32 @@ def ragged_parts(
     answers_width: int = 1,
     padded: int | None = None,
     places: int | None = None,
+    whole=(),
 ) -> Iterator[Part]:
     """Returns prompts in chunks of uneven counts (sometimes 0), then answers likewise.
 
     Chunks of a prompt hold up to `width` tokens, and are padded to `padded`, or to `width`. With
-    `places` chunks of all sequences together hold no more than so many.
+    `places` chunks of all sequences together hold no more than so many. The first `whole[b]` tokens
+    of each prompt have chunks of their own, which attend in one pass.
     """
     random = np.random.default_rng(seed)
     done = np.zeros(len(lengths), int)
     prompt_width = padded or width
-    stages = ((prompts, width, prompt_width, True), (lengths, answers_width, answers_width, False))
-    for end, most, shape, prompt in stages:
+    stages = [
+        (prompts, width, prompt_width, True, False),
+        (lengths, answers_width, answers_width, False, False),
+    ]
+    if len(whole):
+        stages.insert(0, (np.minimum(whole, prompts), width, prompt_width, True, True))
+    for end, most, shape, prompt, first in stages:
         end = np.asarray(end)
         while (done < end).any():
             counts = np.minimum(random.integers(0, most + 1, size=len(end)), end - done)
             if places is not None:
                 counts = np.diff(np.minimum(np.cumsum(counts), places), prepend=0)
             if counts.any():
-                ends = (counts > 0) & (done + counts == end) if prompt else None
-                yield Part(counts.astype(np.int32), shape, prompt, ends, places)
+                ends = (counts > 0) & (done + counts == prompts) if prompt else None
+                yield Part(counts.astype(np.int32), shape, prompt, ends, places, first)
                 done += counts
 
 
@@ -184,7 +194,7 @@ def drive(
             np.zeros(len(tokens), bool) if part.ends_prompt is None else part.ends_prompt,
             cache,
             policy,
-            part.prompt,
+            part.whole or in_one_pass(policy, part.width, prompt=part.prompt),
             part.places,
         )
         logits, live, reads = np.asarray(logits), np.asarray(live), np.asarray(reads)

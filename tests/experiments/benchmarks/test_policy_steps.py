@@ -37,7 +37,7 @@ def test_speed_is_taken_at_a_length_that_is_set(tmp_path, label):
         (dict(shape="huge"), "--shape huge: there are .*tiny"),
         (dict(ratios=(2.5,)), "is no whole number"),
         (dict(ratios=(4.0,)), "give --context at least 1,028"),
-        (dict(context=256), "leaves 128 tokens"),
+        (dict(context=256), "leaves 128 tokens at a ratio of 2"),
         (dict(only=("SnapKv",)), "--only SnapKv: .*SnapKV"),
     ],
 )

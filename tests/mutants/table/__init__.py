@@ -8,6 +8,7 @@ from tests.mutants.table import (
     kernels,
     launches,
     policies,
+    prompts,
     serving,
     training,
 )
@@ -18,6 +19,7 @@ MUTANTS = [
     *cache.MUTANTS,
     *checkpoint.MUTANTS,
     *generation.MUTANTS,
+    *prompts.MUTANTS,
     *launches.MUTANTS,
     *evaluation.MUTANTS,
     *serving.MUTANTS,

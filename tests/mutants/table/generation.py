@@ -21,54 +21,11 @@ TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_warming.py"
 TEXT = "tests/generation/test_text.py"
 STOPS = "tests/generation/test_stop_strings.py"
-BATCHES = "tests/generation/test_batches.py"
 PROMPTS = "tests/generation/test_prompt_programs.py"
 UNPADDED = "tests/model/test_unpadded.py"
 CALLS = "tests/generation/test_calls.py"
 
 MUTANTS = [
-    Mutant(
-        "generation: what stands where no token is is read in its place",
-        "dms_jax/model/unpadded.py",
-        "valid.reshape(*valid.shape, *[1] * (x.ndim - 1)), taken,",
-        "True, taken,",
-        (f"{UNPADDED}::test_tokens_stand_one_behind_another_and_come_back",),
-    ),
-    Mutant(
-        "generation: the last token of a sequence is looked for by its width",
-        "dms_jax/model/unpadded.py",
-        "last=jnp.clip(ends - 1, 0, places - 1)",
-        "last=jnp.clip(starts + width - 1, 0, places - 1)",
-        (f"{UNPADDED}::test_the_tokens_of_a_layer_have_their_logits_with_them",),
-    ),
-    Mutant(
-        "generation: positions of tokens in line are those of the line",
-        "dms_jax/model/unpadded.py",
-        "positions=positions,",
-        "positions=self.place_of.astype(positions.dtype),",
-        (f"{UNPADDED}::test_the_tokens_of_a_layer_have_their_logits_with_them",),
-    ),
-    Mutant(
-        "generation: tokens are computed by sequence where they stand in line",
-        FOLDER + "programs.py",
-        "line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)",
-        "line = None",
-        (f"{PROMPTS}::test_products_have_a_row_for_each_place",),
-    ),
-    Mutant(
-        "generation: a program takes prompts for which it has no places",
-        FOLDER + "batches.py",
-        "room -= count",
-        "room -= 0",
-        (f"{BATCHES}::test_any_prompts_run_to_their_end_in_a_handful_of_shapes",),
-    ),
-    Mutant(
-        "generation: prompts have no padding on meshes that split heads alone",
-        FOLDER + "runner.py",
-        "unpadded = few and not sharding.has_mesh()",
-        "unpadded = few",
-        (f"{PROMPTS}::test_on_a_mesh_all_entries_have_places",),
-    ),
     Mutant(
         "generation: blocks of tokens that no device has whole are gathered with all others",
         FOLDER + "drawing.py",

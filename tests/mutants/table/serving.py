@@ -140,8 +140,8 @@ MUTANTS = [
     Mutant(
         "serving: a warm server, and answers that are recomputed are forgotten",
         "dms_jax/generation/warming.py",
-        'classes = (True, False) if runner.policy.parallel == "prompts" else (True,)',
-        "classes = (True,)",
+        'used = shapes[:1] if runner.policy.parallel == "always" else shapes',
+        'used = shapes[:1] if runner.policy.parallel != "never" else shapes',
         (WARM,),
     ),
     Mutant(

@@ -1,5 +1,6 @@
 """Rows of a store: out of device memory, out of host memory, and what is refused."""
 
+import functools
 import inspect
 import json
 from pathlib import Path
@@ -61,7 +62,29 @@ def test_a_loop_fetches_what_the_round_before_asks_for():
 def test_the_interpreted_kernel_gathers_the_same():
     lines = interpret(Path(__file__).with_name("interpreted.py"))
     records = [json.loads(line) for line in lines if line.startswith("{")]
-    assert records == [{"count": count} for count in (1, 16, 37)]
+    assert [tuple(each.values()) for each in records] == [
+        *((1, 1), (16, 1), (37, 1), (5, 4), (4, 20), (3, 60))
+    ]
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("block", [2, 10, 50])
+def test_blocks_arrive_whole(memory, block):
+    store = draw(np.float32, memory)
+    index = np.array([ROWS // block - 1, -1, 0], np.int32)
+    rows = jax.jit(fetch_rows, static_argnames="block")(store, index, block=block)
+    chex.assert_shape(rows, (3 * block, WIDTH))
+    blocks = np.asarray(store).reshape(-1, block, WIDTH)
+    chex.assert_trees_all_equal(rows[:block], blocks[-1])
+    chex.assert_trees_all_equal(rows[2 * block :], blocks[0])
+
+
+@pytest.mark.parametrize(
+    ("block", "row_bytes", "piece"),
+    [(1, 256, 1), (16, 128, 16), (64, 256, 64), (64, 1024, 16), (512, 128, 128), (21, 4096, 3)],
+)
+def test_a_copy_is_the_largest_part_of_a_block_that_fits(block, row_bytes, piece):
+    assert fetch_gpu.piece_of(block, row_bytes) == piece
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
@@ -79,6 +102,13 @@ def test_it_lowers_for_a_gpu_inside_a_loop(memory):
     assert ("stablehlo.gather" in text) != on_host
 
 
+def test_blocks_lower_for_a_gpu():
+    store = draw(jnp.dtype("bfloat16"), "pinned_host", 128)
+    fetch = functools.partial(fetch_rows, block=10)
+    text = lower_for_cuda(fetch, store=store, index=jax.ShapeDtypeStruct((6,), jnp.int32))
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
 @gpu
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_the_kernel_on_a_gpu(memory):
@@ -86,11 +116,17 @@ def test_the_kernel_on_a_gpu(memory):
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
     store = jax.device_put(values, place)
     index = np.random.default_rng(1).integers(0, 5000, 1001).astype(np.int32)
-    fetch = jax.jit(fetch_rows, static_argnames="implementation")
+    fetch = jax.jit(fetch_rows, static_argnames=("implementation", "block"))
     kernel = "mosaic_gpu" if memory == "pinned_host" else None
     for implementation in (kernel, "xla"):
         rows = fetch(store, index, implementation=implementation)
         chex.assert_trees_all_equal(rows, values[index])
+        for block in (10, 50, 500):
+            of_blocks = np.where(index % 5, index % (5000 // block), -1)[:99]
+            rows = fetch(store, of_blocks, implementation=implementation, block=block)
+            found = np.asarray(rows).reshape(99, block, 128)[of_blocks >= 0]
+            blocks = values.reshape(-1, block, 128)
+            chex.assert_trees_all_equal(found, blocks[of_blocks[of_blocks >= 0]])
 
 
 @pytest.mark.parametrize(
@@ -109,10 +145,11 @@ def test_what_a_card_cannot_do_is_left_to_xla(card, dtype, width, reason, monkey
     store = draw(jnp.dtype(dtype), "pinned_host", width)
     index = jnp.zeros(5, jnp.int32)
     if reason is None:
-        assert why_not(store, index) is None
+        assert why_not(store, index, block=1) is None
         return
-    assert reason in str(why_not(store, index))
-    assert "in device memory" in str(why_not(jax.device_put(store, jax.memory.Space.Device), index))
+    assert reason in str(why_not(store, index, block=1))
+    on_device = jax.device_put(store, jax.memory.Space.Device)
+    assert "in device memory" in str(why_not(on_device, index, block=1))
 
 
 def test_float64_stays_what_it_is():
@@ -130,6 +167,9 @@ def test_what_no_kernel_serves_is_said():
     for bad in ((store[0], index), (store, index[None]), (store[:0], index)):
         with pytest.raises(ValueError, match="must be"):
             unchecked(*bad)
+    for block in (0, -2, 3):
+        with pytest.raises(ValueError, match=f"4 rows are no blocks of {block}"):
+            unchecked(store, index, block=block)
     with pytest.raises(ValueError, match="integers"):
         unchecked(store, index.astype(jnp.float32))
     chex.assert_shape(fetch_rows(store, index[:0]), (0, 6))

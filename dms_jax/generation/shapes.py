@@ -1,0 +1,266 @@
+"""The few shapes in which prompts of any number and length run.
+
+Every shape is a program to compile, so prompts of any number and length run in a few of them. All
+but attention is computed for the places of a program: its tokens stand there without padding
+(`model.unpadded`), so that programs for short prompts have half as many as entries x width.
+
+    8192 tokens in a program, chunks of 512 tokens, 256 lanes
+    entries x width      24 x 512   3 x 512   32 x 256   4 x 256
+    places                   8192      1024       4096       512
+
+On a mesh every entry has places for its whole width:
+
+    entries x width      16 x 512   2 x 512   32 x 256   4 x 256
+
+and where padding takes long, because a policy reads tokens one by one or all lanes take part:
+
+    entries x width      16 x 512   2 x 512   64 x 128   8 x 128   256 x 32   32 x 32
+
+The first tokens of a prompt, before which such a policy evicts nothing, have the programs of the
+first table. The width of a prompt's chunks, and which tokens have which programs, depend on its own
+length and its policy only, and so does what it is rounded to.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from dms_jax import sharding
+from dms_jax.model.language_model import LanguageModel, use_mesh
+from dms_jax.policies import Policy
+
+
+class Shape(NamedTuple):
+    """The shape of a program that reads prompts.
+
+    Attributes:
+      width: tokens of an entry (T).
+      entries: number of entries (b).
+      places: tokens of all entries together (N), without padding; None for b * T.
+      one_pass: whether the tokens of an entry attend in one pass, not one by one.
+    """
+
+    width: int
+    entries: int
+    places: int | None
+    one_pass: bool
+
+    @property
+    def most(self) -> int:
+        """The most tokens of all entries together."""
+        return self.entries * self.width if self.places is None else self.places
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The shapes of programs that read tokens in one pass, or of those that read them one by one.
+
+    Attributes:
+      widths: numbers of tokens of an entry, the largest first.
+      passes: the most chunks of a narrower width that a prompt is read in.
+      tokens: the most tokens of a program, unless a single entry has more.
+      num_lanes: number of lanes, and the most entries of a program.
+      launch: what a program takes besides its tokens, in tokens.
+      unpadded: whether programs have fewer places than entries x width.
+      one_pass: see `Shape`.
+    """
+
+    widths: tuple[int, ...]
+    passes: int
+    tokens: int
+    num_lanes: int
+    launch: int
+    unpadded: bool
+    one_pass: bool
+
+    @classmethod
+    def of(
+        cls,
+        chunk: int,
+        tokens: int,
+        num_lanes: int,
+        *,
+        few: bool,
+        unpadded: bool,
+        one_pass: bool,
+        layer_size: int,
+    ) -> "Shapes":
+        """Returns the shapes for prompts.
+
+        Args:
+          chunk: the most tokens of a prompt in a program.
+          tokens: the most tokens of all prompts in a program.
+          num_lanes: number of lanes.
+          few: whether there are few widths, because padding takes little time.
+          unpadded: whether products are computed for tokens without padding.
+          one_pass: see `Shape`.
+          layer_size: number of parameters of a layer.
+        """
+        fractions, passes = ((2,), 1) if few else ((4, 16), 2)
+        narrow = (chunk // fraction for fraction in fractions)
+        widths = (chunk, *(width for width in narrow if width >= _NARROWEST))
+        launch = min(max(_LAUNCH // layer_size, 64), 4096)
+        return cls(widths, passes, tokens, num_lanes, launch, unpadded, one_pass)
+
+    def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], Shape]:
+        """Returns the lanes that run next, and the shape of their program.
+
+        The first of those that have tokens of the widest width is among them.
+
+        Args:
+          left: lane -> number of its tokens that have not run.
+        """
+        width_of = {lane: self.width(count) for lane, count in left.items()}
+        width = max(width_of.values())
+        counts = {lane: min(left[lane], width) for lane, own in width_of.items() if own == width}
+        lanes, total = len(counts), sum(counts.values())
+        shape = min(self.of_width(width), key=lambda each: self._cost(lanes, total, each))
+        chosen, room = [], shape.most
+        for lane, count in counts.items():
+            if count <= room and len(chosen) < shape.entries:
+                chosen.append(lane)
+                room -= count
+        return chosen, shape
+
+    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[Shape]:
+        """Returns the shapes of the programs that read prompts.
+
+        Args:
+          counts: numbers of tokens of the prompts that are read together at first, in the order of
+            their lanes.
+          refilled: whether others like them come later, a few at a time.
+        """
+        left = dict(enumerate(counts))
+        found = set[Shape]()
+        while left:
+            lanes, shape = self.next_batch(left)
+            found |= set(self.of_width(shape.width) if refilled else [shape])
+            # They run again, and nothing else, until one of them has no whole chunk left.
+            times = max(1, min(left[lane] // shape.width for lane in lanes))
+            for lane in lanes:
+                left[lane] -= times * shape.width
+                if left[lane] <= 0:
+                    del left[lane]
+        return found
+
+    @property
+    def all(self) -> list[Shape]:
+        """Every shape that there can be."""
+        return [shape for width in self.widths for shape in self.of_width(width)]
+
+    def of_width(self, width: int) -> list[Shape]:
+        """Returns the shapes of a width, the smallest first."""
+        most = min(max(1, self.tokens // width), self.num_lanes)
+        sizes = sorted({max(1, most // 8), most})
+        if not self.unpadded:
+            return [Shape(width, size, None, self.one_pass) for size in sizes]
+        if width == self.widths[0]:  # the tokens of whole chunks, or of more that end prompts
+            shapes = [(min(size * 3 // 2, self.num_lanes), size * width) for size in sizes]
+        else:  # prompts of this width fill half of it in the mean
+            shapes = [(size, max(width, size * width // 2)) for size in sizes]
+        return [
+            Shape(width, entries, places if places < entries * width else None, self.one_pass)
+            for entries, places in shapes
+        ]
+
+    def width(self, count: int) -> int:
+        """Returns the narrowest width of which as many as may be hold the tokens."""
+        holding = (width for width in self.widths[::-1] if count <= self.passes * width)
+        return next(holding, self.widths[0])
+
+    def goes_on(self, shape: Shape, counts: Iterable[int]) -> bool:
+        """Returns whether a program of a shape may read chunks that end none of the prompts."""
+        last = self.passes == 1 and shape.width < self.widths[0]
+        return not last and any(count > shape.width for count in counts)
+
+    def _cost(self, lanes: int, tokens: int, shape: Shape) -> int:
+        """Returns what programs for so many tokens of so many lanes take, in tokens."""
+        programs = max(-(-lanes // shape.entries), -(-tokens // shape.most))
+        return programs * (self.launch + shape.most)
+
+
+class PromptShapes(NamedTuple):
+    """The shapes in which an engine reads prompts, and answers that it had before.
+
+    Attributes:
+      one_pass: of tokens that attend in one pass.
+      one_by_one: of tokens that the policy must see one after the other.
+    """
+
+    one_pass: Shapes
+    one_by_one: Shapes
+
+    def of(self, one_pass: bool) -> Shapes:
+        """Returns the shapes of one kind."""
+        return self.one_pass if one_pass else self.one_by_one
+
+
+# Narrower programs would take as long: they read the weights.
+_NARROWEST = 16
+# Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms
+# at 800 TFLOP/s.
+_LAUNCH = 40_000_000_000
+
+
+def prompt_shapes(
+    model: LanguageModel,
+    policy: Policy,
+    *,
+    num_lanes: int,
+    fixed_lanes: bool,
+    chunk: int,
+    tokens: int,
+) -> PromptShapes:
+    """Returns the shapes for prompts.
+
+    Args:
+      model: the model that reads them.
+      policy: the policy of its cache.
+      num_lanes: number of lanes.
+      fixed_lanes: whether every lane has an entry of its own in every program.
+      chunk: the most tokens of a prompt in a program.
+      tokens: the most tokens of all prompts in a program.
+    """
+    parameters = sum(each.size for each in jax.tree.leaves(model.transformer.layers))
+    with use_mesh(model.mesh):
+        on_mesh = sharding.has_mesh()
+
+    def shapes(one_pass: bool) -> Shapes:
+        # Answers after a prompt in one pass have its shapes: they are seldom read again.
+        few = (one_pass or policy.parallel == "prompts") and not fixed_lanes
+        return Shapes.of(
+            chunk,
+            tokens,
+            num_lanes,
+            few=few,
+            unpadded=few and not on_mesh,
+            one_pass=one_pass,
+            layer_size=parameters // model.config.num_layers,
+        )
+
+    return PromptShapes(one_pass=shapes(True), one_by_one=shapes(False))
+
+
+def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: int) -> int:
+    """Returns how many of the next tokens of a sequence attend in one pass.
+
+    Those behind its prompt count where the policy treats them alike.
+
+    Args:
+      policy: the policy of the cache.
+      seen: tokens that the cache has seen of the sequence.
+      prompt: tokens of the prompt that comes next.
+      max_length: length that it can reach.
+    """
+    if policy.parallel == "always":
+        return max_length
+    if policy.parallel == "prompts":
+        return prompt
+    return max(0, policy.kept_whole(max_length) - seen)
+
+
+def cuts_prompts(policy: Policy, shape: Shape | Shapes) -> bool:
+    """Returns whether programs of these shapes cut rows, where they end prompts."""
+    return policy.shrinks and shape.one_pass

@@ -1,0 +1,233 @@
+"""The few shapes in which prompts of any number and length run."""
+
+import numpy as np
+import pytest
+
+from dms_jax.generation.shapes import Shape, Shapes
+
+LAYER = 15_000_000  # parameters of a layer of Qwen2.5-0.5B
+
+
+def shapes_of(chunk=512, tokens=8192, lanes=256, *, few=True, unpadded=True, layer_size=LAYER):
+    form = dict(few=few, unpadded=unpadded, one_pass=few, layer_size=layer_size)
+    return Shapes.of(chunk, tokens, lanes, **form)
+
+
+SHAPES = shapes_of()
+PADDED = shapes_of(unpadded=False)
+MANY = shapes_of(few=False, unpadded=False)
+
+
+def test_widths_are_a_chunk_and_fractions_of_it():
+    assert SHAPES.widths == (512, 256)
+    assert MANY.widths == (512, 128, 32)
+    assert shapes_of(64, few=False, unpadded=False).widths == (64, 16)
+    assert shapes_of(24).widths == (24,)
+
+
+def test_the_shapes_are_those_that_the_module_shows():
+    assert [shape[:3] for shape in SHAPES.all] == [
+        *((512, 3, 1024), (512, 24, 8192), (256, 4, 512), (256, 32, 4096))
+    ]
+    assert [shape[:3] for shape in PADDED.all] == [
+        *((512, 2, None), (512, 16, None), (256, 4, None), (256, 32, None))
+    ]
+    assert [shape[:2] for shape in MANY.all] == [
+        *((512, 2), (512, 16), (128, 8), (128, 64), (32, 32), (32, 256))
+    ]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 8, 50, 256])
+@pytest.mark.parametrize("chunk", [1, 8, 64, 512])
+@pytest.mark.parametrize("tokens", [1, 100, 8192])
+def test_places_hold_a_chunk_and_are_at_least_half_of_what_attention_sees(lanes, chunk, tokens):
+    for width, entries, places, _ in shapes_of(chunk, tokens, lanes).all:
+        assert 1 <= entries <= lanes
+        if places is not None:
+            assert width <= places <= max(tokens, width)
+            assert places < entries * width <= 2 * places
+
+
+@pytest.mark.parametrize(
+    ("left", "lanes", "shape"),
+    [
+        ({3: 105}, [3], (256, 4, 512)),
+        ({3: 256}, [3], (256, 4, 512)),
+        ({3: 257}, [3], (512, 3, 1024)),
+        ({0: 4096, 1: 100, 2: 600}, [0, 2], (512, 3, 1024)),  # the widest first
+        # As many as there are entries, or places: 22 of 180 tokens, and what fits beside them.
+        (dict.fromkeys(range(200), 100), list(range(32)), (256, 32, 4096)),
+        (dict.fromkeys(range(200), 180), list(range(22)), (256, 32, 4096)),
+        (
+            dict.fromkeys(range(22), 180) | {22: 180, 23: 136, 24: 1},
+            [*range(22), 23],
+            (256, 32, 4096),
+        ),
+        (dict.fromkeys(range(13), 100), list(range(13)), (256, 32, 4096)),
+        (dict.fromkeys(range(4), 100), list(range(4)), (256, 4, 512)),
+        (dict.fromkeys(range(4), 200), [0, 1], (256, 4, 512)),
+        # Whole chunks, and ends of prompts.
+        (dict.fromkeys(range(40), 1000), list(range(16)), (512, 24, 8192)),
+        (dict.fromkeys(range(40), 300), list(range(24)), (512, 24, 8192)),
+    ],
+)
+def test_next_batch(left, lanes, shape):
+    assert SHAPES.next_batch(left) == (lanes, (*shape, True))
+
+
+@pytest.mark.parametrize(
+    ("left", "lanes", "width", "entries"),
+    [
+        ({3: 105}, [3], 256, 4),
+        ({3: 257}, [3], 512, 2),
+        (dict.fromkeys(range(200), 100), list(range(32)), 256, 32),
+        (dict.fromkeys(range(13), 100), list(range(13)), 256, 32),
+        (dict.fromkeys(range(8), 100), list(range(4)), 256, 4),
+    ],
+)
+def test_next_batch_on_a_mesh(left, lanes, width, entries):
+    assert PADDED.next_batch(left) == (lanes, (width, entries, None, True))
+
+
+@pytest.mark.parametrize(
+    ("left", "lanes", "width", "entries"),
+    [
+        ({3: 105}, [3], 128, 8),
+        ({3: 64}, [3], 32, 32),  # twice
+        ({3: 257}, [3], 512, 2),
+        (dict.fromkeys(range(200), 100), list(range(64)), 128, 64),
+    ],
+)
+def test_next_batch_where_padding_takes_long(left, lanes, width, entries):
+    assert MANY.next_batch(left) == (lanes, (width, entries, None, False))
+
+
+def test_a_large_model_is_padded_less():
+    """Launches take as long as a few of its tokens, and as thousands of a small model."""
+    large = shapes_of(lanes=96, layer_size=218_000_000)
+    assert large.launch < 200 < 2000 < SHAPES.launch
+    assert large.next_batch(dict.fromkeys(range(12), 1000)) == ([0, 1], (512, 3, 1024, True))
+    assert large.next_batch(dict.fromkeys(range(15), 1000)) == (
+        list(range(15)),
+        (512, 24, 8192, True),
+    )
+
+
+def replay(shapes: Shapes, batches: list[list[int]]):
+    """Runs prompts that come in batches: the lanes of each program, their tokens, and its shape."""
+    for batch in batches:
+        left = dict(enumerate(batch))
+        while left:
+            lanes, shape = shapes.next_batch(left)
+            counts = [min(left[lane], shape.width) for lane in lanes]
+            yield lanes, counts, shape
+            for lane, count in zip(lanes, counts, strict=True):
+                left[lane] -= count
+                if not left[lane]:
+                    del left[lane]
+
+
+def costs(shapes: Shapes, batches: list[list[int]]) -> tuple[int, int]:
+    """Returns the programs of prompts that come in batches, and the tokens that they compute."""
+    programs = [shape.most for _, _, shape in replay(shapes, batches)]
+    return len(programs), sum(programs)
+
+
+def test_programs_of_short_prompts_that_come_a_few_at_a_time():
+    """256 lanes are refilled by 27 requests a chunk; each program takes 4 ms before its tokens."""
+    random = np.random.default_rng(1)
+    batches = [random.integers(20, 191, size).tolist() for size in (256, *[27] * 46)]
+    tokens = sum(map(sum, batches))
+    before, padded_before = costs(MANY, batches)
+    padded_programs, padded = costs(PADDED, batches)
+    now, places = costs(SHAPES, batches)
+    assert padded_programs <= 56 < 140 < before
+    assert padded + padded_programs * SHAPES.launch < 0.75 * (
+        padded_before + before * SHAPES.launch
+    )
+    assert now <= 58
+    assert tokens <= places < 1.5 * tokens < 2.5 * tokens < padded
+
+
+def test_a_program_has_no_more_entries_than_lanes_and_at_least_one():
+    three = shapes_of(lanes=3, few=False, unpadded=False)
+    assert three.next_batch({0: 20, 1: 20, 2: 20}) == ([0, 1, 2], (32, 3, None, False))
+    narrow = shapes_of(tokens=100, lanes=3)
+    assert narrow.next_batch({0: 600, 1: 600}) == ([0], (512, 1, None, True))
+
+
+every_kind = pytest.mark.parametrize(
+    ("shapes", "most"),
+    [(SHAPES, 4), (shapes_of(64, 256, 8), 4), (PADDED, 4), (MANY, 6)],
+    ids=["unpadded", "small", "padded", "many"],
+)
+
+
+@every_kind
+def test_any_prompts_run_to_their_end_in_a_handful_of_shapes(shapes, most):
+    random, seen = np.random.default_rng(0), set()
+    for count in (1, 5, 40, shapes.num_lanes):
+        left = dict(enumerate(random.integers(1, 5000, count).tolist()))
+        left |= {lane: 1 + lane % 70 for lane in list(left)[::3]}
+        tokens = 0
+        for lanes, counts, shape in replay(shapes, [list(left.values())]):
+            assert 0 < len(lanes) <= shape.entries
+            assert len(set(lanes)) == len(lanes)
+            assert sum(counts) <= shape.most
+            seen.add(shape)
+            tokens += sum(counts)
+        assert tokens == sum(left.values())
+    assert seen <= set(shapes.all)
+    assert len(shapes.all) <= most
+
+
+@every_kind
+def test_the_first_of_the_widest_never_waits(shapes, most):
+    """However much fits beside the others that came later."""
+    del most
+    random = np.random.default_rng(5)
+    left = dict(enumerate(random.integers(1, 2000, 60).tolist()))
+    while left:
+        lanes, shape = shapes.next_batch(left)
+        widest = max(map(shapes.width, left.values()))
+        assert lanes[0] == next(lane for lane in left if shapes.width(left[lane]) == widest)
+        for lane in lanes:
+            left[lane] -= shape.width
+        left = {lane: count for lane, count in left.items() if count > 0}
+
+
+@pytest.mark.parametrize("refilled", [True, False])
+@pytest.mark.parametrize("longest", [60, 300, 5000, 60_000])
+@pytest.mark.parametrize("seed", range(6))
+@every_kind
+def test_the_shapes_that_prompts_need_are_known_before_any_runs(
+    shapes, most, refilled, longest, seed
+):
+    """Also where lanes are refilled, a few at a time."""
+    random = np.random.default_rng((longest, seed))
+    counts = random.integers(1, longest, 40).tolist()
+    known = shapes.batches(counts, refilled=refilled)
+    batches = [counts, *(counts[i : i + 3] for i in range(0, 40, 3))] if refilled else [counts]
+    assert {shape for _, _, shape in replay(shapes, batches)} <= known
+    assert len(known) <= most
+
+
+@every_kind
+def test_programs_that_end_no_prompt_are_those_that_are_said_to_go_on(shapes, most):
+    """A narrow chunk of few widths ends its prompt; where there are many it is one of two."""
+    del most
+    random = np.random.default_rng(3)
+    counts = random.integers(1, 3 * shapes.widths[0], 40).tolist()
+    going_on: set[Shape] = set()
+    for few in ([each] for each in counts):
+        left = dict(enumerate(few))
+        while left:
+            lanes, shape = shapes.next_batch(left)
+            left = {lane: count - shape.width for lane, count in left.items()}
+            left = {lane: count for lane, count in left.items() if count > 0}
+            if left:
+                assert lanes == list(left)
+                assert shapes.goes_on(shape, few)
+                going_on.add(shape)
+    widths = {shape.width for shape in going_on}
+    assert widths == {shape.width for shape in shapes.all if shapes.goes_on(shape, counts)}

@@ -1,0 +1,86 @@
+"""Mistakes in how prompts are read: which tokens share a program, and in which form."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/generation/"
+PROMPTS = "tests/generation/test_prompt_programs.py"
+READING = "tests/generation/test_reading.py"
+SHAPES = "tests/generation/test_shapes.py"
+TALK = "tests/generation/test_conversation.py"
+UNPADDED = "tests/model/test_unpadded.py"
+
+MUTANTS = [
+    Mutant(
+        "generation: what stands where no token is is read in its place",
+        "dms_jax/model/unpadded.py",
+        "valid.reshape(*valid.shape, *[1] * (x.ndim - 1)), taken,",
+        "True, taken,",
+        (f"{UNPADDED}::test_tokens_stand_one_behind_another_and_come_back",),
+    ),
+    Mutant(
+        "generation: the last token of a sequence is looked for by its width",
+        "dms_jax/model/unpadded.py",
+        "last=jnp.clip(ends - 1, 0, places - 1)",
+        "last=jnp.clip(starts + width - 1, 0, places - 1)",
+        (f"{UNPADDED}::test_the_tokens_of_a_layer_have_their_logits_with_them",),
+    ),
+    Mutant(
+        "generation: positions of tokens in line are those of the line",
+        "dms_jax/model/unpadded.py",
+        "positions=positions,",
+        "positions=self.place_of.astype(positions.dtype),",
+        (f"{UNPADDED}::test_the_tokens_of_a_layer_have_their_logits_with_them",),
+    ),
+    Mutant(
+        "generation: tokens are computed by sequence where they stand in line",
+        FOLDER + "programs.py",
+        "line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)",
+        "line = None",
+        (f"{PROMPTS}::test_products_have_a_row_for_each_place",),
+    ),
+    Mutant(
+        "generation: a program takes prompts for which it has no places",
+        FOLDER + "shapes.py",
+        "room -= count",
+        "room -= 0",
+        (f"{SHAPES}::test_any_prompts_run_to_their_end_in_a_handful_of_shapes",),
+    ),
+    Mutant(
+        "generation: prompts have no padding on meshes that split heads alone",
+        FOLDER + "shapes.py",
+        "unpadded=few and not on_mesh,",
+        "unpadded=few,",
+        (f"{PROMPTS}::test_on_a_mesh_all_entries_have_places",),
+    ),
+    Mutant(
+        "generation: tokens attend in one pass until one behind the budget",
+        "dms_jax/policies/victims.py",
+        "        return self.budget_for(tokens)",
+        "        return self.budget_for(tokens) + 1",
+        (
+            "tests/laws/test_prompt_and_steps.py"
+            "::test_what_is_kept_whole_of_a_prompt_attends_in_one_pass",
+        ),
+    ),
+    Mutant(
+        "generation: what a later turn of a conversation has in one pass begins anew",
+        FOLDER + "shapes.py",
+        "return max(0, policy.kept_whole(max_length) - seen)",
+        "return max(0, policy.kept_whole(max_length))",
+        (TALK,),
+    ),
+    Mutant(
+        "generation: the end of what attends in one pass ends its prompt",
+        FOLDER + "reading.py",
+        "if prompt and left[lane].done + len(each) == len(left[lane].prompt)",
+        "if prompt and left[lane].left <= shape.width",
+        (f"{READING}::test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest",),
+    ),
+    Mutant(
+        "generation: chunks that end no prompt are compiled when the first one comes",
+        FOLDER + "warming.py",
+        "return [*((shape, True) for shape in needed), *going_on]",
+        "return [(shape, True) for shape in needed]",
+        (f"{PROMPTS}::test_answers_are_those_of_prompts_that_are_read_one_at_a_time",),
+    ),
+]
