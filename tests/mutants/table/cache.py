@@ -144,4 +144,11 @@ MUTANTS = [
         "flat = page * page_size + offset",
         (HOST,),
     ),
+    Mutant(
+        "cache: pages on the host are counted from the first page of all",
+        "dms_jax/cache/host_values.py",
+        "own = page - self.first_page\n        own = jnp.where",
+        "own = page\n        own = jnp.where",
+        ("tests/cache/test_host_values.py",),
+    ),
 ]

@@ -330,4 +330,11 @@ MUTANTS = [
         "before = jnp.where(position <= first, count[0] <= position, count[1] <= position - first)",
         (VISITS,),
     ),
+    Mutant(
+        "kernels: pieces of a block are looked for among whole blocks",
+        "pallas_kernels/fetch/gpu.py",
+        "source = store_ref.at[pl.ds(chosen * piece, piece)]",
+        "source = store_ref.at[pl.ds(chosen * block, piece)]",
+        ("tests/pallas_kernels/fetch/test_fetch.py::test_the_interpreted_kernel_gathers_the_same",),
+    ),
 ]
