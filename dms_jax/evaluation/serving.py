@@ -7,14 +7,13 @@ from typing import Annotated, Any
 from dms_jax.checks import CountOnDevice, Options, Positive, check
 from dms_jax.generation import Engine
 from dms_jax.generation.memory import spare_bytes
+from dms_jax.generation.shapes import SATURATING
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-# A policy that runs prompts token by token takes as long for many sequences as for one: as many run
-# together as fit this many bytes of activations, or what the pool leaves free of a small device.
-# For other policies this many tokens saturate a device.
+# Where a policy runs tokens one by one, many sequences take as long as one: as many run together as
+# fit this many bytes of activations, or what the pool leaves free of a small device.
 _ACTIVATION_BYTES = 8e9
-_PREFILL_TOKENS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,4 +74,4 @@ def _prefill_tokens(model: LanguageModel, policy: Policy) -> int:
     bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
     most = min(_ACTIVATION_BYTES, spare_bytes(model)) / bytes_a_token
     tokens = 1 << max(0, int(math.log2(max(most, 1))))
-    return min(tokens, _PREFILL_TOKENS) if policy.parallel != "never" else tokens
+    return min(tokens, SATURATING) if policy.parallel != "never" else tokens

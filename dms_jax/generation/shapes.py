@@ -124,31 +124,48 @@ class Shapes:
                 room -= count
         return chosen, shape
 
-    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[Shape]:
-        """Returns the shapes of the programs that read prompts.
+    def batches(self, counts: Iterable[int], *, refilled: bool) -> set[tuple[Shape, bool]]:
+        """Returns the shapes of the programs that read prompts, each with whether it ends any.
 
         Args:
           counts: numbers of tokens of the prompts that are read together at first, in the order of
             their lanes.
           refilled: whether others like them come later, a few at a time.
         """
+        if refilled:
+            chunks = {each for count in set(counts) for each in self._chunks(count)}
+            return {(shape, ends) for width, ends in chunks for shape in self.of_width(width)}
         left = dict(enumerate(counts))
-        found = set[Shape]()
+        found = set[tuple[Shape, bool]]()
         while left:
             lanes, shape = self.next_batch(left)
-            found |= set(self.of_width(shape.width) if refilled else [shape])
             # They run again, and nothing else, until one of them has no whole chunk left.
             times = max(1, min(left[lane] // shape.width for lane in lanes))
+            if times > 1:
+                found.add((shape, False))
             for lane in lanes:
                 left[lane] -= times * shape.width
-                if left[lane] <= 0:
-                    del left[lane]
+            found.add((shape, any(left[lane] <= 0 for lane in lanes)))
+            left = {lane: count for lane, count in left.items() if count > 0}
         return found
 
-    @property
-    def all(self) -> list[Shape]:
-        """Every shape that there can be."""
-        return [shape for width in self.widths for shape in self.of_width(width)]
+    def every(self, most: int) -> set[tuple[Shape, bool]]:
+        """Returns what `batches` does, of all prompts of at most so many tokens."""
+        # Whole chunks more are no other programs.
+        return self.batches(range(1, min(most, 2 * self.widths[0]) + 1), refilled=True)
+
+    def _chunks(self, count: int) -> set[tuple[int, bool]]:
+        """Returns the widths of the chunks of a prompt, each with whether it ends there."""
+        found = set[tuple[int, bool]]()
+        whole = max(0, count // self.widths[0] - 1)  # chunks, before the last one or two
+        if whole:
+            found.add((self.widths[0], False))
+            count -= whole * self.widths[0]
+        while count > 0:
+            width = self.width(count)
+            found.add((width, count <= width))
+            count -= width
+        return found
 
     def of_width(self, width: int) -> list[Shape]:
         """Returns the shapes of a width, the smallest first."""
@@ -169,11 +186,6 @@ class Shapes:
         """Returns the narrowest width of which as many as may be hold the tokens."""
         holding = (width for width in self.widths[::-1] if count <= self.passes * width)
         return next(holding, self.widths[0])
-
-    def goes_on(self, shape: Shape, counts: Iterable[int]) -> bool:
-        """Returns whether a program of a shape may read chunks that end none of the prompts."""
-        last = self.passes == 1 and shape.width < self.widths[0]
-        return not last and any(count > shape.width for count in counts)
 
     def _cost(self, lanes: int, tokens: int, shape: Shape) -> int:
         """Returns what programs for so many tokens of so many lanes take, in tokens."""
@@ -197,6 +209,8 @@ class PromptShapes(NamedTuple):
         return self.one_pass if one_pass else self.one_by_one
 
 
+# Tokens of a program that keep any device busy. Of tokens that run one by one, more take no longer.
+SATURATING = 1 << 16
 # Narrower programs would take as long: they read the weights.
 _NARROWEST = 16
 # Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms
@@ -232,11 +246,12 @@ def prompt_shapes(
         few = (one_pass or policy.parallel == "prompts") and not fixed_lanes
         return Shapes.of(
             chunk,
-            tokens,
+            min(tokens, SATURATING) if one_pass and policy.parallel == "never" else tokens,
             num_lanes,
             few=few,
             unpadded=few and not on_mesh,
-            one_pass=one_pass,
+            # A chunk of one token is a step, but of a prompt that no step must see (`in_one_pass`).
+            one_pass=one_pass and (chunk > 1 or policy.parallel == "prompts"),
             layer_size=parameters // model.config.num_layers,
         )
 

@@ -22,7 +22,6 @@ from dms_jax.generation.sampling import Filter, LanesFilter
 from dms_jax.generation.shapes import (
     PromptShapes,
     Shape,
-    Shapes,
     cuts_prompts,
     tokens_in_one_pass,
 )
@@ -70,7 +69,7 @@ def compile_first(
     batches = [
         each
         for own, counts in zip(shapes, zip(*read, strict=True), strict=True)
-        for each in _programs(runner, own, [n for n in counts if n], refilled=refilled)
+        for each in _programs(runner, own.batches(filter(None, counts), refilled=refilled))
     ]
     pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)
     key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, pages_of_steps, *batches)
@@ -88,18 +87,10 @@ def compile_first(
     )
 
 
-def _programs(
-    runner: Runner, shapes: Shapes, counts: Sequence[int], *, refilled: bool
-) -> list[tuple[Shape, bool]]:
-    """Returns the programs that read so many tokens, and whether each ends prompts.
-
-    Only what cuts rows behind a prompt has one for either.
-    """
-    needed = sorted(shapes.batches(counts, refilled=refilled))
-    if not cuts_prompts(runner.policy, shapes):
-        return [(shape, True) for shape in needed]
-    going_on = [(shape, False) for shape in needed if shapes.goes_on(shape, counts)]
-    return [*((shape, True) for shape in needed), *going_on]
+def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:
+    """Returns the programs of batches: only what cuts rows behind a prompt has one for either."""
+    found = {(shape, ends or not cuts_prompts(runner.policy, shape)) for shape, ends in batches}
+    return sorted(found, key=str)  # in the same order in every process
 
 
 def compile_all(
@@ -118,19 +109,20 @@ def compile_all(
     """
     num_lanes = len(runner.seen)
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
-    used = shapes[:1] if runner.policy.parallel == "always" else shapes
-    every = [(own, shape) for own in used for shape in own.all]
+    policy, most = runner.policy, runner.max_tokens
+    whole = tokens_in_one_pass(policy, seen=0, prompt=most, max_length=most)
+    # Behind a prompt in one pass any number of tokens of an answer is read again.
+    rest = {"always": 0, "prompts": most, "never": most - whole}[policy.parallel]
+    every = _programs(runner, shapes.one_pass.every(whole) | shapes.one_by_one.every(rest))
     prompts = [
         calls.extend(shape, pages, ends=ends)
-        for own, shape in every
+        for shape, ends in every
         for pages in runner.table_widths()
-        for ends in (True, False)
-        if ends or (cuts_prompts(runner.policy, own) and own.goes_on(shape, [runner.max_tokens]))
     ]
     steps = [
         calls.decode(pages, num_steps, end_tokens) for pages in runner.table_widths(steps=True)
     ]
-    hidden = [calls.keep_hidden(entries) for entries in {each.entries for _, each in every}]
+    hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
     # Equal arguments are one program: where lanes are fixed, all have an entry.
     return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes))

@@ -27,7 +27,8 @@ attention, as a static window and one eviction bit per key:
 
     key j is visible to query i >= j  iff  i - j <= window  or  not evicted[j]
 
-Other chunks are run token by token inside the layer (write, read, observe for each).
+Other chunks are run token by token inside the layer (write, read, observe for each), but for the
+first tokens of a prompt, before which nothing is evicted (`kept_whole`).
 
 Cuts. A policy that `shrinks` appends the tokens of a prompt, which has full attention, each chunk
 in one pass, and then gives the retention mask of the slots (`survivors`); where a cut is `due`, it

@@ -28,8 +28,10 @@ from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import PAGES, CacheShape, Chunk, Placement, PolicyState
 from dms_jax.policies.victims import VictimEviction
 
-# Weights of a block of queries, over all sequences and heads: 256 MB in float32.
+# Weights of a block of queries, over all sequences and heads: 256 MB in float32, or more for the
+# fewest queries, since every block reads all keys.
 MOST_WEIGHTS = 2**26
+FEWEST = 16
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -88,7 +90,8 @@ class H2O(VictimEviction):
         batch, num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = held.k.shape[1]
         a_query = batch * num_heads * positions.shape[-1]
-        size = min(num_tokens, 1 << max(0, (MOST_WEIGHTS // a_query).bit_length() - 1))
+        most = 1 << max(0, (MOST_WEIGHTS // a_query).bit_length() - 1)
+        size = min(num_tokens, max(FEWEST, most))
         padding = -num_tokens % size
         # Padded queries have position -1, at which no key is visible.
         at = jnp.where(chunk.valid[:, 0], chunk.tokens.positions, -1)

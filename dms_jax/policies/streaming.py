@@ -5,7 +5,7 @@ A query at position i sees key j iff j < sinks (the attention sinks) or j is amo
 
 With a budget in tokens the lifetime of every key is known in advance: delayed eviction. With a
 compression ratio the budget differs between sequences, and between turns of a conversation, so
-tokens are processed one by one: beyond the budget, each takes the slot of the oldest token that is
+tokens beyond the budget are processed one by one: each takes the slot of the oldest token that is
 not a sink.
 """
 

@@ -11,6 +11,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.generation import Engine
 from dms_jax.generation.sampling import Filter, LanesFilter, Sampling, Switches
+from dms_jax.generation.shapes import Shape, Shapes
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 
 POLICIES = {
@@ -60,6 +61,11 @@ def squeezed(engine: Engine, pages: int) -> Iterator[None]:
         assert len(free[0]) == pages
     finally:
         free[:] = whole
+
+
+def every_shape(shapes: Shapes) -> list[Shape]:
+    """Returns the shapes of all widths, the widest first."""
+    return [shape for width in shapes.widths for shape in shapes.of_width(width)]
 
 
 class Unfiltered(LanesFilter):

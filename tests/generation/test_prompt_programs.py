@@ -11,8 +11,9 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine, compiling, programs, warming
 from dms_jax.generation.shapes import Shape
+from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.language_model import LanguageModel
-from tests.generation.support import GREEDY, POLICIES, model_for, prompts
+from tests.generation.support import GREEDY, POLICIES, every_shape, model_for, prompts
 from tests.support.for_gpus import told_by
 from tests.support.instances import further
 from tests.support.models import random_model, random_tokens, tiny_config
@@ -100,7 +101,22 @@ def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, seed,
     _, compiled, ran = shapes_of(
         lambda: engine.generate(given, sampling=dms_jax.Sampling(temperature=0, max_new_tokens=9))
     )
-    assert set(ran) <= compiled <= {(shape, False) for shape in engine._shapes.one_pass.all}
+    assert (
+        set(ran) <= compiled <= {(shape, False) for shape in every_shape(engine._shapes.one_pass)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "needed"), [(70, {(64, False), (32, True)}), (128, {(64, False), (64, True)})]
+)
+def test_a_prompt_compiles_the_programs_that_it_runs_and_no_other(length, needed, shapes_of):
+    """Of chunks that end a prompt, behind which rows are cut, and of those that end none."""
+    policy = dms_jax.SnapKV(budget=30, window=4)
+    model = dataclasses.replace(model_for("vanilla", ends=False), policy=policy)
+    engine = Engine(model, num_lanes=1, **OPTIONS)
+    _, compiled, ran = shapes_of(lambda: engine.generate(prompts([length]), sampling=GREEDY))
+    assert {(shape.width, cut) for shape, cut in ran} == needed
+    assert set(ran) == compiled
 
 
 def counting_engine() -> Engine:
@@ -115,8 +131,20 @@ def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
     """But for answers that are read again, which have the programs of prompts."""
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
     shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
-    assert any(shape.places is not None for shape in shapes.one_pass.all)
-    assert any(shape.places is not None for shape in shapes.one_by_one.all) == few
+    assert any(shape.places is not None for shape in every_shape(shapes.one_pass))
+    assert any(shape.places is not None for shape in every_shape(shapes.one_by_one)) == few
+
+
+@pytest.mark.parametrize(
+    ("policy", "one_pass"),
+    [(dms_jax.Vanilla(), False), (dms_jax.TOVA(budget=20), False), (dms_jax.Quest(), True)],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_a_chunk_of_one_token_is_a_step_unless_prompts_are_told_from_answers(policy, one_pass):
+    model = dataclasses.replace(model_for("vanilla"), policy=policy)
+    shapes = Engine(model, **OPTIONS | dict(prefill_chunk=1))._shapes
+    assert {each.one_pass for each in every_shape(shapes.one_pass)} == {one_pass}
+    assert one_pass == in_one_pass(policy, 1, prompt=True)
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
@@ -124,14 +152,14 @@ def test_on_a_mesh_all_entries_have_places(mesh):
     with jax.set_mesh(dms_jax.make_mesh(*mesh)):
         model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
         shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
-    assert all(shape.places is None for kind in shapes for shape in kind.all)
+    assert all(shape.places is None for kind in shapes for shape in every_shape(kind))
 
 
 @pytest.mark.parametrize("places", [None, 40])
 def test_products_have_a_row_for_each_place(places):
     """All but attention: embedding, projections, feed-forward, norms and what is added."""
     engine = Engine(model_for("vanilla"), num_lanes=LANES, **OPTIONS)
-    shape = engine._shapes.one_pass.all[0]._replace(width=32, entries=3, places=places)
+    shape = every_shape(engine._shapes.one_pass)[0]._replace(width=32, entries=3, places=places)
     _, given = warming._Calls(engine.runner, GREEDY.filter).extend(shape, 4)
     static = {8: given[8], 9: given[9], 10: given[10]}
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dms_jax.generation.shapes import Shape, Shapes
+from tests.generation.support import every_shape
 
 LAYER = 15_000_000  # parameters of a layer of Qwen2.5-0.5B
 
@@ -26,13 +27,13 @@ def test_widths_are_a_chunk_and_fractions_of_it():
 
 
 def test_the_shapes_are_those_that_the_module_shows():
-    assert [shape[:3] for shape in SHAPES.all] == [
+    assert [shape[:3] for shape in every_shape(SHAPES)] == [
         *((512, 3, 1024), (512, 24, 8192), (256, 4, 512), (256, 32, 4096))
     ]
-    assert [shape[:3] for shape in PADDED.all] == [
+    assert [shape[:3] for shape in every_shape(PADDED)] == [
         *((512, 2, None), (512, 16, None), (256, 4, None), (256, 32, None))
     ]
-    assert [shape[:2] for shape in MANY.all] == [
+    assert [shape[:2] for shape in every_shape(MANY)] == [
         *((512, 2), (512, 16), (128, 8), (128, 64), (32, 32), (32, 256))
     ]
 
@@ -41,7 +42,7 @@ def test_the_shapes_are_those_that_the_module_shows():
 @pytest.mark.parametrize("chunk", [1, 8, 64, 512])
 @pytest.mark.parametrize("tokens", [1, 100, 8192])
 def test_places_hold_a_chunk_and_are_at_least_half_of_what_attention_sees(lanes, chunk, tokens):
-    for width, entries, places, _ in shapes_of(chunk, tokens, lanes).all:
+    for width, entries, places, _ in every_shape(shapes_of(chunk, tokens, lanes)):
         assert 1 <= entries <= lanes
         if places is not None:
             assert width <= places <= max(tokens, width)
@@ -177,8 +178,8 @@ def test_any_prompts_run_to_their_end_in_a_handful_of_shapes(shapes, most):
             seen.add(shape)
             tokens += sum(counts)
         assert tokens == sum(left.values())
-    assert seen <= set(shapes.all)
-    assert len(shapes.all) <= most
+    assert seen <= set(every_shape(shapes))
+    assert len(every_shape(shapes)) <= most
 
 
 @every_kind
@@ -208,26 +209,36 @@ def test_the_shapes_that_prompts_need_are_known_before_any_runs(
     counts = random.integers(1, longest, 40).tolist()
     known = shapes.batches(counts, refilled=refilled)
     batches = [counts, *(counts[i : i + 3] for i in range(0, 40, 3))] if refilled else [counts]
-    assert {shape for _, _, shape in replay(shapes, batches)} <= known
-    assert len(known) <= most
+    assert programs_of(shapes, batches) <= known <= shapes.every(longest)
+    assert len({shape for shape, _ in known}) <= most
+
+
+def programs_of(shapes: Shapes, batches: list[list[int]]) -> set[tuple[Shape, bool]]:
+    """The programs that read prompts that come in batches, each with whether it ends one."""
+    found = set()
+    for batch in batches:
+        left = dict(enumerate(batch))
+        for lanes, counts, shape in replay(shapes, [batch]):
+            for lane, count in zip(lanes, counts, strict=True):
+                left[lane] -= count
+            found.add((shape, not all(left[lane] for lane in lanes)))
+    return found
 
 
 @every_kind
-def test_programs_that_end_no_prompt_are_those_that_are_said_to_go_on(shapes, most):
+def test_one_prompt_alone_needs_what_it_runs_and_nothing_else(shapes, most):
+    del most
+    widest = shapes.widths[0]
+    for count in (1, widest // 2, widest // 2 + 1, widest, widest + 1, 2 * widest, 5 * widest + 3):
+        assert shapes.batches([count], refilled=False) == programs_of(shapes, [[count]])
+
+
+@every_kind
+def test_all_that_prompts_of_a_length_can_need_is_met_by_some_of_them(shapes, most):
     """A narrow chunk of few widths ends its prompt; where there are many it is one of two."""
     del most
-    random = np.random.default_rng(3)
-    counts = random.integers(1, 3 * shapes.widths[0], 40).tolist()
-    going_on: set[Shape] = set()
-    for few in ([each] for each in counts):
-        left = dict(enumerate(few))
-        while left:
-            lanes, shape = shapes.next_batch(left)
-            left = {lane: count - shape.width for lane, count in left.items()}
-            left = {lane: count for lane, count in left.items() if count > 0}
-            if left:
-                assert lanes == list(left)
-                assert shapes.goes_on(shape, few)
-                going_on.add(shape)
-    widths = {shape.width for shape in going_on}
-    assert widths == {shape.width for shape in shapes.all if shapes.goes_on(shape, counts)}
+    for longest in (3, shapes.widths[0] // 2, shapes.widths[0], 3 * shapes.widths[0]):
+        met = set()
+        for count in range(1, longest + 1):
+            met |= shapes.batches([count], refilled=True)
+        assert shapes.every(longest) == met

@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         "generation: chunks that end no prompt are compiled when the first one comes",
         FOLDER + "warming.py",
-        "return [*((shape, True) for shape in needed), *going_on]",
-        "return [(shape, True) for shape in needed]",
+        "(shape, ends or not cuts_prompts(runner.policy, shape))",
+        "(shape, True)",
         (f"{PROMPTS}::test_answers_are_those_of_prompts_that_are_read_one_at_a_time",),
     ),
 ]

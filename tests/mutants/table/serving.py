@@ -140,8 +140,8 @@ MUTANTS = [
     Mutant(
         "serving: a warm server, and answers that are recomputed are forgotten",
         "dms_jax/generation/warming.py",
-        'used = shapes[:1] if runner.policy.parallel == "always" else shapes',
-        'used = shapes[:1] if runner.policy.parallel != "never" else shapes',
+        'rest = {"always": 0, "prompts": most, "never": most - whole}[policy.parallel]',
+        'rest = {"always": 0, "prompts": 0, "never": most - whole}[policy.parallel]',
         (WARM,),
     ),
     Mutant(
