@@ -24,7 +24,6 @@ from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import command, run
 from dms_jax.json_text import json_text
 from dms_jax.policies import Policy
-from dms_jax.training.parameters import add_adapter
 from experiments.benchmarks.decode_steps import (
     Config as Steps,
 )
@@ -35,7 +34,7 @@ from experiments.benchmarks.decode_steps import (
 )
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import Shape, model_of
+from experiments.benchmarks.shapes import Shape, model_of, with_scorer
 
 NEAR_DENSE = 0.95
 
@@ -113,9 +112,7 @@ def time_case(
     config: Config, model: dms_jax.LanguageModel, policy: Policy, lengths: np.ndarray, ratio: int
 ) -> float:
     """Returns the seconds of a step."""
-    if policy.retrofit.adapter is not None:
-        transformer = add_adapter(model.transformer, policy.retrofit.adapter)
-        model = dataclasses.replace(model, transformer=transformer, policy=policy)
+    model = with_scorer(model, policy)
     # The state of the scorers begins empty: no token is marked, and none is scored.
     known = ratio if isinstance(policy, dms_jax.RandomEviction) else 1
     runner = filled_runner(config.steps(), model, policy, lengths, known)

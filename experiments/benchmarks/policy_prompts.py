@@ -8,6 +8,7 @@ The policies are those of `policy_steps`: learned eviction is played by draws.
 """
 
 import dataclasses
+import functools
 import gc
 import pathlib
 import statistics
@@ -20,17 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.comparison.measure import FAILURES, gave_up
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import Completion
 from dms_jax.json_text import json_text
-from dms_jax.training.parameters import add_adapter
 from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
-from experiments.benchmarks.policy_steps import Racer, check, racers
+from experiments.benchmarks.policy_steps import Racer, check, racers, tried
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import Shape, model_of
+from experiments.benchmarks.shapes import Shape, model_of, with_scorer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +63,8 @@ class Config:
 
 def time_prompts(config: Config, model: dms_jax.LanguageModel, racer: Racer) -> dict[str, Any]:
     """Returns the seconds of calls that read a batch of prompts, and what one of them launches."""
-    if (adapter := racer.policy.retrofit.adapter) is not None:
-        transformer = add_adapter(model.transformer, adapter)
-        model = dataclasses.replace(model, transformer=transformer, policy=racer.policy)
     engine = dms_jax.Engine(
-        model,
+        with_scorer(model, racer.policy),
         racer.policy,
         num_lanes=config.batch,
         max_tokens=config.context + 1,
@@ -121,17 +117,11 @@ def main(config: Config) -> list[dict[str, Any]]:
     for racer in racers(config.context, config.ratio):
         if config.only and racer.label not in config.only:
             continue
-        lost = False
-        try:
-            figures = time_prompts(config, model, racer)
-            told = (
-                f"{figures['seconds']:.3f} s, {figures['tokens_per_second']:,.0f} tokens/s, "
-                f"{figures['peak_cache_bytes'] / 1e9:.2f} GB"
-            )
-        except FAILURES as error:
-            figures = {"failed": str(error)[:400]}
-            told = figures["failed"]
-            lost = gave_up(error)
+        figures, lost = tried(functools.partial(time_prompts, config, model, racer))
+        told = figures.get("failed") or (
+            f"{figures['seconds']:.3f} s, {figures['tokens_per_second']:,.0f} tokens/s, "
+            f"{figures['peak_cache_bytes'] / 1e9:.2f} GB"
+        )
         gc.collect()
         rows.append(dict(label=racer.label, ratio=config.ratio, **figures))
         print(f"{racer.label}: {told}", flush=True)

@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,14 +34,13 @@ from dms_jax.model.caching import entry_bytes, layer_page_bytes, tree_bytes
 from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.selective import SelectiveReading
-from dms_jax.training.parameters import add_adapter
 from experiments.benchmarks.decode_steps import (
     median_seconds,
     read_rate,
     roofline,
 )
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import SHAPES, Shape, model_of
+from experiments.benchmarks.shapes import SHAPES, Shape, model_of, with_scorer
 
 CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
 
@@ -234,6 +233,16 @@ def filled_runner(
     return runner, held
 
 
+def tried(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Returns figures, or those of a failure; and whether the device is lost."""
+    try:
+        return measure(), False
+    except FAILURES as error:
+        failed, lost = {"failed": str(error)[:400]}, gave_up(error)
+    gc.collect()  # what was raised held on to its cache
+    return failed, lost
+
+
 def time_steps(
     model: dms_jax.LanguageModel, racer: Racer, *, batch: int, context: int, rate: float
 ) -> dict[str, Any]:
@@ -241,10 +250,7 @@ def time_steps(
 
     A policy with a scorer gets one that scores nothing yet, which takes as long as any other.
     """
-    config, policy = model.config, racer.policy
-    if policy.retrofit.adapter is not None:
-        transformer = add_adapter(model.transformer, policy.retrofit.adapter)
-        model = dataclasses.replace(model, transformer=transformer, policy=policy)
+    config, model = model.config, with_scorer(model, racer.policy)
     lengths = row_lengths(racer, (config.num_layers, batch, config.num_kv_heads), context)
     runner, held = filled_runner(model, racer, lengths, context)
     tokens = np.zeros(batch, np.int32)
@@ -352,24 +358,14 @@ def main(config: Config) -> list[dict[str, Any]]:
             if time.monotonic() > end:
                 print("The time is over.")
                 return rows
-            figures: dict[str, Any]
-            lost = False
-            try:
-                figures = time_steps(
-                    model, racer, batch=config.batch, context=config.context, rate=rate
-                )
-                told = (
-                    f"{figures['step_ms']:.2f} ms a step, {figures['cache_bytes'] / 1e9:.2f} GB, "
-                    f"reads {figures['reads_a_step']:,.0f}"
-                )
-                if "cut_ms" in figures:
-                    told += f", a cut {figures['cut_ms']:.0f} ms"
-            except FAILURES as error:
-                figures = {"failed": str(error)[:400]}
-                told = figures["failed"]
-                lost = gave_up(error)
-            if "failed" in figures:
-                gc.collect()  # what was raised held on to its cache
+            settings = dict(batch=config.batch, context=config.context, rate=rate)
+            figures, lost = tried(functools.partial(time_steps, model, racer, **settings))
+            told = figures.get("failed") or (
+                f"{figures['step_ms']:.2f} ms a step, {figures['cache_bytes'] / 1e9:.2f} GB, "
+                f"reads {figures['reads_a_step']:,.0f}"
+            )
+            if "cut_ms" in figures:
+                told += f", a cut {figures['cut_ms']:.0f} ms"
             dense = racer.label.startswith("Vanilla")
             rows.append(dict(label=racer.label, ratio=1 if dense else ratio, **figures))
             print(f"{racer.label} at {rows[-1]['ratio']:g}: {told}")

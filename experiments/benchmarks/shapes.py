@@ -1,5 +1,6 @@
 """Models that benchmarks time: real shapes, random weights, made on the device."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -8,8 +9,9 @@ from flax import nnx
 
 import dms_jax
 from dms_jax.model.transformer import Transformer
+from dms_jax.policies import Policy
 from dms_jax.sharding import DECODING_RULES
-from dms_jax.training.parameters import rebuilder, shardings
+from dms_jax.training.parameters import add_adapter, rebuilder, shardings
 
 Shape = Literal["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen2.5-0.5b", "tiny"]
 SHAPES: dict[Shape, dict[str, Any]] = {
@@ -120,3 +122,11 @@ def random_model(
     skeleton = jax.eval_shape(make)
     places = rebuilder(skeleton)(shardings(skeleton, mesh, DECODING_RULES))
     return dms_jax.LanguageModel(transformer=jax.jit(make, out_shardings=places)(), mesh=mesh)
+
+
+def with_scorer(model: dms_jax.LanguageModel, policy: Policy) -> dms_jax.LanguageModel:
+    """Returns the model with the adapter that a policy decides by, if it has one, untrained."""
+    if policy.retrofit.adapter is None:
+        return model
+    transformer = add_adapter(model.transformer, policy.retrofit.adapter)
+    return dataclasses.replace(model, transformer=transformer, policy=policy)
