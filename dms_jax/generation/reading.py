@@ -59,15 +59,17 @@ class Part:
 
         Behind those that attend in one pass it counts the others.
         """
-        end = len(self.prompt) + (0 if self.in_prompt else len(self.answer))
-        return (min(self.whole, end) if self.one_pass else end) - self.done
+        end = len(self.prompt)
+        if self.done >= end:
+            end += len(self.answer)
+        return (self.whole if self.done < self.whole < end else end) - self.done
 
     def next(self, width: int) -> np.ndarray:
-        """Returns its next tokens, at most `width` and no more than are `left`."""
+        """Returns its next `width` tokens, of which so many are `left`."""
         tokens, start = self.prompt, self.done
         if not self.in_prompt:
             tokens, start = self.answer, self.done - len(self.prompt)
-        return np.asarray(tokens[start : start + min(width, self.left)], np.int32)
+        return np.asarray(tokens[start : start + width], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,30 +129,29 @@ class Reading:
 
     def next_batch(self) -> Batch | None:
         """Returns the next program; None if there is nothing to read."""
-        left = {
-            lane: each for lane, each in self.parts.items() if each.source is None and each.left
-        }
+        left: dict[int, int] = {}
+        classes: dict[int, tuple[bool, bool, int]] = {}
+        for lane, each in self.parts.items():
+            if each.source is None and (count := each.left):
+                one_pass, left[lane] = each.one_pass, count
+                classes[lane] = each.in_prompt, one_pass, self._shapes.of(one_pass).width(count)
         if not left:
             return None
-        classes = {
-            lane: (each.in_prompt, each.one_pass, self._shapes.of(each.one_pass).width(each.left))
-            for lane, each in left.items()
-        }
         present = set(classes.values())
         if self._takes_turns and self._last is not None:
             present = {each for each in present if each < self._last} or present
         chosen = max(present)
         prompt, one_pass, _ = chosen
         lanes, shape = self._shapes.of(one_pass).next_batch(
-            {lane: left[lane].left for lane, own in classes.items() if own == chosen}
+            {lane: left[lane] for lane, own in classes.items() if own == chosen}
         )
-        tokens = {lane: left[lane].next(shape.width) for lane in lanes}
-        ends = [
-            lane
-            for lane, each in tokens.items()
-            if prompt and left[lane].done + len(each) == len(left[lane].prompt)
-        ]
+        tokens = {lane: self.parts[lane].next(min(shape.width, left[lane])) for lane in lanes}
+        ends = [lane for lane in lanes if prompt and self._ends_prompt(lane, tokens[lane])]
         return Batch(tokens, shape, prompt, ends)
+
+    def _ends_prompt(self, lane: int, tokens: np.ndarray) -> bool:
+        part = self.parts[lane]
+        return part.done + len(tokens) == len(part.prompt)
 
     def advance(self, batch: Batch) -> None:
         """Counts the tokens of a program that was launched."""

@@ -59,16 +59,19 @@ def compile_first(
     unique = {tuple(request.prompt): request for request in first.values()}
     refilled = len(requests) > num_lanes
 
-    def split(request: Request) -> tuple[int, int]:
-        count = len(request.prompt)
-        most = dict(prompt=count, max_length=request.max_length)
-        whole = min(count, tokens_in_one_pass(runner.policy, seen=0, **most))
-        return whole, count - whole
-
-    read = set(map(split, requests)) if refilled else map(split, unique.values())
+    # Of each prompt, the tokens that attend in one pass, and the rest.
+    lengths = [(len(each.prompt), each.max_length) for each in unique.values()]
+    if refilled:
+        lengths = {(len(each.prompt), each.max_length) for each in requests}
+    policy = runner.policy
+    whole = [
+        min(count, tokens_in_one_pass(policy, seen=0, prompt=count, max_length=most))
+        for count, most in lengths
+    ]
+    rest = [count - each for (count, _), each in zip(lengths, whole, strict=True)]
     batches = [
         each
-        for own, counts in zip(shapes, zip(*read, strict=True), strict=True)
+        for own, counts in zip(shapes, (whole, rest), strict=True)
         for each in _programs(runner, own.batches(filter(None, counts), refilled=refilled))
     ]
     pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)

@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "generation: the end of what attends in one pass ends its prompt",
         FOLDER + "reading.py",
-        "if prompt and left[lane].done + len(each) == len(left[lane].prompt)",
-        "if prompt and left[lane].left <= shape.width",
+        "return part.done + len(tokens) == len(part.prompt)",
+        "return len(tokens) == part.left",
         (f"{READING}::test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest",),
     ),
     Mutant(
