@@ -38,10 +38,10 @@ check: $(STAMP)
 	$(MAKE) --no-print-directory --jobs 2 lint daily
 
 daily: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q -m "not slow" @tests/daily.txt $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q -m "not nightly and not release" @tests/daily.txt $(ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not nightly and not release" $(ARGS)
 
 test-all: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -129,7 +129,7 @@ def pytest_runtest_protocol(item: pytest.Item):
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Workers with nothing left to do take over what others have last in their queues: short tests.
     # A file stays together, so that its programs are traced once and its fixtures made once.
-    long = {item.path for item in items if "slow" in item.keywords}
+    long = {item.path for item in items if "nightly" in item.keywords}
     items.sort(key=lambda item: item.path not in long)
     if config.getoption("--gpu"):
         return

@@ -180,7 +180,7 @@ assert len(generated.tokens[0]) == 2
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_users_give_numbers_of_any_kind():
     """Runs in its own process, because only the tests check annotations at run time."""
     done = subprocess.run(

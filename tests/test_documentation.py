@@ -15,7 +15,7 @@ import pytest
 import dms_jax
 from dms_jax.command_line import COMMANDS, main, policy_options, running
 from dms_jax.policies import POLICIES
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 from tests.test_architecture import ROOT
 
 DOCS = ROOT / "experiments" / "docs"
@@ -99,7 +99,7 @@ def test_commands_and_code_need_no_scrolling():
     assert max(len(line) for text in texts for line in text.splitlines()) <= 84
 
 
-@pytest.mark.parametrize("name", slow_but({"README.md:1"}, PYTHON))
+@pytest.mark.parametrize("name", nightly_but({"README.md:1"}, PYTHON))
 @pytest.mark.usefixtures("short_training")
 def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -108,7 +108,7 @@ def test_every_block_of_python_runs(name, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_names_in_blocks_need_no_import_but_the_library():
     """In this process other tests have imported all modules; in a reader's nothing has."""
     names = sorted(set(re.findall(r"(?<!from )\bdms_jax(?:\.\w+)+", "".join(PYTHON.values()))))
@@ -125,7 +125,7 @@ def test_names_in_blocks_need_no_import_but_the_library():
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    slow_but([one for one in LINES if one[0] == "README.md:2" or not generates(one[1])], LINES),
+    nightly_but([one for one in LINES if one[0] == "README.md:2" or not generates(one[1])], LINES),
 )
 def test_every_command_is_understood(name, line, tmp_path, monkeypatch, capsys):
     """It runs where it takes seconds; else its options are parsed, or its target is there."""
@@ -171,7 +171,7 @@ def test_pages_have_every_policy():
         assert f"### {policy.name}\n" in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_builds_without_a_warning(tmp_path):
     config = ["--config-file", str(DOCS / "mkdocs.yml"), "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(

@@ -115,12 +115,12 @@ def caller(tmp_path_factory) -> tuple[Path, list[str]]:
     return script, done.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkout_that_is_not_installed_has_a_version_too(caller):
     assert caller[1][0] == "0+checkout"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_warnings_blame_the_line_of_the_caller(caller):
     script, printed = caller
     blamed = {(name, int(line)) for name, line in map(str.split, printed[1:])}

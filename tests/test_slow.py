@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.instances import first_of_each, further, slow_but
+from tests.support.instances import first_of_each, further, nightly_but
 
 ROOT = Path(__file__).resolve().parent.parent
 GUARDED = ("tests/laws", "tests/policies/test_policies.py", "tests/pallas_kernels")
@@ -138,8 +138,8 @@ def marked(values) -> list:
 def test_further_values_are_slow():
     assert marked([1, *further(2, 3)]) == [(2,), (3,)]
     assert marked([("a", 1), *further(("b", 2))]) == [("b", 2)]  # of two parameters
-    assert marked(slow_but({"x"}, ["y", "x", "z"])) == [("y",), ("z",)]
-    assert slow_but({"x"}, ["y", "x"])[1] == "x"
+    assert marked(nightly_but({"x"}, ["y", "x", "z"])) == [("y",), ("z",)]
+    assert nightly_but({"x"}, ["y", "x"])[1] == "x"
 
 
 def test_of_each_kind_the_cheapest_stays():

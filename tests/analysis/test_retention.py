@@ -65,7 +65,7 @@ def reads_in(trace: Trace, prompt: int, head: int, group: int) -> list[int]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("row", chosen_rows(), ids=lambda row: row.name)
 def test_every_policy_keeps_evicts_and_reads_as_its_oracle(row):
@@ -88,7 +88,7 @@ def test_the_rows_are_of_every_policy():
     assert {type(row.policy) for row in chosen_rows()} == set(POLICIES.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_live_tokens_are_those_that_score_counts():
     """Checks the sums against `Usage`, which a run without any recording gives."""
     model = dms_jax.load(str(assets.path("stories260k")))
@@ -118,7 +118,7 @@ def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
     chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_lacks_the_policys_decisions_is_told_once():
     model = dms_jax.load(str(assets.path("stories260k")))
     with pytest.warns(UserWarning, match="not retrofitted") as warned:

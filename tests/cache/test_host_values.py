@@ -99,7 +99,7 @@ def stories_tokens(model, count: int) -> list[int]:
     return model.tokenizer.encode(text)[:count]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first_layers", [2, 9])
 def test_half_of_the_memory_of_the_other_layers_is_the_hosts(stories, first_layers):
     policy = KCache(top=8, first_layers=first_layers)
@@ -117,7 +117,7 @@ def test_half_of_the_memory_of_the_other_layers_is_the_hosts(stories, first_laye
     assert away.usage.kv_reads == home.usage.kv_reads
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_values_there_may_have_few_bits(stories):
     """The scales of all values stay on the device, more of them than there are values."""
     policy = KCache(top=8, first_layers=2)
@@ -142,7 +142,7 @@ def test_the_pool_holds_what_the_accounting_says(stories):
     assert runner.cache.pool.tail is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("policy", "same"),
     [
@@ -174,7 +174,7 @@ def test_rounds_of_questions_over_one_context(stories, policy, same):
     assert there.usage.live_tokens == len(context) + sum(map(len, questions)) + 3 * 10 - 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_survivors_values_can_live_there_too(stories):
     policy = KCache(top=5, first_layers=1, over=DMS(window=6, alpha_offset=0.0))
     model = dataclasses.replace(stories, policy=policy)

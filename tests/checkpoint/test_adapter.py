@@ -89,7 +89,7 @@ def test_whatever_type_the_base_is_loaded_in(base, adapter, tmp_path, dtype):
         assert (tmp_path / "again" / name).read_bytes() == (adapter / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_a_mesh(base, adapter, tmp_path):
     mesh = sharding.make_mesh(4, 2)
     model = load(base, mesh=mesh, adapter=adapter)
@@ -99,7 +99,7 @@ def test_under_a_mesh(base, adapter, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (adapter / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_a_quantised_gguf(tmp_path):
     convert(wide(tmp_path / "model", "llama2"), tmp_path / "base.gguf", KINDS["mixed"])
     model = changed(load(tmp_path / "base.gguf", dtype="bfloat16"))
@@ -109,7 +109,7 @@ def test_on_a_quantised_gguf(tmp_path):
     assert load(tmp_path / "base.gguf", adapter=tmp_path / "adapter").dtype == jnp.float32
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_numbers_in_other_files_are_the_same_base(tmp_path, base, adapter):
     convert(base, tmp_path / "base.gguf")
     assert_same(load(tmp_path / "base.gguf", adapter=adapter), load(base, adapter=adapter))
@@ -196,7 +196,7 @@ def test_a_policy_without_an_adapter_is_refused(base, tmp_path):
         save(load(base), TOVA(budget=8), tmp_path / "adapter", adapter_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_base_with_an_adapter_of_its_own(base, adapter, tmp_path):
     """The one that is given takes its place, also when it was trained further from there."""
     whole = tmp_path / "whole"
@@ -307,7 +307,7 @@ def test_nothing_of_the_base_is_read_twice_from_the_adapter(base, adapter, monke
     assert len(numpy_parameters(model)) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_retrofit_of_frozen_weights_and_of_all(tmp_path):
     """What `retrofit` leaves of the base is what `save` finds."""
     model = language_model()

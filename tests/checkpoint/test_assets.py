@@ -44,7 +44,7 @@ def test_greedy_text(model):
     assert model.tokenizer.decode(tokens[0]).startswith(OPENING)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_loss_over_sixty_stories(model):
     total = count = 0.0
     rows = [model.tokenizer.encode(story)[:512] for story in assets.stories("valid")[:60]]

@@ -146,7 +146,7 @@ for limit in (0, 100, 1_000, 100_000, 1_000_000):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
 def test_errors_of_the_system_itself(stories, tmp_path):
     save(stories, TOVA(budget=64), tmp_path / "out")

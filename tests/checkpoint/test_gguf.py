@@ -20,7 +20,7 @@ from dms_jax.config import Rope
 from dms_jax.errors import CheckpointError
 from tests.checkpoint.gguf_files import convert, permute
 from tests.checkpoint.support import GOLDEN, copy, edit_config, tensors
-from tests.support.instances import further, slow_but
+from tests.support.instances import further, nightly_but
 
 FAMILIES = [
     "llama2",
@@ -47,7 +47,7 @@ def assert_same(model, other) -> None:
     chex.assert_trees_all_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("family", slow_but({"llama31", "mistral", "qwen3"}, FAMILIES))
+@pytest.mark.parametrize("family", nightly_but({"llama31", "mistral", "qwen3"}, FAMILIES))
 def test_logits_equal_those_of_transformers(family, tmp_path):
     folder = GOLDEN / "families" / family
     convert(folder, tmp_path / "model.gguf")
@@ -135,7 +135,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kinds", slow_but({"F16", "Q8_0", "Q4_0"}, KINDS))
+@pytest.mark.parametrize("kinds", nightly_but({"F16", "Q8_0", "Q4_0"}, KINDS))
 @pytest.mark.parametrize("family", ["llama2", *further("mistral", "qwen2", "qwen3")])
 def test_the_same_as_its_dequantised_weights(family, kinds, tmp_path):
     directory = wide(tmp_path / "model", family)
@@ -200,7 +200,7 @@ def test_types_are_kept_unless_one_is_asked_for(tmp_path):
     assert {value.dtype for value in parameters(asked).values()} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_device_reads_its_part(tmp_path, monkeypatch):
     directory = wide(tmp_path / "model", "llama2")
     convert(directory, tmp_path / "model.gguf", KINDS["mixed"])
@@ -221,7 +221,7 @@ def test_each_device_reads_its_part(tmp_path, monkeypatch):
     assert kernel.addressable_shards[0].data.shape[2] * 2 == kernel.shape[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_second_copy_in_float32(tmp_path, monkeypatch):
     """A tensor is dequantised some rows at a time into the type that is asked for."""
     directory = wide(tmp_path / "model", "qwen2")

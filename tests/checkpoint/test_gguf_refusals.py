@@ -215,7 +215,7 @@ def test_a_file_cut_short_at_any_place(tmp_path):
         assert "cut short" in message or "empty" in message, (keep, message)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_of_other_bytes(tmp_path):
     """Nothing but an error of ours, wherever a byte is not what it was."""
     path = tmp_path / "model.gguf"

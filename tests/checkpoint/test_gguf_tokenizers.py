@@ -45,7 +45,7 @@ def byte_level(kind: str) -> dict:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_byte_level_ids_are_those_of_llama_cpp(kind, tmp_path):
     tokenizer, _ = read(tmp_path, **byte_level(kind))

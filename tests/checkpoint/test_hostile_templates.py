@@ -12,7 +12,7 @@ from dms_jax.checkpoint import chat
 from dms_jax.checkpoint.chat import render_chat
 from dms_jax.errors import DataError
 from dms_jax.helper_process import Running
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -182,7 +182,7 @@ def test_it_asks_for_too_much_memory(name):
     assert render("{{ 1 + 1 }}") == "2"
 
 
-@pytest.mark.parametrize("name", slow_but(["loops", "power", "slices"], ENDLESS))
+@pytest.mark.parametrize("name", nightly_but(["loops", "power", "slices"], ENDLESS))
 def test_it_takes_too_much_time(impatient, name):
     with pytest.raises(DataError, match=r"runs for more than 0\.7 seconds") as refusal:
         render(ENDLESS[name])

@@ -70,7 +70,7 @@ def test_what_is_written_comes_back_beside_the_weights(base, adapter, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (adapter / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_merged_on_demand_and_in_a_whole_checkpoint(base, adapter, tmp_path):
     model, merged = load(base, adapter=adapter), load(base, adapter=adapter, merge=True)
     assert low_rank.low_rank_of(merged.transformer) is None
@@ -177,7 +177,7 @@ def test_damaged_fields(base, adapter, fields, message):
         load(base, adapter=adapter)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_damaged_tensors(base, adapter):
     content = load_file(adapter / FILES[1])
     name = "model.layers.1.self_attn.v_proj.lora_B.weight"

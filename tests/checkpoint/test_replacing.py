@@ -234,7 +234,7 @@ save(model, TOVA(budget=8), target)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["flush", "_swap", "between the renames"])
 def test_the_litter_of_a_killed_save_is_removed_by_the_next(stories, out, tmp_path, where):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -62,7 +62,7 @@ def saved(tmp_path_factory):
 WAYS = ["whole", "one file", "in steps", "merged", "adapter"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 def test_the_files_are_those_of_one_process(saved, way):
     out, reports, alone = saved
@@ -70,7 +70,7 @@ def test_the_files_are_those_of_one_process(saved, way):
     assert contents(out / way) == contents(alone / way)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["whole", "in steps", "merged"])
 def test_each_process_writes_its_share(saved, way):
     out, reports, _ = saved
@@ -82,7 +82,7 @@ def test_each_process_writes_its_share(saved, way):
     assert max(shares) <= sum(files.values()) / 2 + max(files.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_process_holds_its_share_and_no_more(saved):
     """By NumPy's own account; headers are in the files alone."""
     out, reports, _ = saved
@@ -91,7 +91,7 @@ def test_each_process_holds_its_share_and_no_more(saved):
         assert 0.95 * share < report["held"] < 1.01 * share
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_small_is_written_by_the_first(saved):
     """Which alone needs to see the directory: the second was told of one that is not there."""
     _, reports, _ = saved
@@ -99,7 +99,7 @@ def test_what_is_small_is_written_by_the_first(saved):
     assert written == [(["model.safetensors"], ["dms_adapter.safetensors"]), ([], [])]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "failed", "message"),
     [
@@ -121,7 +121,7 @@ def test_an_error_of_one_ends_all(saved, case, failed, message):
         assert re.match(f"{told}CheckpointError: .*{message}", report[case]["ended"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_leaves_the_old_checkpoint_and_nothing_else(saved):
     out, _, alone = saved
     assert sorted(entry.name for entry in out.iterdir()) == sorted([*WAYS, "taken"])

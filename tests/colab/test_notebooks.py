@@ -46,7 +46,7 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
     settings, shown, figures = RUNS[name]

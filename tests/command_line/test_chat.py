@@ -50,7 +50,7 @@ def test_messages_go_through_the_template(stories, monkeypatch):
     assert said == [([{"role": "system", "content": "Be brief."}, user[0]], 5), ([user[1]], 6)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_typed_is_read_until_the_input_ends(stories, monkeypatch):
     lines = iter(["Once", "upon"])
 

@@ -52,7 +52,7 @@ def test_the_list_of_commands(capsys):
     assert said.startswith("ConfigError: 'generat' is no command (did you mean generate?); there")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_runs_as_a_module_too():
     done = subprocess.run(
         [sys.executable, "-m", "dms_jax.command_line", "--version"],

@@ -18,7 +18,7 @@ from dms_jax.data.tasks import LinearEquation, Needle
 from dms_jax.policies import POLICIES
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_are_measured_written_and_shown(tmp_path, capsys):
     config = compare.Config(
         ratios=(4.0,),
@@ -71,7 +71,7 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
         compare.main(again)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_that_shared_the_work_are_joined(tmp_path):
     config = compare.Config(ratios=(4.0,), sequences=2, length=40, learn=(), out=tmp_path / "whole")
     parts = {name: tmp_path / name for name in ("StreamingLLM", "Knorm")}
@@ -101,7 +101,7 @@ def test_runs_that_shared_the_work_are_joined(tmp_path):
         compare.main(again)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_runs_on_a_device_that_gave_up(tmp_path, monkeypatch):
     score = dms_jax.score
 
@@ -134,7 +134,7 @@ def test_nothing_runs_on_a_device_that_gave_up(tmp_path, monkeypatch):
     assert [row.failed for row in compare.main(again)] == [None, None]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_errors_that_one_sequence_leaves_unknown_are_null_and_said_to_be_unknown(tmp_path, capsys):
     def refuse(word):
         raise ValueError(f"{word} is not JSON")
@@ -224,7 +224,7 @@ def test_solutions_count_and_prompts_do_not():
         texts.occasions(("chess",))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
 def test_answers_are_scored_with_each_budget_of_its_own(tmp_path, monkeypatch):
     """Two tasks of other lengths: budgets follow, also where they come with the sequences."""
@@ -259,7 +259,7 @@ def test_answers_are_scored_with_each_budget_of_its_own(tmp_path, monkeypatch):
     assert "needle, %" in (tmp_path / "tables.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_learned_systems_come_out_of_the_same_tokens(stories, tmp_path):
     given = lessons.Lessons(
         Documents(assets.stories("train")[:40]),

@@ -27,7 +27,7 @@ def test_nothing_is_compared_with_a_dense_row_that_failed(tmp_path, monkeypatch)
     assert not (tmp_path / "quality.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_names_of_lines_in_the_picture_do_not_meet(tmp_path, monkeypatch):
     """Where lines end beside each other, on a scale that is no straight one."""
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def test_names_of_lines_in_the_picture_do_not_meet(tmp_path, monkeypatch):
         assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_trained_or_run_once_the_time_is_over(tmp_path, monkeypatch, capsys):
     clock = [0.0]
     score = dms_jax.score

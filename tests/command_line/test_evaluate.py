@@ -22,7 +22,7 @@ from tests.support.containment import needs_containment
 MODEL = str(assets.path("stories260k"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     config = evaluate.Config(
         model="stories260k",
@@ -54,7 +54,7 @@ def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tasks_on_files(tmp_path, capsys):
     gpqa, piqa = text(tmp_path / "q.csv", GPQA_CSV), lines(tmp_path / "p.jsonl", PIQA)
     small = dict(model=MODEL, page_size=16, lanes=4)
@@ -126,7 +126,7 @@ def test_code_is_run_only_where_it_is_allowed(name, tmp_path):
         assert script.Config().allow_code is False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_containment
 def test_programming_tasks_by_name(tmp_path, capsys):
     path = f"path={lines(tmp_path / 'a.jsonl', HUMANEVAL)}"

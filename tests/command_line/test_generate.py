@@ -21,7 +21,7 @@ def call(arguments: list[str]) -> int:
     return run(generate.main, generate.Config, description=generate.__doc__, arguments=arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_answer_and_its_usage(capsys):
     assert call(["Once upon a time", *QUICK]) == 0
     shown = capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_one_answer_and_its_usage(capsys):
     assert "length" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
     """Lines of a terminal's width would be lines that the model did not write."""
     monkeypatch.setenv("COLUMNS", "40")
@@ -170,7 +170,7 @@ def test_what_drops_nothing_says_so_and_what_serves_is_said_once(policy, options
     assert shown.count("Attention in decoding: xla (no kernel is for cpu).") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_warning_is_a_line_and_names_no_code(capsys):
     """DMS on a checkpoint that was not made for it."""
     assert call(["Once", "--policy", "DMS", *QUICK]) == 0

@@ -13,7 +13,7 @@ from dms_jax.data import Exchange
 from dms_jax.model.low_rank import LowRank, low_rank_of
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_run_is_written_and_loads(tmp_path, capsys):
     _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
@@ -26,7 +26,7 @@ def test_a_small_run_is_written_and_loads(tmp_path, capsys):
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
     _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
@@ -222,7 +222,7 @@ def test_records_are_told_what_they_hold(tmp_path):
     assert other.make_data()[0] == "1 + 1?"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pictures_and_records_for_tensorboard(tmp_path, shards):
     _, config = retrofit.PRESETS["stories260k"]

@@ -90,7 +90,7 @@ def lines(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_stage_goes_on(stopped_and_run):
     out = stopped_and_run.out
     settings, *answers = lines(out / "answers" / "answers.jsonl")
@@ -109,7 +109,7 @@ def test_every_stage_goes_on(stopped_and_run):
     assert tokens[0, 0] != tokens[0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
     out = stopped_and_run.out
     measured = [
@@ -127,7 +127,7 @@ def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
     assert systems["vanilla"]["peak"] >= systems["2"]["peak"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_held_out_is_measured_on_the_answers_alone_too():
     base = TINY.load()
     tokens = np.asarray(base.tokenizer.encode("Once upon a time there was a girl."), np.int32)
@@ -141,7 +141,7 @@ def test_what_is_held_out_is_measured_on_the_answers_alone_too():
     assert of_long["distillation"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_result_is_a_small_adapter(stopped_and_run):
     out = stopped_and_run.out
     base = dms_jax.load(dms_jax.assets.path("stories260k"))
@@ -154,7 +154,7 @@ def test_the_result_is_a_small_adapter(stopped_and_run):
         assert model.policy == dms_jax.DMS(window=8, source="adapter")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_it_left_generates_and_is_compared(stopped_and_run, tmp_path, capsys):
     """The commands of the documentation's first minutes, at a small size."""
     training = stopped_and_run.out / "training"
@@ -169,7 +169,7 @@ def test_what_it_left_generates_and_is_compared(stopped_and_run, tmp_path, capsy
     assert all(f"| {row} |" in page for row in ("dense", "DMS at 2", "StreamingLLM at 2"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_tells_all_of_it(stopped_and_run):
     page = (stopped_and_run.out / "README.md").read_text()
     assert page.startswith("# stories260k with DMS, taught by its own answers")
@@ -181,7 +181,7 @@ def test_the_page_tells_all_of_it(stopped_and_run):
     assert f"--adapter {stopped_and_run.out / 'training' / 'model'}" in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_settings_are_refused(stopped_and_run, monkeypatch):
     before = (stopped_and_run.out / "results.json").read_text()
     with pytest.raises(dms_jax.ConfigError, match="of a run with another seed, window"):
@@ -366,7 +366,7 @@ def test_a_conversation_without_a_template_is_named_by_its_line(stories, tmp_pat
         reading.read_questions(config, stories)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_path, monkeypatch):
     right = dataclasses.replace(TINY, out=tmp_path / "run")
     wrong = dataclasses.replace(right, prompts=tmp_path / "missing.jsonl")

@@ -140,7 +140,7 @@ def test_every_process_leaves_out_the_same():
     chex.assert_trees_all_equal(np.concatenate(parts, axis=1), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*cannot be encoded")
 def test_a_run_goes_on_in_the_same_order(tmp_path):
     model = language_model()

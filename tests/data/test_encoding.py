@@ -114,7 +114,7 @@ def test_every_packing_carries_the_mask(packing):
         chex.assert_trees_all_equal(whole["loss_mask"], whole["tokens"] > 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_is_of_answers_alone():
     """A prompt that cannot be foreseen costs nothing, and an answer always does."""
     random = np.random.default_rng(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dms_jax.data import tasks
 from dms_jax.errors import ConfigError
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 
 REASONING = [
     tasks.LinearEquation(),
@@ -38,7 +38,9 @@ def test_a_problem_depends_on_its_number_alone(task):
     assert first != dataclasses.replace(task, seed=1).problems("train", 20)
 
 
-@pytest.mark.parametrize("task", slow_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", nightly_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name
+)
 def test_splits_share_no_problem(task):
     count = 40 if task in QUICK else 15  # the others would hardly draw a problem twice
     drawn = {
@@ -50,7 +52,9 @@ def test_splits_share_no_problem(task):
     assert not drawn["validation"] & drawn["test"]
 
 
-@pytest.mark.parametrize("task", slow_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", nightly_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name
+)
 def test_the_solution_scores_one_and_others_less(task):
     for problem in task.problems("validation", 20):
         assert task.score(problem, problem.solution) == 1
@@ -84,7 +88,7 @@ def test_every_line_of_a_working_is_true():
     assert checked > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_expression_is_worth_its_answer_and_stays_within_bounds():
     task = tasks.Arithmetic(operations=(1, 22), largest=999)
     for problem in task.problems("train", 200):
@@ -246,7 +250,7 @@ def judged() -> list:
     return [(task, task.problem("test", 0)) for task in chosen]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=200, deadline=None)
 @example(before="The final answer is ", text="7" * 4301)
 @example(before="The final answer is -", text="0" * 10**6)

@@ -80,7 +80,7 @@ def test_the_error_is_that_of_all_resamples(seeds):
     assert measured.error == pytest.approx(math.sqrt(variance), rel=0.06)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_frontiers_stay_the_error_is_that_of_a_mean():
     """Fixed budgets and one gap for all points of a problem: gain and error are those of gaps."""
     rng = np.random.default_rng(0)

@@ -88,7 +88,7 @@ def test_the_figures_of_a_plain_cache_follow_from_its_lengths(vanilla):
     assert len({text for texts in vanilla.completions for text in texts}) == 18
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lanes_change_nothing_and_more_chains_only_add(vanilla):
     few = run(serving=dataclasses.replace(SERVING, lanes=4))
     assert few.completions == vanilla.completions
@@ -98,7 +98,7 @@ def test_lanes_change_nothing_and_more_chains_only_add(vanilla):
     assert run(chains=1, seed=1).completions != one.completions
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_bounds_the_peak(vanilla):
     result = run(policy=dms_jax.TOVA(budget=10))
     assert result.peak.max() == 11
@@ -108,7 +108,7 @@ def test_a_budget_bounds_the_peak(vanilla):
     assert result.settings["policy"] == dms_jax.TOVA(budget=10).to_dict()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tasks_take_turns():
     result = run(problems=5, chains=1)
     both = evaluate(
@@ -139,7 +139,7 @@ class Asked(Continue):
         return super().problem(split, index)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_problems_of_several_tasks_are_the_first_of_each():
     """From where they start, none left out and none twice."""
     ASKED.clear()
@@ -175,7 +175,7 @@ def made_up() -> Result:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_vote_has_the_score_of_the_answer_that_won():
     """Of Needle, whose score finds the number anywhere: the first chain says two."""
 
@@ -196,7 +196,7 @@ def test_a_vote_has_the_score_of_the_answer_that_won():
     assert (data["accuracy"][0], data["voted"][0]) == (1, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_one_problem_says_has_no_known_error():
     result = run(problems=1)
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
@@ -226,7 +226,7 @@ def test_figures_by_hand():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_task_has_the_share_of_its_own_max_length():
     def peaks(policy, **options):
         result = evaluate(
@@ -246,7 +246,7 @@ def test_each_task_has_the_share_of_its_own_max_length():
             peaks(share, max_length=max_length)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cache_of_8_bits_takes_half_the_room(vanilla):
     small = run(serving=dataclasses.replace(SERVING, kv_dtype="float8_e4m3"))
     assert small.settings["kv_dtype"] == "float8_e4m3"
@@ -320,7 +320,7 @@ def test_a_model_without_a_chat_template_is_told_so(gpqa):
         Chat(variables={"messages": []})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_problems_of_files_take_turns_until_there_are_no_more(gpqa, tmp_path):
     short = dms_jax.Sampling(max_new_tokens=1)
 

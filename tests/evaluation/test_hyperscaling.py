@@ -85,7 +85,7 @@ def single(policy, *, length, chains, seed, **changes):
     return evaluate(stories(), Thirds(), policy=policy, **(options | changes))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "policy"), [("vanilla", dms_jax.Vanilla()), ("TOVA", TOVA)])
 def test_every_point_is_an_evaluation_of_its_own(whole, name, policy):
     for length, chains in itertools.product((5, 12), (1, 3)):
@@ -100,7 +100,7 @@ def test_every_point_is_an_evaluation_of_its_own(whole, name, policy):
         assert point.accuracy("single").value == point.scores["single"].mean()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_likeliest_answer_and_pass_at_w(whole):
     """From the engine's own log-probabilities; pass@1 of three chains is the mean of the three."""
     task = Thirds()
@@ -141,7 +141,7 @@ def served(monkeypatch):
     return sizes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_system_runs_once_for_all_lengths_and_chains(monkeypatch, whole):
     sizes = served(monkeypatch)
     result = run(SYSTEMS[:1])
@@ -149,7 +149,7 @@ def test_a_system_runs_once_for_all_lengths_and_chains(monkeypatch, whole):
     assert result.table() == "\n".join(whole.table().splitlines()[:6])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_share_of_the_request_is_run_length_by_length(monkeypatch):
     sizes = served(monkeypatch)
     result = run([System("share", SHARE)], seeds=(0,), chains=(1,), problems=2)
@@ -160,7 +160,7 @@ def test_a_share_of_the_request_is_run_length_by_length(monkeypatch):
         chex.assert_trees_all_close(find(result, "share", length, 1).peak[0], alone.peak[:, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_systems_of_one_name_share_a_frontier():
     """Another checkpoint of a system is a further point; so is another ratio."""
     systems = [
@@ -178,7 +178,7 @@ def test_systems_of_one_name_share_a_frontier():
 # -- early stop -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", [dms_jax.Vanilla(), dms_jax.TOVA(budget=10)])
 def test_a_vote_that_is_decided_stops_the_other_chains(policy):
     """Chains that differ in length, because end tokens are frequent."""
@@ -209,7 +209,7 @@ def test_a_vote_that_is_decided_stops_the_other_chains(policy):
 # -- interrupts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stop_decided", [False, True])
 def test_what_is_interrupted_returns_its_points_and_resumes(
     tmp_path, monkeypatch, whole, stop_decided
@@ -251,7 +251,7 @@ def test_what_is_interrupted_returns_its_points_and_resumes(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_that_cannot_be_written_loses_no_points(tmp_path, monkeypatch, whole):
     """Points that took hours are in the error, and an interrupt stays one."""
     (tmp_path / "results.json").mkdir()
@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_written_loses_no_points(tmp_path, monkeypatch, 
     assert interrupted.value.finished.points == whole.of("vanilla")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupt_while_the_gains_are_computed_returns_the_points(tmp_path, monkeypatch, whole):
     def interrupt(self, method="vote"):
         raise KeyboardInterrupt
@@ -300,7 +300,7 @@ def test_gains_are_computed_once_for_the_files_and_for_the_caller(tmp_path, monk
     assert len(computed) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_names_are_shown_as_they_are(whole):
     """Square brackets are markup of a terminal, and bars are columns of Markdown."""
     point = dataclasses.replace(whole.points[0], system="a|b [bold] [/x]")
@@ -326,7 +326,7 @@ def test_what_cannot_be_compared(changes, message):
         run(**changes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figures_of_other_settings_are_not_mixed(tmp_path):
     small = dict(lengths=(2,), chains=(1,), seeds=(0,), problems=1, out=tmp_path)
     run(**small)
@@ -334,7 +334,7 @@ def test_figures_of_other_settings_are_not_mixed(tmp_path):
         run(**small, sampling=dms_jax.Sampling(temperature=0.5))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lengths_that_the_model_has_no_positions_for_are_refused(tmp_path):
     """Answers cut off by the end of the positions would stand there as of the length."""
     with pytest.raises(ConfigError, match=r"512 positions.*lengths of at most (\d+)") as refused:

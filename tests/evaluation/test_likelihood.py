@@ -76,7 +76,7 @@ def test_prompts_of_a_chunk_fit_what_the_pool_leaves(name, large, monkeypatch):
         assert engine.options.prefill_tokens == tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "tova", "quest"])
 def test_likelihoods_equal_a_plain_pass(name):
     found = likelihoods(model_for(name), PAIRS, serving=serving_of(name))
@@ -98,7 +98,7 @@ def assert_same(found, want):
         assert (one.greedy, one.peak_tokens) == (other.greedy, other.peak_tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_continuations_of_many_lengths_take_few_programs(monkeypatch):
     """20, 9, 3 and 1 tokens, of which the last of each is not read: 19 steps are 8, 8 and 3."""
     ran, follow = [], Runner.teacher_forced_decode
@@ -125,7 +125,7 @@ def test_continuations_of_many_lengths_take_few_programs(monkeypatch):
     assert ran == [((9, 2), [2, 0])]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lanes_and_room_change_nothing():
     """One at a time, and in a pool that holds the longest sequence and not two."""
     want = likelihoods(stories(), PAIRS, serving=SERVING)
@@ -139,7 +139,7 @@ def test_lanes_and_room_change_nothing():
         likelihoods(stories(), PAIRS, serving=dataclasses.replace(small, memory=pages * page / 2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_greedy_is_what_generation_writes():
     model = model_for("vanilla", ends=False)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=4)
@@ -149,7 +149,7 @@ def test_what_is_greedy_is_what_generation_writes():
     assert [each.greedy for each in likelihoods(model, pairs, serving=SERVING)] == [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_bounds_the_peak():
     (plain,) = likelihoods(stories(), PAIRS[1:2], serving=SERVING)
     assert plain.peak_tokens == 29  # the last token is not read
@@ -158,7 +158,7 @@ def test_a_budget_bounds_the_peak():
     assert small.logprob != plain.logprob
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_share_is_taken_of_each_sequence_alone():
     """Half of 30 and of 9, though they share a batch."""
     policy = dms_jax.TOVA(compression_ratio=2)
@@ -166,7 +166,7 @@ def test_a_share_is_taken_of_each_sequence_alone():
     assert [each.peak_tokens for each in found] == [5, 16]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_ends_where_the_context_does():
     """SnapKV cuts there: what it keeps decides what follows, as in generation."""
     policy = dms_jax.SnapKV(budget=8, window=4)
@@ -181,7 +181,7 @@ def test_a_prompt_ends_where_the_context_does():
     assert abs(found.logprob - plain.logprob) > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_done_before_an_interrupt_is_carried(monkeypatch):
     from dms_jax.generation.runner import Runner
 
@@ -227,7 +227,7 @@ def test_a_context_and_its_continuation_are_encoded_together():
 # -- questions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_questions_are_answered_by_the_likeliest_option(tmp_path):
     """Two options that stories make likely and unlikely; a long one wins by characters alone."""
     records = [
@@ -249,7 +249,7 @@ def test_questions_are_answered_by_the_likeliest_option(tmp_path):
     assert data["per_question"]["gold"] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_contexts_may_differ_and_policies_are_obeyed(tmp_path):
     task = WinoGrande(lines(tmp_path / "a.jsonl", published.WINOGRANDE))
     dense = evaluate_choices(stories(), task, serving=SERVING)
@@ -276,7 +276,7 @@ def test_every_token_is_predicted_once():
     assert cut_into_windows([5, 6], 2, 1) == [[1, 5, 6]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
     story = "Once upon a time, there was a big dog. The dog liked to run and jump all day."
     path = text(tmp_path / "a.txt", story)
@@ -300,7 +300,7 @@ def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
     assert small.nats > found.nats
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_documents_are_predicted_for_themselves(tmp_path):
     first, second = "Once upon a time, there was a dog.", "One day, Lily saw a bird."
     both = text(tmp_path / "both.txt", f"{first}\n<|endoftext|>\n{second}\n")
@@ -329,7 +329,7 @@ def test_texts_that_cannot_be_read(tmp_path):
 SHARED = [(PAIRS[1][0], each) for each in ([3, 4, 5], [7], [3, 4, 9, 2], [8, 1])]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("lanes", "name"), [(4, "vanilla"), (4, "dms"), (4, "tova"), (4, "quest"), (2, "tova")]
 )
@@ -352,7 +352,7 @@ def test_a_context_is_read_once_for_its_continuations(name, lanes, monkeypatch):
     assert sum(read) == contexts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_share_of_the_length_is_taken_of_a_shared_context_too():
     policy = dms_jax.TOVA(compression_ratio=2)
     serving = dataclasses.replace(SERVING, prefill_chunk=16)

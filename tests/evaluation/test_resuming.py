@@ -69,21 +69,21 @@ def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch, stop_d
     assert (False in late) == stop_decided
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_problems_share_one_queue(monkeypatch, whole):
     sizes = calls_of(monkeypatch)
     same(run(), whole)
     assert sizes == [8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prompts_that_run_token_by_token_start_together(monkeypatch):
     sizes = calls_of(monkeypatch)
     run(policy=dms_jax.TOVA(budget=20), sampling=dataclasses.replace(SAMPLING, max_new_tokens=1))
     assert sizes == [2, 2, 2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_are_on_disk_with_figures_and_a_table(tmp_path, whole):
     result = run(tmp_path / "run")
     same(result, whole)
@@ -100,7 +100,7 @@ class Enough(Exception):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_evaluation_goes_on_after_what_is_on_disk(tmp_path, monkeypatch, whole):
     add, added = module.Journal.add, []
 
@@ -129,7 +129,7 @@ def test_an_interrupted_evaluation_goes_on_after_what_is_on_disk(tmp_path, monke
     same(more, run(problems=5, chains=3))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_of_other_settings_are_not_mixed(tmp_path):
     short = dataclasses.replace(SAMPLING, max_new_tokens=2)
     run(tmp_path, problems=1, sampling=short)
@@ -196,7 +196,7 @@ def full_disk(journal, *answer, add=module.Journal.add):
     add(journal, *answer)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bar_shows_the_running_score(capsys, whole):
     same(run(progress=True), whole)
     shown = capsys.readouterr().err
@@ -204,7 +204,7 @@ def test_a_bar_shows_the_running_score(capsys, whole):
     assert f"score {100 * whole.accuracy.value:.1f}%" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_problem_has_its_own_max_length():
     """Half of the prompt and the longest answer, of each prompt for itself."""
     model = dataclasses.replace(stories(), generation=GenerationDefaults())

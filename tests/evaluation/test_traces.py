@@ -54,7 +54,7 @@ def same(left, right):
         assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest", "snapkv"])
 def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
     # With small pages every number of them has programs of its own.
@@ -70,7 +70,7 @@ def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
     same(cuts(long, 99), cuts(long, 20))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_preempted_is_cut_alike(monkeypatch):
     """Its answer was recomputed as a prompt, and is not the prompt for all that."""
     short, calm = answers(length=6, **SMALL_PAGES), answers(**SMALL_PAGES)
@@ -87,7 +87,7 @@ def test_what_was_preempted_is_cut_alike(monkeypatch):
     same(cuts(narrow, 6), cuts(short, 6))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_end_before_the_cut_stays_and_one_after_it_is_none():
     tokens = [each.completion.tokens for each in answers()]
     end = next(i for i in range(5, 18) if tokens[0][i] not in tokens[0][:i])

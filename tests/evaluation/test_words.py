@@ -10,7 +10,7 @@ from tests.test_architecture import python_files
 FRAGMENT = re.compile(r"^\s+[\w, *]+: of ", re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_entry_is_a_fragment():
     fragments = []
     for path in [*python_files("dms_jax/evaluation"), *python_files("dms_jax/analysis")]:

@@ -31,7 +31,7 @@ def config():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_run_is_stopped_goes_on_and_is_written(config, tmp_path, capsys, monkeypatch):
     def fewer(read, count):
         return lambda split: [text[:50_000] for text in read(split)[:count]]

@@ -62,7 +62,7 @@ IN_TURN = spelled("LL RR LL RR L R")
 REFILLED = spelled("LL R LL R R L R R")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
     """Answers and every figure of usage are those of chunks that run in turn."""
@@ -76,7 +76,7 @@ def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
     assert not engine.runner.unread.any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", POLICIES)
 def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name, monkeypatch):
     """Two programs of prompts and the first chunk of steps, whatever a policy evicts."""
@@ -184,7 +184,7 @@ def ending_with(tokens: tuple[int, ...], lanes: int) -> Engine:
     return Engine(model, max_tokens=64, **SHAPE | dict(num_lanes=lanes))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_that_end_at_a_token(monkeypatch):
     """Some end within a chunk behind which another one runs; with few of them left none is."""
     plain = engine_for("dms").generate(SIX, sampling=GREEDY)
@@ -205,7 +205,7 @@ def test_answers_that_end_at_a_token(monkeypatch):
     assert "launch launch launch" not in " ".join(order)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_that_all_end_at_once(monkeypatch):
     """The chunk behind them runs for nobody, and is waited for."""
     same = [TWO[0]] * LANES_AHEAD
@@ -241,7 +241,7 @@ def test_a_pool_without_room_for_two_chunks(name, monkeypatch):
     assert prefilled[-1] > prefilled[0] or name == "dms"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
     policy = dms_jax.KCache(top=4, first_layers=1)
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)

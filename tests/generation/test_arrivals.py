@@ -29,7 +29,7 @@ def wide_engine() -> Engine:
     return Engine(model_for("vanilla", ends=False), max_tokens=64, **SHAPE | dict(num_lanes=4))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_requests_join_those_that_run_and_draw_as_they_do_alone(monkeypatch):
     monkeypatch.setattr(arrivals, "LanesFilter", LanesFilter)
     engine = engine_for("vanilla")
@@ -64,7 +64,7 @@ def test_requests_join_those_that_run_and_draw_as_they_do_alone(monkeypatch):
     assert not engine.running
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_lane_asks_is_looked_at_once(monkeypatch):
     """With 256 lanes it took half a millisecond a program, for which the device waited."""
     looked, own = collections.Counter(), Sampling.filter.func
@@ -80,7 +80,7 @@ def test_what_a_lane_asks_is_looked_at_once(monkeypatch):
     assert [looked[each.seed] for each in samplings] == [1, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("listens", [True, False], ids=["told", "untold"])
 def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(listens):
     """Whether or not anybody is told."""
@@ -126,7 +126,7 @@ def test_what_an_answer_holds_that_its_first_token_ends_is_without_the_steps_tha
     assert page + state < request.usage.peak_cache_bytes <= 2 * page + state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lengths", [(5, 30, 1), (5, 7, 1)], ids=["alone", "steps-run"])
 def test_what_is_cancelled_while_it_waits_is_never_read(lengths):
     """A lane is free for it at the moment when it is cancelled, while steps of another may run."""
@@ -178,7 +178,7 @@ def test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk():
     assert request.generated == alone.tokens[: 1 + SHAPE["chunk"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("listens", [False, True], ids=["incoming", "told"])
 def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens, copies):
@@ -231,7 +231,7 @@ def cancelled_while_it_is_read(engine, prompts, *indices, listens=True):
     return requests
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms"])
 def test_a_prompt_that_is_cancelled_is_not_read_to_its_end(name):
     engine, given = engine_for(name), prompts((30, 13))
@@ -244,7 +244,7 @@ def test_a_prompt_that_is_cancelled_is_not_read_to_its_end(name):
     assert engine.generate(given[1:], sampling=GREEDY)[0] == alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_that_another_request_shares_is_read_to_its_end():
     engine, (prompt,) = engine_for("dms"), prompts((30,))
     alone = engine.generate([prompt], sampling=GREEDY)[0]
@@ -292,7 +292,7 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
     return [first, *others], told, looks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "quest"])
 def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
     engine, given = engine_for(name), prompts((5, 30))
@@ -307,7 +307,7 @@ def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
     assert looks[at : at + 2] == [(read, 0), (read + chunk, width)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_policy_that_cuts_prompts_reads_them_first():
     """Its steps have page tables for the rows that it has cut, and a dense prompt has more."""
     model = dataclasses.replace(
@@ -321,7 +321,7 @@ def test_a_policy_that_cuts_prompts_reads_them_first():
     assert {generated for generated, read in looks if 0 < read < 30} == {1 + SHAPE["chunk"] // 2}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_request_joins_a_prompt_that_is_half_read():
     engine, (first, prompt) = wide_engine(), prompts((5, 30))
     (alone,) = engine_for("vanilla").generate([prompt], sampling=GREEDY)
@@ -340,7 +340,7 @@ def test_a_request_joins_a_prompt_that_is_half_read():
     assert engine.runner.allocator.pages_in_use == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_that_an_answer_leaves_no_room_is_read_again():
     """The answer grows while the prompt is read, and the pool does not hold both to the end."""
     engine, (first, prompt) = engine_for("vanilla"), prompts((5, 40))
@@ -354,7 +354,7 @@ def test_a_prompt_that_an_answer_leaves_no_room_is_read_again():
     assert two.usage.prefilled_tokens > len(prompt)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("reason", ["end", "length"])
 def test_an_answer_of_one_token_makes_room_before_anything_is_put_back(reason):
     """Neither it nor the younger one leaves a full pool, and is read again."""
@@ -387,7 +387,7 @@ def test_an_answer_of_one_token_makes_room_before_anything_is_put_back(reason):
     assert next(each.index for each in told if each.finished) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
     """Two come together, and the pool holds one of them beside the answer that grows."""
     model, given = model_for("random", ends=False), prompts((5, 70, 70))

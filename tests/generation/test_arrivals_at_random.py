@@ -45,7 +45,7 @@ def alone(name: str, prompt: int, *given) -> Completion:
     return engine.generate([PROMPTS[prompt]], sampling=settings(*given))[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "pages", "chunk"),
     [("vanilla", 280, 4), ("dms", 173, 4), ("vanilla", 320, 8), ("dms", 193, 8), ("dms", 640, 8)],

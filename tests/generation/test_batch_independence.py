@@ -29,7 +29,7 @@ def answers(model: LanguageModel, sampling: Sampling, **options) -> list:
     return Engine(model, max_tokens=48, **options).generate(PROMPTS, sampling=sampling)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("policy", "dtype", "arrangements"),
     [
@@ -61,7 +61,7 @@ def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype, arrangemen
                     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
 def test_what_is_rounded_to_bfloat16_does_not_depend_on_how_many_prompts_there_are():
     """XLA may keep more bits in a fusion: it did for the weights of one prompt, not of four."""

@@ -11,7 +11,7 @@ import dms_jax
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.memory import pool_pages
 from tests.generation.support import stories
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 
 SAMPLING = Sampling(temperature=0, max_new_tokens=16, logprobs=True)
 PROMPTS = [list(range(3, 3 + length)) for length in (24, 7, 40)]
@@ -34,9 +34,9 @@ CUTS = dms_jax.SnapKV(budget=16, window=4, interval=8)
 BOTH = SHARED | dict(num_lanes=2, max_tokens=128)
 TURNS = SHARED | dict(branches=1, max_tokens=128)
 QUICK = [KINDS["tova"]]
-every_kind = pytest.mark.parametrize("kind", slow_but(QUICK, KINDS.values()), ids=KINDS)
+every_kind = pytest.mark.parametrize("kind", nightly_but(QUICK, KINDS.values()), ids=KINDS)
 every_share = pytest.mark.parametrize(
-    "kind", slow_but(QUICK, (KINDS | READS).values()), ids=KINDS | READS
+    "kind", nightly_but(QUICK, (KINDS | READS).values()), ids=KINDS | READS
 )
 
 
@@ -44,7 +44,7 @@ def answers(policy, prompts):
     return Engine(stories(), policy, **BOTH).generate(prompts, sampling=SAMPLING)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_share
 def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
     """In company and alone the same, which for one of them is that of a budget in tokens."""
@@ -63,7 +63,7 @@ def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
     assert len({completion.usage.live_tokens for completion in together}) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_kind
 def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
     """Chunks longer than the budget, in the pool that `generate` makes."""
@@ -77,7 +77,7 @@ def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
     assert made.usage.live_tokens <= (24 + 48) // 4 + 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_share
 def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     def converse(interrupted):
@@ -99,7 +99,7 @@ def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
     assert plain.usage.live_tokens == again.usage.live_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_window_that_grows_with_the_turns_keeps_the_sinks_and_the_most_recent():
     """The second turn has a larger budget: nothing is evicted before it is full."""
     policy = dms_jax.StreamingLLM(compression_ratio=2, sinks=2)
@@ -128,7 +128,7 @@ def test_what_comes_from_the_host_is_a_fixed_number():
     assert dms_jax.KCache().for_length(64) == dms_jax.KCache()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scores_have_the_share_of_the_whole_sequence():
     """In company and alone the same, which for one of them is that of a budget in tokens."""
     one, other = list(range(3, 19)), list(range(3, 15))
@@ -142,7 +142,7 @@ def test_scores_have_the_share_of_the_whole_sequence():
     assert [got.usage.live_tokens for got in together] == [9, 7]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scores_have_the_share_of_a_max_length_that_is_given():
     tokens = [list(range(3, 35)), list(range(3, 15))]
     share = dms_jax.H2O(compression_ratio=2)
@@ -159,7 +159,7 @@ def test_scores_have_the_share_of_a_max_length_that_is_given():
         dms_jax.score(stories(), tokens, policy=share, max_length=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("policy", "left"),
     [
@@ -178,14 +178,14 @@ def test_what_is_left_after_a_cut_is_what_counts(policy, left):
     assert made.usage.compression_ratio == 64 / left
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_score_that_ends_with_a_cut_says_what_is_left():
     policy = dms_jax.Knorm(budget=16, interval=8)
     (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
     assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_that_is_cut_gives_its_pages_back():
     engine = Engine(stories(), CUTS, num_lanes=1, max_tokens=96, **SHARED)
     held = []
@@ -200,7 +200,7 @@ def test_a_prompt_that_is_cut_gives_its_pages_back():
     assert max(held) <= rows * 3  # and 8 more until the next eviction
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pool_is_sized_by_what_a_share_can_come_to():
     sized = functools.partial(
         pool_pages, stories(), num_lanes=2, max_tokens=128, page_size=8, memory=None

@@ -20,7 +20,7 @@ from dms_jax.generation.text import TextTracker
 from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
-from tests.support.instances import further, slow_but
+from tests.support.instances import further, nightly_but
 
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 TALK = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
@@ -64,7 +64,7 @@ def test_an_interrupt_carries_the_completions_that_had_ended(error):
     assert {0, 1} <= set(caught.value.finished)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_callback_that_raises_loses_nothing_of_its_chunk():
     """Two answers end in the same chunk, and the first of their updates is interrupted."""
     given, engine = prompts((5, 5)), engine_for("vanilla")
@@ -146,7 +146,7 @@ def test_an_interrupt_while_a_use_is_accounted_for_loses_nothing(place, monkeypa
     assert engine.generate(given, sampling=SHORT) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_running_out_of_memory_carries_them():
     """DMS decides during generation, so it is not known in advance that the last does not fit."""
     given = [*prompts((5, 9, 13)), prompts((200,))[0]]
@@ -171,7 +171,7 @@ def test_an_error_that_takes_no_attributes_passes_as_it_is():
     assert CapacityError("nothing ran").finished == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scores_of_earlier_sequences_are_carried(monkeypatch):
     given, follow, calls = prompts((13, 13, 13)), Runner.teacher_forced_decode, []
     model = model_for("vanilla", ends=False)
@@ -205,7 +205,7 @@ def evaluated(task=None):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_carries_the_answers_that_had_ended(monkeypatch):
     """Six answers of 9 tokens in two lanes, by a program of steps: the first four have ended."""
     whole, decode, chunks = evaluated(), Runner.decode, []
@@ -232,7 +232,7 @@ class Unjust(Continue):
         raise Enough
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_carries_the_answers_that_could_not_be_judged():
     with pytest.raises(Enough) as caught:
         evaluated(Unjust())
@@ -264,7 +264,7 @@ READ_WHOLE = {
 
 @pytest.mark.parametrize(
     "policy",
-    slow_but([READ_WHOLE["vanilla"]], READ_WHOLE.values()),
+    nightly_but([READ_WHOLE["vanilla"]], READ_WHOLE.values()),
     ids=READ_WHOLE,
 )
 def test_a_prompt_that_cannot_fit_is_refused_before_anything_runs(policy, ran):
@@ -291,7 +291,7 @@ def test_a_first_chunk_that_cannot_fit_is_refused_before_anything_runs(ran):
     assert ran == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_answer_that_cannot_fit_is_refused_where_nothing_ends_it_early(ran):
     given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
     exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
@@ -327,7 +327,7 @@ def test_an_evaluation_refuses_before_anything_runs(ran):
 # -- calls that overlap ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_call_from_inside_a_callback_is_refused_and_harms_nothing():
     given, engine = prompts(), engine_for("quest")
     expected, refused = engine.generate(given, sampling=GREEDY), []
@@ -348,7 +348,7 @@ def test_a_call_from_inside_a_callback_is_refused_and_harms_nothing():
     assert engine.generate(given, sampling=GREEDY) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_turn_from_inside_a_turn_is_refused_and_harms_nothing():
     turns = prompts((9, 4))
     undisturbed = dms_jax.Conversation(model_for("dms", ends=False), **TALK)
@@ -397,7 +397,7 @@ def test_threads_are_refused_or_answered_rightly():
     assert engine.generate(given[0], sampling=SHORT) == expected[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_answer_that_its_first_token_ends_needs_no_room():
     """The pool holds the prompt and not a chunk of steps, of which none is taken."""
     policy = dms_jax.RandomEviction(window=10, rate=0.0)

@@ -12,7 +12,7 @@ from dms_jax.data.encoding import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, POLICIES, engine_for, model_for, prompts, stories
-from tests.support.instances import further, slow_but
+from tests.support.instances import further, nightly_but
 
 pytestmark = pytest.mark.usefixtures("two_programs")
 SHAPE = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
@@ -37,7 +37,7 @@ def fed(monkeypatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", slow_but({"vanilla", "dms"}, SPLIT_INVARIANT))
+@pytest.mark.parametrize("name", nightly_but({"vanilla", "dms"}, SPLIT_INVARIANT))
 def test_turns_equal_one_run_over_all_tokens(name, fed):
     conversation = dms_jax.Conversation(model_for(name, ends=False), **BRANCHES)
     turns = prompts([9, 4, 11])
@@ -58,7 +58,7 @@ def test_turns_equal_one_run_over_all_tokens(name, fed):
     assert [len(turn.tokens) for turn in conversation.turns] == [9, 9, 9]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quest_turns_keep_their_prompts_dense():
     """It differs from one run over all tokens: the earlier answer was computed with selection."""
     conversation = dms_jax.Conversation(model_for("quest", ends=False), **BRANCHES)
@@ -68,7 +68,7 @@ def test_quest_turns_keep_their_prompts_dense():
     assert len(completion.tokens) == 9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached(fed):
     model = model_for("vanilla", ends=False)
     (free,) = engine_for("vanilla").generate(prompts([9]), sampling=GREEDY)
@@ -112,7 +112,7 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(name, fed):
     assert len(conversation.turns) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_when_the_positions_run_out():
     conversation = dms_jax.Conversation(
         model_for("streaming", ends=False), page_size=16, chunk=8, prefill_chunk=512
@@ -127,7 +127,7 @@ def test_when_the_positions_run_out():
     assert len(conversation.turns) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_when_the_memory_runs_out():
     model = model_for("vanilla", ends=False)
     conversation = with_pages(dms_jax.Conversation(model, **SHAPE), 3 * 20)
@@ -174,7 +174,7 @@ def user(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chat_turns_are_written_once(chatting, fed):
     encode = chatting.tokenizer.encode
     conversation = dms_jax.Conversation(chatting, **(SHAPE | {"max_tokens": 128}))
@@ -192,7 +192,7 @@ def test_chat_turns_are_written_once(chatting, fed):
     assert third.usage.prompt_tokens == 1 + len(encode("</s>[user] on it[assistant] ", False))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed):
     """Prompts, every turn of a conversation, and documents to train on."""
     chatting.tokenizer.chat_template = TEMPLATE + "{{ thinking | default('') }}"
@@ -221,7 +221,7 @@ def test_variables_that_no_template_takes_are_refused(chatting):
         chatting.with_template(enable_thinking=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_answer_that_ended_is_not_ended_twice(chatting):
     generation = dataclasses.replace(
         chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
@@ -272,7 +272,7 @@ def said(model, policy, context, *turns):
     return completion
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_questions_about_one_context_read_it_once(name, fed):
     """Three questions in two branches equal three conversations, and the context stays."""
@@ -298,7 +298,7 @@ def test_questions_about_one_context_read_it_once(name, fed):
     assert len(conversation.turns) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chains_of_one_question_read_it_once(fed):
     conversation = dms_jax.Conversation(model_for("dms", ends=False), **BRANCHES)
     context, question = prompts([17, 6])
@@ -318,7 +318,7 @@ def with_pages(conversation, pages: int):
     return conversation
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_questions_that_do_not_fit_together_wait():
     """Memory for the context and one question, though there are two branches."""
     model = model_for("vanilla", ends=False)

@@ -20,7 +20,7 @@ from tests.generation.support import engine_for, model_for, prompts
 from tests.support.compilations import Compilations
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_repeated_call_compiles_nothing():
     compilations = Compilations()
     model = model_for("vanilla", ends=False)
@@ -41,7 +41,7 @@ def test_a_repeated_call_compiles_nothing():
     assert compilations.of(call([10, 13], on_tokens=lambda update: None)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_temperature_compiles_nothing():
     compilations = Compilations()
     model = model_for("vanilla", ends=False)
@@ -63,7 +63,7 @@ def test_another_temperature_compiles_nothing():
     assert compilations.of(call(temperature=1, top_p=0.8, min_p=0.1)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_growing_sequences_compile_few_programs():
     """From 1 to 16 pages per row: one program for each power of two from four on."""
     compilations = Compilations()
@@ -103,7 +103,7 @@ def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
     assert compilations.of(lambda: engine.generate(prompts([139]), sampling=sampling)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_traffic_of_any_kind_compiles_a_handful_of_programs():
     """Prompts of all lengths, together and one by one, answers of all lengths, refilled lanes."""
     compilations = Compilations()

@@ -49,7 +49,7 @@ def passes_over_the_vocabulary(rule: Sampling, size: int = 300) -> tuple[int, in
     return reductions, loops
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_common_top_p_searches_for_nothing():
     """A search reads the vocabulary eight times, with 15 sums each, in every step."""
     plain, _ = passes_over_the_vocabulary(Sampling())

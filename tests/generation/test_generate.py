@@ -23,11 +23,13 @@ from tests.generation.support import (
     prompts,
     text_behind,
 )
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 from tests.support.models import random_model, tiny_config
 
 pytestmark = pytest.mark.usefixtures("two_programs")
-EVERY_POLICY = pytest.mark.parametrize("name", slow_but({"vanilla", "dms", "streaming"}, POLICIES))
+EVERY_POLICY = pytest.mark.parametrize(
+    "name", nightly_but({"vanilla", "dms", "streaming"}, POLICIES)
+)
 
 
 # These depend on chunks, pages and preemption.
@@ -99,7 +101,7 @@ def test_under_pressure_nothing_changes(name):
         assert sum(fed) > sum(LENGTHS)  # a request was preempted and recomputed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dms", "vanilla", "quest"])
 def test_chunks_pages_and_lanes_change_nothing(name):
     """Quest selects pages, so the page size is part of the method."""
@@ -119,7 +121,7 @@ def test_chunks_pages_and_lanes_change_nothing(name):
         same_usage(left.usage, right.usage)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_that_holds_less_than_the_batch():
     """The same through the public arguments: bytes for about one and a half sequences."""
     given = prompts()
@@ -155,7 +157,7 @@ def test_usage_of_a_plain_cache_is_counted_by_hand():
     assert out.usage.compression_ratio == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ends_at_an_end_token_and_at_the_last_position():
     model = model_for("vanilla", ends=False)
     (free,) = engine_for("vanilla").generate(prompts([13]), sampling=GREEDY)
@@ -175,7 +177,7 @@ def test_ends_at_an_end_token_and_at_the_last_position():
     assert (len(completion.tokens), completion.finish_reason) == (7, "length")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_first_token_can_end_a_request():
     """It is read when the steps after it have been launched, and they must not run."""
     free = engine_for("vanilla").generate(prompts(), sampling=GREEDY)
@@ -193,7 +195,7 @@ def test_a_first_token_can_end_a_request():
     assert found[1].usage.live_tokens == LENGTHS[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_single_sequence_that_cannot_fit():
     model = model_for("vanilla", ends=False)
     rows = model.config.num_layers * model.config.num_kv_heads
@@ -222,7 +224,7 @@ def test_a_sequence_beyond_those_that_the_pool_is_made_for():
         poor.generate(prompts([42]), sampling=GREEDY)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_strings_and_token_lists_are_the_same_prompts():
     model = model_for("vanilla")
     texts = ["Once upon a time", "Lily and Tom went"]
@@ -234,7 +236,7 @@ def test_strings_and_token_lists_are_the_same_prompts():
         assert text == text_behind(prompt, new)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_model_without_a_tokenizer():
     """Decisions from an adapter, q and k norms, biases, an untied output matrix."""
     policy = dms_jax.DMS(window=6, source="adapter", shift=0, alpha_offset=0.0)
@@ -257,7 +259,7 @@ def test_an_adapter_model_without_a_tokenizer():
     assert out.usage.compression_ratio > 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_numbers_that_only_bound_something_may_be_as_large_as_they_like():
     """The largest accepted options: a chunk is no longer than an answer can be."""
     given, most = prompts([5]), 2**31 - 1

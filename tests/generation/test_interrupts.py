@@ -104,7 +104,7 @@ def model():
     return model_for("vanilla", ends=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_case(dms=(1, 4), quest=(3, 4), kcache=(2, 2))
 def test_answers_after_an_interrupted_cleaning(policy, lines):
     given = prompts((5, 9, 13))
@@ -121,7 +121,7 @@ def test_answers_after_an_interrupted_cleaning(policy, lines):
     assert nth > 40  # the cleanup has that many lines
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_case(dms=(2, 2), kcache=(1, 2))
 def test_a_conversation_after_an_interrupted_cleaning(policy, lines, monkeypatch):
     """The turn is interrupted before it reaches the cache, which then equals the history."""
@@ -151,7 +151,7 @@ def test_a_conversation_after_an_interrupted_cleaning(policy, lines, monkeypatch
     assert nth > 40
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_starting_over_before_the_next_call_may_be_interrupted_too():
     """A restart is interrupted at every line: the cache counts as valid only once it is."""
     given = prompts((5, 13))
@@ -183,7 +183,7 @@ def test_starting_over_before_the_next_call_may_be_interrupted_too():
     assert nth > 30
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_turn_is_there_or_not():
     """Interrupts at the lines that record a turn, after its answer."""
     turns = prompts((9, 4))

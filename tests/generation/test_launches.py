@@ -10,7 +10,7 @@ from tests.support.for_gpus import told_by
 MOST = 10 + 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_layer_is_few_launches_and_copies_nothing_large():
     found = told_by("tests/generation/launches.py")
     assert [each["copies"] for each in found.values()] == [0, 0, 0, 0]

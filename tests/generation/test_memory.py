@@ -21,7 +21,7 @@ from dms_jax.generation import Device, Engine, memory, programs, warming
 from dms_jax.generation.memory import pool_pages
 from dms_jax.model import language_model
 from tests.generation.support import GREEDY, POLICIES, model_for, prompts
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256,
@@ -74,7 +74,7 @@ def test_llama_8b_under_dms_by_hand():
     assert busy.step_seconds == pytest.approx(512 * operations / 1e12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_other_policies_keep_and_read():
     def live(policy, **options):
         return dms_jax.estimate(LLAMA_8B, policy, tokens=8192, **options).live_tokens
@@ -129,7 +129,7 @@ def test_tied_embeddings_are_read_whole():
     assert guess.step_seconds == pytest.approx((guess.weight_bytes + 64 * TOKEN) / 4.8e12)
 
 
-@pytest.mark.parametrize("name", slow_but({"vanilla"}, POLICIES))
+@pytest.mark.parametrize("name", nightly_but({"vanilla"}, POLICIES))
 def test_against_the_bytes_of_a_real_cache(name):
     """With pages of one token the mean over heads needs no rounding."""
     model, policy, tokens = model_for(name), POLICIES[name], prompts([42])[0]
@@ -175,7 +175,7 @@ def test_the_pool_holds_what_the_accounting_says():
     assert runner.cache_bytes()[1] == 2 * 20 * runner.page_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pools_come_in_few_sizes():
     sizes = {
         pool_pages(

@@ -13,7 +13,7 @@ from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("lanes", "shards"), [(4, 4), (3, 2)])
 def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     """Three lanes do not divide over two devices; two of them would, but must not be split."""
@@ -45,7 +45,7 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     assert engine.runner.allocator.pages_in_use == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("branches", [1, 3])
 def test_questions_are_answered_on_the_devices_of_their_conversation(branches):
     """So many lanes as divide over two devices: copies stay on one, so they must not be split."""

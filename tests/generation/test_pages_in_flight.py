@@ -78,7 +78,7 @@ class Watch:
         assert len(free) + runner.allocator.pages_in_use == self.pages
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ROWS)
 def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
     """More requests than lanes, of very different lengths; then in a pool that is too small."""
@@ -96,7 +96,7 @@ def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_are_counted_in_a_lane_that_was_idle_behind_the_end_of_an_answer(seed, monkeypatch):
     """It is given the end token again in steps that still run when it is taken."""

@@ -45,7 +45,7 @@ def test_a_function_may_be_given_more_on_a_gpu(monkeypatch):
     assert program(1) == 9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dms", "dmc", "kcache"])
 def test_steps_draw_the_same_however_many_layers_a_turn_of_the_loop_has(name, monkeypatch):
     """A GPU's turns have several; windows of DMC that hold nothing are among what is cut."""

@@ -195,7 +195,7 @@ def test_what_has_no_place_is_refused_before_anything_runs():
     assert not runner.seen.any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_a_gpu_a_layer_has_one_more_launch_and_the_pool_stays_where_it_is():
     """It packs what attention gave; what attention is given is taken apart where it is rotated."""
     for name, found in told_by("tests/generation/prompt_launches.py").items():

@@ -31,7 +31,7 @@ def arrived(engine, requests, on_tokens=None):
     engine.serve([], GREEDY, on_tokens, incoming=lambda wait: coming.pop() if coming else None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "fewest"),
     [*((name, 4) for name in POLICIES), ("vanilla", 8), ("dms", 8)],
@@ -158,7 +158,7 @@ def test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends(m
     assert order == ["wait", *[*spelled("LL R"), "end", "read", "wait"] * 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("wider", [False, True])
 def test_a_wider_program_waits_for_the_steps_that_run_on(wider, monkeypatch):
     """The table would be wider than that of exact lengths: they are read first."""

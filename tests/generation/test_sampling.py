@@ -13,7 +13,7 @@ from dms_jax.generation import Engine, drawing
 from dms_jax.generation.drawing import Scaled, draw, filter_logits, sample, try_tokens
 from dms_jax.generation.sampling import LanesFilter, Sampling
 from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 
 RULES = {
     "plain": Sampling(),
@@ -104,7 +104,7 @@ class SmallExamplesTest(chex.TestCase):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but({"plain", "cold", "hot", "top-k", "top-p", "min-p", "all"}, RULES)
+    "name", nightly_but({"plain", "cold", "hot", "top-k", "top-p", "min-p", "all"}, RULES)
 )
 def test_draws_follow_the_filtered_distribution(name):
     rule, draws = RULES[name], 20_000
@@ -124,7 +124,7 @@ def test_draws_follow_the_filtered_distribution(name):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_drawing_takes_no_more_memory_than_the_tokens_that_are_tried():
     """Of each row 16 blocks of 128; a square of them would be 64 MB for 64 rows."""
     rows, vocabulary = 64, 300
@@ -134,7 +134,7 @@ def test_drawing_takes_no_more_memory_than_the_tokens_that_are_tried():
     assert program.compile().memory_analysis().temp_size_in_bytes < 8 * blocks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_smallest_temperature_still_draws_among_equals():
     """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
     logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
@@ -153,7 +153,7 @@ def test_the_smallest_temperature_still_draws_among_equals():
     assert drawn == dict.fromkeys(drawn, few)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("searched", [True, False], ids=["some searched", "none searched"])
 def test_lanes_that_differ_draw_as_each_alone(searched):
     samplings = {
@@ -212,7 +212,7 @@ def test_no_share_is_too_small(name, share):
     chex.assert_trees_all_equal(kept[0], oracle(logits[0], rule) > 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_precision_logits_are_sampled_in_float32():
     """4000 tokens: in bfloat16 their mass is not 1, and a log-probability has two digits."""
     draws, rule = 400, Sampling(top_p=0.9)
@@ -230,7 +230,7 @@ def test_half_precision_logits_are_sampled_in_float32():
     assert (wide[np.asarray(tokens)] >= least - 1e-9).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trials_do_not_depend_on_how_many_there_are():
     logits = Scaled.of(jnp.asarray(np.stack([example(seed, 300) for seed in range(4)])))
     keys = jax.random.split(jax.random.key(5), 4)
@@ -240,7 +240,7 @@ def test_trials_do_not_depend_on_how_many_there_are():
     assert len(set(many[0].tolist())) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_no_trial_is_kept_the_most_likely_token_is_taken():
     """Not with a top-p that is tried, but a rule may be given as numbers."""
     rule = dataclasses.replace(Sampling(top_p=0.9).filter, top_p=1e-6)
@@ -249,7 +249,7 @@ def test_where_no_trial_is_kept_the_most_likely_token_is_taken():
     assert (np.asarray(tokens) == 4321).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():
     """1000 tokens are eight blocks, the last one not full; the likely tokens are in several."""
     draws, size = 20_000, 1000
@@ -266,7 +266,7 @@ def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():
     assert ((counts[likely] - expected) ** 2 / expected).sum() < CHI_SQUARE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_has_no_weight_is_never_chosen_however_sums_are_rounded(monkeypatch):
     """A GPU adds in a tree, so that the sum up to a weight of 0 may exceed the one before it."""
     random = np.random.default_rng(0)
@@ -288,7 +288,7 @@ def run(given, sampling=SAMPLED, name="vanilla"):
     return engine_for(name).generate(given, sampling=sampling)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_request_draws_alike_alone_and_in_any_company():
     given = prompts()
     together = run(given)
@@ -344,14 +344,14 @@ def test_positions_draw_for_themselves():
     assert rest.tokens[:8] == whole.tokens[4:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_logprobs_only_where_asked():
     (prompt,) = prompts([5])
     (completion,) = run([prompt], dataclasses.replace(GREEDY, logprobs=False))
     assert completion.logprobs is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_number_of_lanes_draws_the_same():
     given = prompts()
     engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **(SHAPE | {"num_lanes": 4}))

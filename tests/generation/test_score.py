@@ -20,7 +20,7 @@ from tests.generation.support import (
     prompts,
 )
 from tests.generation.support import SHAPE as ENGINE
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 
 pytestmark = pytest.mark.usefixtures("two_programs")
 LENGTHS = (41, 12, 2, 25, 9)
@@ -67,7 +67,7 @@ def live_entries(name: str) -> list[np.ndarray]:
     return seen
 
 
-@pytest.mark.parametrize("name", slow_but({"vanilla"}, POLICIES))
+@pytest.mark.parametrize("name", nightly_but({"vanilla"}, POLICIES))
 def test_scores_are_those_of_one_pass(name):
     model, sequences, scores = model_for(name), prompts(LENGTHS), scores_of(name)
     for score, expected in zip(scores, expected_logprobs(model, sequences), strict=True):
@@ -85,7 +85,7 @@ def test_scores_are_those_of_one_pass(name):
             assert usage.kv_reads == pytest.approx(live.sum())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_in_one_pass_is_held_whole(name):
     """Prompts run in chunks of 8, the first before any eviction; scoring goes token by token."""
@@ -116,7 +116,7 @@ def test_arrays_and_text_are_scored_as_lists_are():
     assert len(spoken.logprobs) == len(model.tokenizer.encode(text)) - 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scoring_more_than_the_memory_holds():
     model = model_for("vanilla")
     page = 20 * 2 * 16 * model.config.head_dim * 4

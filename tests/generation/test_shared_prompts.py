@@ -81,7 +81,7 @@ def assert_same(found, expected) -> None:
         same_usage(left.usage, right.usage)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fifty_tokens_and_four_chains_are_fifty(ran):
     """And each chain still counts its own prompt, reads and peak, as the papers do."""
     (prompt,) = prompts([50])
@@ -98,7 +98,7 @@ def test_fifty_tokens_and_four_chains_are_fifty(ran):
     assert len({tokens[0] for tokens in out.tokens}) > 1  # from the first token on
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_prompts_between_equal_ones(alone, ran):
     engine, (one, two, three) = engine_with(MORE["dms"]), prompts([13, 5, 30])
     given = [one, three, one, three, two, one]
@@ -111,7 +111,7 @@ def test_other_prompts_between_equal_ones(alone, ran):
     assert sum(ran) == sum(prefilled(found))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_answer_of_one_token_takes_no_step(ran):
     one = dataclasses.replace(SAMPLED, max_new_tokens=1)
     (prompt,) = prompts([13])
@@ -124,7 +124,7 @@ def test_an_answer_of_one_token_takes_no_step(ran):
     assert engine.runner.allocator.pages_in_use == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_share_of_the_longest_length_is_part_of_a_prompt(alone):
     """Two requests with one prompt, and budgets of half of other lengths."""
     engine, (prompt,) = engine_with(dms_jax.TOVA(compression_ratio=2)), prompts([20])
@@ -135,7 +135,7 @@ def test_a_share_of_the_longest_length_is_part_of_a_prompt(alone):
     assert [completion.usage.peak_tokens for completion in found] == [15, 26, 15]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", MORE.values(), ids=MORE)
 def test_too_little_memory_for_all_chains(policy, alone):
     """A pool for about two of five chains, whose prompt of 30 tokens is four chunks."""
@@ -156,7 +156,7 @@ def test_too_little_memory_for_all_chains(policy, alone):
     assert sum(prefilled(squeezed)) > 35
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chains_wait_for_the_memory_that_they_need(ran):
     """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
 
@@ -183,7 +183,7 @@ def test_chains_wait_for_the_memory_that_they_need(ran):
     assert preempted == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     """It has drawn its first token, though there was no memory for its copy of the prompt."""
     (prompt,) = prompts([30])
@@ -201,7 +201,7 @@ def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     assert prefilled(found) == [30, 0, 0, 30]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize(
     ("policy", "pages"), [(KEEPS_ALL, 140), (EVICTS, 116)], ids=["keeps all", "evicts"]
@@ -236,7 +236,7 @@ def test_a_chain_that_its_first_token_ends_waits_for_no_memory(policy, pages, st
     assert found[3].usage == dataclasses.replace(expected[3].usage, **peak)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_chain_that_waited_needs_no_more_than_its_policy_keeps():
     """A row that was cut to 28 slots after its prompt has at most 29: two pages, not three."""
     policy = dms_jax.H2O(budget=28, prefill="dense_then_evict")
@@ -254,7 +254,7 @@ def test_a_chain_that_does_not_fit_even_alone_is_refused():
         engine.generate([prompt] * 4, sampling=dataclasses.replace(SAMPLED, max_new_tokens=20))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputation_after_a_preemption_counts():
     """The second chain was preempted after two chunks of its answer: prompt and answer again."""
     engine, (prompt,) = engine_with(dms_jax.Vanilla()), prompts([13])
@@ -273,7 +273,7 @@ def test_recomputation_after_a_preemption_counts():
     assert prefilled(found) == [13, 13 + 16]  # the last token of the answer was not in the cache
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_programs_copy(ran):
     """One shape for any number of lanes and pages, and one draw for any number of chains."""
     engine = engine_with(MORE["dms"])

@@ -22,7 +22,7 @@ from pallas_kernels import decode_attention, decode_plan
 from tests.generation import split_steps
 from tests.generation.split_steps import BATCH, CONFIG, GREEDY, LAYERS, ON_GPUS, POLICIES, TOP_P
 from tests.support.for_gpus import told_by
-from tests.support.instances import further, slow_but
+from tests.support.instances import further, nightly_but
 from tests.support.models import random_model, tiny_config
 
 SMALL = dataclasses.replace(
@@ -50,8 +50,8 @@ def of_small_step(policy, sampling, *, data: int, model: int) -> dict[str, int]:
     return split_steps.of_a_step(text)
 
 
-@pytest.mark.parametrize("name", slow_but({"Vanilla", "DMS"}, POLICIES))
-@pytest.mark.parametrize("data", slow_but({1}, (1, 2)))
+@pytest.mark.parametrize("name", nightly_but({"Vanilla", "DMS"}, POLICIES))
+@pytest.mark.parametrize("data", nightly_but({1}, (1, 2)))
 def test_a_layer_has_two_sums(name, data):
     found = of_small_step(POLICIES[name], GREEDY, data=data, model=2)
     own = BATCH // data
@@ -66,7 +66,7 @@ def test_a_layer_has_two_sums(name, data):
     assert sum(map(elements, found)) <= 2 * own * FEW, found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_sequences_are_split_a_step_has_no_collective():
     assert of_small_step(POLICIES["DMS"], GREEDY, data=4, model=1) == {}
     # Whether one of the first tokens that are tried is kept, of all sequences.
@@ -125,7 +125,7 @@ def on_gpus():
     return told_by("tests/generation/split_steps.py")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [*ON_GPUS, "top-p"])
 def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
     found = on_gpus[name]["collectives"]
@@ -139,7 +139,7 @@ def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
     assert sum(found.values()) <= (2 if name != "top-p" else 8), found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Vanilla", "DMS"])
 def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, on_gpus):
     """The plan of attention is made once a step on a mesh, too."""

@@ -59,7 +59,7 @@ def test_one_device_and_several_draw_the_same(vocabulary, devices, name):
     chex.assert_trees_all_close(split[1], alone[1], rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("vocabulary", "devices"), SPLIT)
 def test_no_device_is_sent_the_logits(vocabulary, devices, name):

@@ -145,7 +145,7 @@ def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
     assert [c.usage for c in again] == [c.usage for c in expected]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_that_are_not_numbers():
     model = model_for("vanilla", ends=False)
     graph, state = nnx.split(model.transformer)

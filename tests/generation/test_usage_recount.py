@@ -117,7 +117,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("policy", "page_size"), CASES)
 def test_the_same_decisions_are_the_same_usage(policy, page_size):
     model = model_with_adapter()

@@ -95,7 +95,7 @@ class Row:
 
 
 def one_of_each_policy(rows: Sequence[Row]) -> list:
-    """Returns rows as parameters, all `slow` but the cheapest of each policy."""
+    """Returns rows as parameters, all `nightly` but the cheapest of each policy."""
     return first_of_each(rows, by=lambda row: row.policy.name, cost=lambda row: row.cost)
 
 

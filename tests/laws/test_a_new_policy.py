@@ -135,7 +135,7 @@ def insert(path: Path, after: str, text: str) -> None:
     path.write_text("".join(lines))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_leads_to_the_end(source, tmp_path):
     """About 30 seconds."""
     copy_tree(tmp_path)

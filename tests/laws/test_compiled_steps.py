@@ -59,7 +59,7 @@ def report_for_h200() -> dict:
     return compile_steps("h200", *names, environment=for_gpus.environment(**SETTINGS))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_copy_of_the_pool_in_a_decode_chunk_on_tpu(policy, report):
     check_in_place(report["memory"][policy])
@@ -71,20 +71,20 @@ def test_no_copy_of_the_pool_in_a_decode_chunk_on_gpu(policy, report_on_gpu):
     check_on_gpu(report_on_gpu["memory"][policy])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", AHEAD)
 def test_no_copy_of_the_pool_in_a_decode_chunk_for_gpus(policy, report_for_h200):
     """Steps compile where layers differ, too: XLA failed at two loops that it had unrolled."""
     check_on_gpu(report_for_h200["memory"][policy])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", PROMPTS_FOR_GPUS)
 def test_no_copy_of_the_pool_in_a_chunk_of_prompts_for_gpus(policy, report_for_h200):
     check_in_place(report_for_h200["prompts"][policy])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", PROMPTS_ON_TPU)
 def test_no_copy_of_the_pool_in_a_chunk_of_prompts_on_tpu(policy, report):
     check_in_place(report["prompts"][policy])
@@ -115,7 +115,7 @@ def check_on_gpu(one: dict) -> None:
     assert one["aliased"] >= one["pool_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_copy_of_the_pool_where_sequences_are_copied_on_tpu(policy, report):
     one = report["copies"][policy]
@@ -133,7 +133,7 @@ def test_no_copy_of_the_pool_where_sequences_are_copied_on_gpu(policy, report_on
     assert one["aliased"] >= one["pool_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_programs_do_not_grow_with_depth(report):
     """Ten times the layers are the same loop: they are traced, lowered and compiled as quickly."""
     shallow, deep = (report["instructions"][layers] for layers in ("4", "40"))

@@ -57,7 +57,7 @@ def test_the_converted_model_is_one_with_averaged_heads(num_kv_heads, switches):
         assert model.transformer.layers.attention.qkv_proj.kernel.shape[2] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_equal_heads_lose_nothing():
     with jax.enable_x64(True):
         transformer = random_model(tiny_config(num_heads=4, num_kv_heads=4))
@@ -81,7 +81,7 @@ def test_a_converted_checkpoint_is_a_checkpoint(tmp_path):
     chex.assert_trees_all_equal(again.logits(tokens), converted.logits(tokens))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "policy",
     [DMS(window=2), DMC(offset=0.2), TOVA(budget=4), Quest(budget=4, dense_layers=0)],

@@ -28,7 +28,7 @@ CONFIG = dms_jax.ModelConfig(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parameters_spread_as_documented():
     arrays = parameters(dms_jax.initialize(CONFIG, seed=3).transformer)
     expected = {
@@ -47,7 +47,7 @@ def test_parameters_spread_as_documented():
     assert all(bool((scale == 1).all()) for scale in scales)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_seed_gives_the_same_model():
     one, same, other = (
         parameters(dms_jax.initialize(tiny_config(), seed=seed, dtype="bfloat16").transformer)
@@ -59,7 +59,7 @@ def test_a_seed_gives_the_same_model():
     assert (one["embedding"] != other["embedding"]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tokenizer_sets_what_generation_ends_at():
     tokenizer = dms_jax.load(assets.path("stories260k")).tokenizer
     config = tiny_config()

@@ -30,7 +30,7 @@ def drawn(model, size=SIZE, seed=0):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_at_the_start_the_model_is_the_base_to_the_bit(dtype):
     base = random_model(tiny_config(biases=True), dtype=dtype)
@@ -51,7 +51,7 @@ def test_at_the_start_the_model_is_the_base_to_the_bit(dtype):
     assert np.any(a != after["layers.attention.qkv_proj.k.lora_a"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_merged_is_the_same_function(qk_norm):
     with jax.enable_x64(True):
@@ -69,7 +69,7 @@ def test_merged_is_the_same_function(qk_norm):
             assert np.abs(logits[1] - logits[0]).max() > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_merged_weights_by_hand():
     base = random_model(tiny_config(), adapter=True)
     factors = drawn(base)
@@ -119,7 +119,7 @@ def test_factors_are_dropped_and_replaced():
     assert parameters(again)["layers.attention.o_proj.o.lora_a"].shape[-1] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_through_the_cache():
     """Prompts and steps of decoding have the update too, also with decisions of an adapter."""
     base = random_model(tiny_config(), adapter=True, dtype=jnp.float32)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from dms_jax.checkpoint import load
 from dms_jax.policies import DMS, Vanilla
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(folder.name for folder in (GOLDEN / "families").iterdir())
@@ -21,7 +21,7 @@ DMS_FORMS = sorted(folder.name for folder in (GOLDEN / "dms").iterdir())
 TOLERANCE = 1e-4  # float32, with different orders of summation
 
 
-@pytest.mark.parametrize("family", slow_but({"llama31", "mistral", "qwen3"}, FAMILIES))
+@pytest.mark.parametrize("family", nightly_but({"llama31", "mistral", "qwen3"}, FAMILIES))
 def test_logits_equal_those_of_transformers(family):
     folder = GOLDEN / "families" / family
     expected = load_file(folder / "expected.safetensors")

@@ -23,7 +23,7 @@ from dms_jax.policies import (
     Vanilla,
 )
 from tests.oracles import transformer, vanilla
-from tests.support.instances import slow_but
+from tests.support.instances import nightly_but
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
 PARALLEL = [
@@ -80,7 +80,7 @@ def test_logits_equal_the_numpy_transformer(switches, record_property):
     record_property("largest", float(largest))
 
 
-@pytest.mark.parametrize("policy", slow_but(PARALLEL[:4], PARALLEL), ids=repr)
+@pytest.mark.parametrize("policy", nightly_but(PARALLEL[:4], PARALLEL), ids=repr)
 def test_packed_documents_are_alone(policy):
     """Checks that positions restart, and attention and decisions do not cross documents."""
     lengths = (9, 1, 7, 5)
@@ -109,7 +109,7 @@ def test_positions_restart_with_each_document():
     chex.assert_trees_all_equal(segment_positions(tokens, None)[0], np.arange(8))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputing_layers_changes_no_gradient():
     tokens = random_tokens(3, 2, 11)
 
@@ -127,7 +127,7 @@ def test_recomputing_layers_changes_no_gradient():
     assert float(jnp.abs(plain.embedding[...]).max()) > 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_backward_pass_repeats_no_product_whose_output_is_kept():
     tokens = random_tokens(3, 2, 11)
 
@@ -142,7 +142,7 @@ def test_the_backward_pass_repeats_no_product_whose_output_is_kept():
     assert products("all_but_attention") >= products("nothing") + 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recorded_decisions_can_be_replayed():
     tokens, policy = random_tokens(5, 2, 19), DMS(window=2, source="adapter")
     own = run(model(), tokens, policy)

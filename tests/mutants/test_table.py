@@ -31,7 +31,7 @@ def test_it_can_be_planted(mutant):
             assert re.search(defined, source, re.MULTILINE), f"{path} has no {name}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_instances_that_it_names_are_collected():
     """pytest runs nothing for an instance that is not there, and the mutant seems to survive."""
     named = {test for mutant in MUTANTS for test in mutant.tests if "[" in test}

@@ -321,4 +321,4 @@ def for_each_tpu(test):
     kinds = [("v5litepod-4", "v5e:2x2"), ("v5p-8", "v5p:2x2x1"), ("v6e-4", "v6e:2x2")]
     test = pytest.mark.parametrize(("kind", "topology"), kinds)(test)
     missing = importlib.util.find_spec("libtpu") is None
-    return pytest.mark.slow(pytest.mark.skipif(missing, reason="libtpu is not installed")(test))
+    return pytest.mark.nightly(pytest.mark.skipif(missing, reason="libtpu is not installed")(test))

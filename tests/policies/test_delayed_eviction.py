@@ -19,7 +19,7 @@ from dms_jax.policies import DMS, RandomEviction, StreamingLLM
 from dms_jax.policies.values import FOREVER, NOT_STORED, Decisions, PolicyState
 from tests.oracles import dms
 from tests.support.chunks import chunk_of, state_of, tokens_of
-from tests.support.instances import further, slow_but
+from tests.support.instances import further, nightly_but
 
 BATCH, KV_HEADS, HEAD_DIM, PAGE_SIZE, LENGTH = 2, 2, 2, 4, 24
 # Both ends of the shifts, and between them, of no window, of short ones and of a long one.
@@ -91,7 +91,7 @@ def check_chunks(policy, window, shift, marks, chunks, width):
         lengths, seen = placement["lengths"], seen + counts
 
 
-@pytest.mark.parametrize(("window", "shift"), slow_but([(2, 1)], WINDOWS_AND_SHIFTS))
+@pytest.mark.parametrize(("window", "shift"), nightly_but([(2, 1)], WINDOWS_AND_SHIFTS))
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**20),
@@ -147,7 +147,7 @@ def drawn(policy, positions, layer, kv_heads=2):
     return policy.decide(shown(positions, layer, kv_heads)).marks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_eviction_draws_by_layer_head_and_position_alone():
     policy = RandomEviction(rate=0.3, seed=5)
     positions = np.arange(4000)[None]
@@ -166,7 +166,7 @@ def test_random_eviction_draws_by_layer_head_and_position_alone():
         assert abs((draw[1:] == draw[:-1]).mean() - 0.58) < 0.035
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_eviction_spreads_rates_over_heads():
     marks = drawn(RandomEviction(rate=0.5, spread=0.4), np.arange(2000)[None], 0, 16)
     rates = np.asarray(marks).mean(-1)[0]

@@ -64,7 +64,7 @@ def test_400_merged_tokens_are_their_mean(width):
     chex.assert_trees_all_close(np.asarray(found, np.float64).reshape(400, 4), want, rtol=2**-8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_h2o_adds_up_600_queries():
     policy = H2O(budget=8)
     state = state_of(policy, 1, 1, 2, HALF, num_pages=1, page_size=4)
@@ -195,7 +195,7 @@ def test_keydiff_tells_keys_apart_that_are_alike():
     chex.assert_trees_all_close(found[0, 0], want, rtol=1e-7, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_snapkv_votes_with_exact_weights():
     random = np.random.default_rng(6)
     policy = SnapKV(budget=16, window=4, kernel=3)

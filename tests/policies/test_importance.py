@@ -76,7 +76,7 @@ def test_a_worked_example():
     chex.assert_trees_all_close(np.exp(log[:2, 0]), np.array([1.0, 1.5]), rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_learns_through_importance():
     def total(k):
         seen_as = FutureAttention(window=1)

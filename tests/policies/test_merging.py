@@ -15,11 +15,11 @@ from dms_jax.policies.merging import partial_means
 from dms_jax.policies.values import Decisions, PolicyState
 from tests.oracles import dmc
 from tests.support.chunks import chunk_of, state_of, tokens_of
-from tests.support.instances import further, slow_but
+from tests.support.instances import further, nightly_but
 
 BATCH, KV_HEADS, HEAD_DIM, LENGTH = 2, 2, 4, 17
 WINDOWS = [None, 1, 2, 3, 7, 12, 16, 17, 40]
-every_window = pytest.mark.parametrize("window", slow_but({3, 12}, WINDOWS))
+every_window = pytest.mark.parametrize("window", nightly_but({3, 12}, WINDOWS))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -234,7 +234,7 @@ def relaxed(policy, q, k, positions, noise):
     return policy.relax(chunk, jnp.asarray(noise))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("window", [3, None])
 def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
     """Checks that no token is merged across packed documents, or counted as merged."""

@@ -177,7 +177,7 @@ def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
     chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
     policy = H2O(budget=2)  # one heavy, one recent
     state = state_of(policy, 1, 1, 2, num_pages=2, page_size=2)

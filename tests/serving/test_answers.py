@@ -23,7 +23,7 @@ def joined(chunks, choice=0):
     return "".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_answer_is_that_of_generate_whole_and_streamed(idle):
     want = generated([STORY["prompt"]] * 2, max_new_tokens=14, logprobs=True, **DRAWN)
     whole = idle.ask(model="stories", n=2, logprobs=1, **STORY, **DRAWN)
@@ -57,7 +57,7 @@ def test_an_answer_is_that_of_generate_whole_and_streamed(idle):
     assert logged == whole["choices"][1]["logprobs"]["token_logprobs"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_chat_goes_through_the_template(idle):
     ids = stories().tokenizer.encode("user: Lily\nassistant: ", False)
     (want,) = generated([ids], temperature=0, max_new_tokens=10).texts
@@ -106,7 +106,7 @@ def test_parts_of_characters_are_told_in_bytes(idle):
     assert "\ufffd".encode() not in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_seed_decides_and_without_one_answers_differ(idle):
     texts = [idle.ask(**STORY, seed=3)["choices"][0]["text"] for _ in range(2)]
     assert texts[0] == texts[1]
@@ -114,7 +114,7 @@ def test_a_seed_decides_and_without_one_answers_differ(idle):
     assert len(drawn) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_requests_join_those_that_run(idle, monkeypatch):
     """Four that come one after another take hardly more steps than one; each is as it is alone."""
     runner, steps, begun = idle.service.engine.runner, [], threading.Event()

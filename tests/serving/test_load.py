@@ -84,7 +84,7 @@ def test_too_many_are_told_to_try_again(held):
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_metrics_say_what_runs_and_what_was_done(idle, monkeypatch):
     client, go_on = idle, threading.Event()
     runner, chunks = client.service.engine.runner, itertools.count()
@@ -254,7 +254,7 @@ def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
     assert seen[2:] == [(2, 1, 0), (2, 1, 0), (1, 1, 0)]  # behind a chunk of two programs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
     service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         lines.append(
             {
                 "test": item.nodeid.partition("[")[0],
-                "slow": item.get_closest_marker("slow") is not None,
+                "slow": item.get_closest_marker("nightly") is not None,
                 "families": [family for one in given for family in families(*one)],
             }
         )

@@ -1,13 +1,13 @@
-"""Which instances of a parametrised test `make test` runs: one or a few, the others are `slow`.
+"""Which instances of a parametrised test `make test` runs: one or a few, the others are `nightly`.
 
 A test whose every shape, layout or row compiles a program of its own runs under `make test` in its
 cheapest instance, and under `make test-all` in all of them:
 
     @pytest.mark.parametrize("lanes", [1, *further(3, 4)])
-    @pytest.mark.parametrize("name", slow_but({"vanilla", "dms"}, POLICIES))
+    @pytest.mark.parametrize("name", nightly_but({"vanilla", "dms"}, POLICIES))
     @pytest.mark.parametrize("row", first_of_each(ROWS, by=lambda row: row.policy.name))
 
-Values of several such parameters combine: an instance is slow if any of its values is.
+Values of several such parameters combine: an instance is nightly if any of its values is.
 """
 
 from collections.abc import Callable, Container, Hashable, Iterable
@@ -17,15 +17,15 @@ import pytest
 
 
 def further(*values: Any) -> list:
-    """Returns values of a parameter, marked `slow`; a tuple holds those of several parameters."""
+    """Returns values of a parameter, marked `nightly`; a tuple is one value of each parameter."""
     return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
         for value in values
     ]
 
 
-def slow_but(quick: Container, values: Iterable) -> list:
-    """Returns values in their order, all marked `slow` but those of `quick`."""
+def nightly_but(quick: Container, values: Iterable) -> list:
+    """Returns values in their order, all marked `nightly` but those of `quick`."""
     return [value if value in quick else further(value)[0] for value in values]
 
 
@@ -35,7 +35,7 @@ def first_of_each(
     by: Callable[[Any], Hashable],
     cost: Callable[[Any], Any] = lambda value: 0,
 ) -> list:
-    """Returns values in their order, all marked `slow` but one of each kind.
+    """Returns values in their order, all marked `nightly` but one of each kind.
 
     Args:
       values: instances, which can be told apart by `==`.
@@ -45,4 +45,4 @@ def first_of_each(
     values, chosen = list(values), {}
     for value in sorted(values, key=cost):
         chosen.setdefault(by(value), value)
-    return slow_but(list(chosen.values()), values)
+    return nightly_but(list(chosen.values()), values)

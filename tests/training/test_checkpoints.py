@@ -194,7 +194,7 @@ def test_a_directory_that_cannot_be_opened_is_not_kept_locked(tmp_path):
     opened(tmp_path).close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_keeps_no_lock(tmp_path):
     script = (
         "import pathlib, sys, time\n"
@@ -283,7 +283,7 @@ def test_a_mounted_disk_that_is_full(tmp_path):
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_directory_that_is_made_unwritable_in_the_middle(tmp_path, request):
     """For root in a process that has given up its privileges, where it is an owner like others."""
     if not held_back(tmp_path / "locked"):
@@ -339,7 +339,7 @@ def test_a_damaged_log_keeps_no_run_from_going_on(tmp_path):
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_data_and_weights_are_refused(model, first_step, tmp_path):
     out = shutil.copytree(first_step, tmp_path / "run")
     with pytest.raises(ConfigError, match="another data"):
@@ -349,7 +349,7 @@ def test_other_data_and_weights_are_refused(model, first_step, tmp_path):
         run(other, out=out)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_come_by_minutes_too(model, tmp_path):
     run(model, out=tmp_path, checkpoint_minutes=1e-6, keep_checkpoints=9)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == set("123456")
@@ -367,7 +367,7 @@ def test_sigterm_leaves_a_checkpoint(model, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_state_is_left_whose_loss_was_not_measured_or_not_finite(model, tmp_path):
     """Step 3 ruins the parameters; there is a checkpoint of every step before it is noticed."""
     with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: restart_from"):
@@ -375,7 +375,7 @@ def test_no_state_is_left_whose_loss_was_not_measured_or_not_finite(model, tmp_p
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
     """The advice of the error can be followed, twice; the log has each step once."""
     with pytest.raises(TrainingDivergedError, match="restart_from=2 goes on from there"):
@@ -403,7 +403,7 @@ def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
         run(model, out=tmp_path, restart_from=0, stop_after=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resume_does_not_hold_two_states(model, first_step, tmp_path, monkeypatch):
     out = shutil.copytree(first_step, tmp_path / "run")
     alive = []

@@ -62,7 +62,7 @@ def on_cpu():
     return compiled("cpu", 2, 8, "2x4", environment=environment)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_gathers_the_output_matrix_once_a_pass(on_cpu):
     for found in on_cpu.values():
         check(found, times_known=True)
@@ -79,7 +79,7 @@ def gathered_rows(found):
     return {tuple(sorted(shape)) for shape in shapes if compiling.LENGTH in shape}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_split_rows_keys_values_and_decisions_are_gathered(on_cpu):
     """And never activations of the model's width."""
     config, found = compiling.CONFIG, on_cpu["2x4"]
@@ -107,12 +107,12 @@ def check_growth(by_shards):
     assert many == pytest.approx(few, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_devices_communicate_no_more_each(on_cpu):
     check_growth({data: on_cpu[data] for data in (2, 8)})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not (GPU_COMPILER / "jax_plugins").exists(),
     reason="the compiler for GPUs is not installed (make gpu-compiler, 142 MB)",
@@ -127,7 +127,7 @@ def test_on_gpus_the_same():
     check_growth(on_gpus)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_tpus_the_same():
     """The programs of 4 and of 8 chips of v5e; matrices are gathered in bfloat16."""
     if importlib.util.find_spec("libtpu") is None:

@@ -45,7 +45,7 @@ def run(tmp_path_factory):
     return model, records, out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_stages_come_in_order(run):
     _, records, _ = run
     assert [record["stage"] for record in records] == (
@@ -61,7 +61,7 @@ def test_the_stages_come_in_order(run):
     assert 1e-3 < rates[-1] < rates[0] < 1.01e-2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_to_merge(run):
     """Over seven seeds of weights, data and noise the share is 0.632, standard deviation 0.030."""
     _, records, _ = run
@@ -82,7 +82,7 @@ def test_what_is_saved_runs_from_the_cache_as_in_one_pass(run):
         assert result.usage.compression_ratio > 1.3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fixed_pooling_learns_without_a_neuron_to_decay():
     records = []
     model = retrofit(
@@ -100,7 +100,7 @@ def test_fixed_pooling_learns_without_a_neuron_to_decay():
     assert model.policy == FixedPooling(every=3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_losses_of_the_ablations_are_in_the_step():
     policy = DMC(offset=0.3, temperature=0.8)
     changes = dict(prior="layer", regulariser="kl", compression_weight=0.5, head_balance=2.0)

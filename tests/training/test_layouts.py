@@ -83,7 +83,7 @@ def alone(trainable):
     return trained(make_mesh(1, 1), 1, trainable)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("data", "sequence", "model", "passes", "trainable", "together"),
     [
@@ -114,7 +114,7 @@ def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, toge
     chex.assert_trees_all_equal(*narrow)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_device_holds_the_model_while_training(tmp_path):
     """Neither the caller, nor the trainer, nor an evaluation, nor a snapshot keeps a replica."""
     mesh = make_mesh(8, 1)
@@ -176,7 +176,7 @@ with jax.set_mesh(mesh):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_is_compiled_once():
     """In a process of its own, where no kernel has been imported before."""
     environment = os.environ | {

@@ -12,7 +12,7 @@ def readings() -> dict:
     return told_by("tests/training/compiled_loss.py", *DIRECTIONS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_logits_are_read_four_times_on_gpus(direction, readings):
     """Of student and teacher a part for the origin, and all for the sums and for the gradient."""

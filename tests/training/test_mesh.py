@@ -21,7 +21,7 @@ from dms_jax.training.trainer import Trainer
 from tests.training.tiny import EAGER, NEURON, documents, language_model, recipe
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mesh_changes_nothing_of_a_run_through_all_stages():
     """The decay of a neuron, the ramp and the steps after it (`test_layouts.py` has every mesh).
 
@@ -75,7 +75,7 @@ def test_parameters_and_moments_are_spread_over_the_mesh():
         chex.assert_shape(array.addressable_shards[0].data, (layers, hidden // 4, width // 2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", [DMC(offset=0.3, window=4), NEURON], ids=lambda p: p.name)
 def test_merges_and_borrowed_neurons_reach_over_the_pieces_of_a_row(policy):
     """DMC's running means and decisions of a later token; `test_layouts.py` has DMS's adapter."""

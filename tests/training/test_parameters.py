@@ -17,7 +17,7 @@ from tests.support.models import random_model, random_tokens, tiny_config
 from tests.training.tiny import ADAPTER, NEURON
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rebuilding_gives_the_same_function():
     model = random_model(tiny_config(tied=False, biases=True), dtype=jnp.float32)
     again = rebuilder(model)(parameters(model))
@@ -27,7 +27,7 @@ def test_rebuilding_gives_the_same_function():
     chex.assert_trees_all_equal(again(tokens, Vanilla()).hidden, hidden)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
     model = random_model(tiny_config(biases=True), dtype=jnp.bfloat16)
     grafted = add_adapter(model)
@@ -49,7 +49,7 @@ def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
     assert add_adapter(grafted) is grafted
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
@@ -68,7 +68,7 @@ def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     assert difference.sum() == difference[..., 0, 7].size
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("neuron", ["last", "first"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):

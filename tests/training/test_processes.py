@@ -46,7 +46,7 @@ def whole(tmp_path_factory):
     return out, run(2, out, **TOLD)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_are_one_run(tmp_path, whole):
     """Losses and gradients of 20 steps in float64, and the export."""
     (alone,) = run(1, tmp_path / "alone", **TOLD)
@@ -66,7 +66,7 @@ def test_two_processes_are_one_run(tmp_path, whole):
     assert [json.loads(line)["step"] for line in logged] == list(range(1, 21))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path, whole):
     out, uninterrupted = whole
     stopped = run(2, tmp_path / "run", term=[1, 1], **TOLD)
@@ -77,7 +77,7 @@ def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path,
     assert export(tmp_path / "run") == export(out)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_notice_that_only_the_platform_hears_stops_all_at_one_step(tmp_path):
     """SIGTERM while no handler of the run is set reaches jax's service for preemptions alone.
 
@@ -92,7 +92,7 @@ def test_a_notice_that_only_the_platform_hears_stops_all_at_one_step(tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_ends_in_the_same_bits(tmp_path):
     """Of one process; `tests/training/killing.py` does it to two, five times."""
     same, (kill,) = compare(tmp_path, processes=1, kills=1, steps=6, seed=0)
@@ -108,14 +108,14 @@ def test_kills_are_drawn_over_the_whole_run():
     assert all(0 <= step < 200 and 0 <= wait < 0.5 for each in drawn for step, wait in each)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_of_one_ends_all(tmp_path):
     one, other = run(2, tmp_path / "run", fail=[1, 1], **TOLD)
     assert other["ended"] == "ValueError: a callback that fails"
     assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_export_that_fails_ends_all_in_order(tmp_path):
     """Its error is told once: who told it again waited for processes that had left.
 
@@ -129,7 +129,7 @@ def test_an_export_that_fails_ends_all_in_order(tmp_path):
     assert other["ended"].startswith("OtherProcessError: Process 0 of this run failed: Checkp")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_share_of_an_export_that_fails_ends_all_and_is_made_when_the_run_goes_on(tmp_path, whole):
     """The second process writes some of its files, behind the steps."""
     out, cut = tmp_path / "run", TOLD | {"size": 10_000}

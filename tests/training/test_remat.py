@@ -134,7 +134,7 @@ def run(**changes):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_first_step_that_does_not_fit_keeps_less(monkeypatch):
     steps = Exhausted(monkeypatch, fits={"everything"})
     again = r"remat='all_but_attention'; it is compiled again with remat='everything'"
@@ -158,7 +158,7 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
     assert steps.tried == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypatch):
     """Decoding takes a whole model of each shard of `data`; by then the moments are gone."""
     model, held = language_model(), []

@@ -134,7 +134,7 @@ def test_sinks_are_the_first_tokens_of_each_document(policy):
     assert (np.asarray(seen.importance[:, 0])[..., [4, 6, 16, 21]] < 0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_low_rank_updates_count_in_what_is_learned():
     """As they do once they are merged into the weights."""
     model = random_model(tiny_config(), adapter=ZAP.retrofit.adapter, seed=2)
@@ -168,7 +168,7 @@ def test_the_losses_are_those_of_the_docstring():
     assert float(supervised_loss(FutureAttention(0), nothing, 0.0)[0]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["KVzap", "KVpop"])
 def test_the_loss_falls_and_nothing_but_the_scorer_changes(base, trained, name):
     model, losses = trained[name]
@@ -180,7 +180,7 @@ def test_the_loss_falls_and_nothing_but_the_scorer_changes(base, trained, name):
     assert model.policy.name == name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["KVzap", "KVpop"])
 def test_what_a_trained_scorer_keeps_is_what_attention_asks_for(trained, name):
     model, _ = trained[name]
@@ -203,7 +203,7 @@ def test_what_a_trained_scorer_keeps_is_what_attention_asks_for(trained, name):
     assert overlap(predicted) > max(overlap(recent), overlap(chance)) + 0.15
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_calibration_keeps_the_share_that_it_is_asked_for(trained):
     model, _ = trained["KVzap"]
     held_out = [batch(seed) for seed in range(2000, 2004)]
@@ -235,7 +235,7 @@ def test_calibration_refuses_batches_without_an_end():
         calibrate(model, map(batch, itertools.count()), compression_ratio=4, policy=WARM)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_calibration_moves_dms_to_other_ratios():
     model = language_model(adapter=True)
     held_out = [batch(seed) for seed in range(4)]
@@ -247,7 +247,7 @@ def test_calibration_moves_dms_to_other_ratios():
     assert policy == dataclasses.replace(WARM, alpha_offset=policy.alpha_offset)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything(monkeypatch):
     monkeypatch.setattr(trainer, "peak_operations", lambda mesh: 1e12)
     base = language_model(biases=True)
@@ -343,7 +343,7 @@ def test_recipes_and_policies_that_do_not_fit_are_refused(base):
         retrofit(base, ZAP, recipe=recipe(Stage("train", 1, 1e-3)), data=data)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", [ZAP, POP, KVzap(window=WINDOW, hidden=0)], ids=repr)
 def test_scorers_travel_in_checkpoints_and_as_adapters(base, trained, tmp_path, policy):
     save(base, Vanilla(), tmp_path / "base")

@@ -45,7 +45,7 @@ def ragged_passes(shape):
     return Passes(*(jnp.asarray(x) for x in arrays))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradients():
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64)
@@ -57,7 +57,7 @@ def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradie
         chex.assert_trees_all_close(pieces, whole, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_padding_changes_nothing():
     """A document of 7 tokens and 5 of padding: every loss, share and gradient ignores padding."""
     with jax.enable_x64(True):
@@ -73,7 +73,7 @@ def test_padding_changes_nothing():
         chex.assert_trees_all_close(found, want, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_passes_of_a_step_have_noise_of_their_own():
     """Two passes of the same tokens draw different noise, so their mean differs from the first."""
     model = language_model(adapter=True)
@@ -85,7 +85,7 @@ def test_passes_of_a_step_have_noise_of_their_own():
     assert abs(both["distillation_loss"] / first["distillation_loss"] - 1) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fresh_adapter_starts_at_the_teacher():
     """All decisions say keep: no divergence, and the language modelling loss of vanilla."""
     model = language_model()
@@ -107,7 +107,7 @@ def test_a_fresh_adapter_starts_at_the_teacher():
     chex.assert_trees_all_close(parts["lm_loss"], total / count, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("positions", ["targets", "inputs"])
 def test_answers_are_distilled_where_they_are_predicted(positions):
     """Prompt, answer, end token, padding: the mean divergence against float64, token by token.
@@ -144,7 +144,7 @@ def test_answers_are_distilled_where_they_are_predicted(positions):
     chex.assert_trees_all_close(parts["distillation_loss"], expected, rtol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_language_modelling_needs_no_teacher():
     _, parts = gradients(
         language_model(), ADAPTER, recipe(loss="language_modeling"), ragged_passes((1, 4))
@@ -155,7 +155,7 @@ def test_language_modelling_needs_no_teacher():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_decaying_neuron_evicts_nothing_and_fades():
     """At scale 1 the student equals the teacher; as the scale falls to 0 it diverges."""
     model = language_model()
@@ -176,7 +176,7 @@ def step_once(trainer, options, tokens=None):
     return trainer.step([batch], options.progress(int(trainer.state.step), EAGER))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_update_is_adamw_with_a_rate_for_each_group():
     """Against optax.adamw on the same gradients, one parameter at a time."""
     options = recipe(
@@ -215,7 +215,7 @@ def test_the_update_is_adamw_with_a_rate_for_each_group():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_frozen_base_has_no_optimizer_state_and_stays_as_it_is():
     model = language_model()
     options = recipe(trainable="adapter")
@@ -243,7 +243,7 @@ def test_auto_trains_the_adapter_alone_or_everything():
     assert neuron.state.parameters.keys() == parameters(model.transformer).keys()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bfloat16_passes_over_float32_parameters():
     model = language_model(dtype=jnp.bfloat16)
     options = recipe(compute_dtype="bfloat16")

@@ -74,7 +74,7 @@ def mean_loss(transformer, batch):
     return -jnp.sum(jnp.where(counts, likelihood, 0)) / counts.sum()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_adamw_on_the_language_modelling_loss():
     """Four steps against optax's own clipping, AdamW and schedules, in float64."""
     with jax.enable_x64(True):
@@ -108,7 +108,7 @@ def test_a_run_is_adamw_on_the_language_modelling_loss():
         chex.assert_trees_all_close(parameters(result.transformer), arrays, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_reports_a_plain_cache(reference):
     _, records = reference
     assert [record["step"] for record in records] == [1, 2, 3, 4]
@@ -123,7 +123,7 @@ def test_a_run_reports_a_plain_cache(reference):
         assert record["data_seconds"] >= 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_from_scratch_learns(capsys):
     """Overfitting one batch: from the loss of a uniform guess to a tenth of it."""
     model = dms_jax.initialize(tiny_config(num_layers=1), seed=1)
@@ -147,7 +147,7 @@ def test_a_model_from_scratch_learns(capsys):
     assert "CR" not in shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
     expected, records = reference
     for done in (1, 2, 3):
@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
     assert dms_jax.load(tmp_path / "model").policy == Vanilla()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", [ADAPTER, NEURON], ids=["adapter", "neuron"])
 def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
     """The control has the same batches and rates at every step, without eviction."""
@@ -188,7 +188,7 @@ def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
         assert (plain["target_ratio"], plain["compression_ratio"]) == (1, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_step_is_timed_by_itself(model):
     """Steps in flight at the end are read together, but each has its own duration."""
     wait, records = 0.1, []
@@ -207,7 +207,7 @@ def test_every_step_is_timed_by_itself(model):
         assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_end_tokens_are_ignored_wherever_batches_come_from(model):
     ends = dataclasses.replace(model.generation, eos_token_ids=(7, 11))
     ending = dataclasses.replace(model, generation=ends)
@@ -229,7 +229,7 @@ def test_end_tokens_are_ignored_wherever_batches_come_from(model):
     assert losses["iterator"] == losses["mask"] != losses["all"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_measured_on_the_way(model, reference):
     expected, _ = reference
     seen, records = [], []
@@ -249,7 +249,7 @@ def test_a_run_is_measured_on_the_way(model, reference):
     assert any((seen[0][name] != expected[name]).any() for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_held_out_loss_is_that_of_each_part(model):
     parts = {"two": batches(2), "one": batches(1, seed=9)}
     found = held_out_loss(model, parts, compute_dtype=None)

@@ -10,7 +10,7 @@ from dms_jax.command_line import COMMANDS
 from dms_jax.command_line.demos import solve
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
 def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

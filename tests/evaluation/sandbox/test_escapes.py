@@ -289,7 +289,7 @@ def test_the_environment_is_empty(monkeypatch):
     assert run.output == "{} ['answer.py'] /\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_dies_with_the_process_that_judges():
     """Even where that one is killed and can end nothing itself."""
     source = (

@@ -61,7 +61,7 @@ def test_a_judgement_is_the_same_whenever_it_is_made():
     assert len({SANDBOX.run(source).output for _ in range(3)}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_failures_say_what_happened():
     assert SANDBOX.run("1 / 0").failure == "status 1"
     assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
@@ -145,7 +145,7 @@ def test_plain_values_cross_over_as_they_are():
             values.from_json(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_values_that_take_for_ever_to_put_together_are_refused():
     """Keys of one hash are compared each with each, by the judging process and without a limit."""
     alike = [number * (2**61 - 1) for number in range(20_000)]
@@ -232,7 +232,7 @@ def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message
     assert weaker.check("def f(x): return x + 1", setup="", tests=tests, entry="f") == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_container_that_counts_calls_itself_is_named():
     """Of the filters of a process one may have a listener: then a container's own has it."""
     source = (

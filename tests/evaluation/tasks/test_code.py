@@ -383,7 +383,7 @@ CODE = st.one_of(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=8)
 @example("\ud800\x00", 0)
 @example("    return " + "-" * 200_000 + "1", 0)

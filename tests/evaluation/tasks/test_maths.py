@@ -144,7 +144,7 @@ def test_gsm8k_plain_after_worked_examples(tmp_path, gsm8k):
     assert task.score(problem, " 12\n#### 12\n#### 9") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_math500_is_asked_as_appendix_g_asks(tmp_path):
     task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
     problem = task.problem("test", 0)

@@ -84,7 +84,7 @@ def tasks(length, files):
     return [task.fitted(characters) for task in ruler_tasks(length, **files)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prompts_and_answers_fit_the_length_and_come_close(files):
     for length in (2500, 20_000):
         for task in tasks(length, files):
@@ -95,14 +95,14 @@ def test_prompts_and_answers_fit_the_length_and_come_close(files):
                 assert length - length // 200 - unit <= tokens <= length, (task, tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tokens_of_answers_are_rulers(files):
     asked = {task.task: task.problem("test", 0).answer_tokens for task in tasks(2500, files)}
     needles = dict.fromkeys(NEEDLE_TASKS, 128)
     assert asked == {**needles, "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_problems_depend_on_seed_split_and_number_alone(files):
     for task, again in zip(tasks(2500, files), tasks(2500, files), strict=True):
         first = task.problem("test", 1)
@@ -129,7 +129,7 @@ def test_answers_are_in_the_context_once(files):
         assert set(keys.values()) == {values}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_depths_of_needles_are_rulers_forty():
     """Places of one needle over many problems: each of 40 depths about equally often."""
     assert DEPTHS[:5] == (0, 3, 5, 8, 10)
@@ -374,7 +374,7 @@ def test_the_answer_prefix_begins_the_answer():
     assert 440 <= len(tokens) + 128 <= 500  # the template counts; a line of noise has 50 tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluate_fits_tasks_to_the_model_and_limits_answers():
     model = stories()
     given = [RULER("niah_single_1", 500), RULER("vt", 500, hops=1, worked_example=False)]

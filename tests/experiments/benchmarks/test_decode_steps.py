@@ -26,7 +26,7 @@ WEIGHTS = 2 * (64 * (4 + 2 * 2) * 16 + 4 * 16 * 64 + 3 * 64 * 128) + 64 * 512
 NORMS = 5 * 64
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_and_two_devices_take_turns_and_draw_the_same(monkeypatch, tmp_path):
     lowered, drawn = collections.Counter(), {1: [], 2: []}
     read, filled = Runner.read, decode_steps.filled_runner

@@ -8,7 +8,7 @@ import dms_jax
 from experiments.benchmarks import engine as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_first_call_and_whole_calls_are_timed(tmp_path):
     out = tmp_path / "engine.json"
     config = script.Config(
@@ -57,7 +57,7 @@ def test_a_first_call_and_whole_calls_are_timed(tmp_path):
     assert run["share_of_limit_measured"] == measured["seconds"] / run["seconds"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_clients_have_one_request_each_at_a_time(tmp_path, monkeypatch):
     out, seen = tmp_path / "engine.json", []
     incoming = script.Clients.incoming

@@ -41,7 +41,7 @@ def test_calls_run_to_their_end_without_a_model(clients, tmp_path):
     assert (programs.extend, programs.decode, Program.__call__) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_function_takes_what_those_that_it_calls_take(tmp_path):
     """In a process of its own: cProfile counts the calls of all threads, and this one has some."""
     out = tmp_path / "host.json"

@@ -11,7 +11,7 @@ from experiments.benchmarks import even_heads
 from experiments.benchmarks.shapes import model_of
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_forms_hold_the_same_tokens():
     config = even_heads.Config(shapes=("tiny",), context=2048, window=32, batch=3)
     lengths = even_heads.forms(config, model_of("tiny", jnp.float32), 4)
@@ -39,7 +39,7 @@ def test_no_row_holds_more_than_the_budget_that_it_is_timed_with():
     assert kvpop.budget == 128
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_figures_are_written(tmp_path):
     even_heads.main(
         even_heads.Config(

@@ -7,7 +7,7 @@ import pytest
 from experiments.benchmarks import export_pause as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_export_is_timed(tmp_path):
     config = script.Config(shape="tiny", trainable=("adapter",), out=tmp_path / "pause.json")
     (row,) = script.main(config)

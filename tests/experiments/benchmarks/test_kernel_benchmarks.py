@@ -43,7 +43,7 @@ def test_figures_name_the_flags_of_xla(monkeypatch):
     assert "xla_flags" not in timing.environment()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
     """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""

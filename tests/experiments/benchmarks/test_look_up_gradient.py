@@ -9,7 +9,7 @@ import pytest
 from experiments.benchmarks import look_up_gradient as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_forms_agree_and_are_written(tmp_path):
     config = script.Config(shapes=("tiny",), calls=1, out=tmp_path / "look_up.json")
     rows = script.main(config)

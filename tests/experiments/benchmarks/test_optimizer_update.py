@@ -8,7 +8,7 @@ import dms_jax
 from experiments.benchmarks import optimizer_update as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_update_is_timed_beside_its_limit(tmp_path):
     config = script.Config(shapes=("tiny",), rounds=2, out=tmp_path / "update.json")
     (row,) = script.main(config)

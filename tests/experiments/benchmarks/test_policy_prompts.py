@@ -9,7 +9,7 @@ from dms_jax.generation import Engine
 from experiments.benchmarks import policy_prompts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_whole_prompts_are_read_in_each_call(monkeypatch, tmp_path):
     served, generate = [], Engine.generate
 

@@ -8,7 +8,7 @@ import dms_jax
 from experiments.benchmarks import policy_steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "label",
     ["DMS (drawn) + Quest", "H2O", "KCache", "KVpop", "KVzap", "SnapKV", "Vanilla + float8"],
@@ -47,7 +47,7 @@ def test_speed_says_what_it_cannot_time(tmp_path, options, said):
         policy_steps.main(policy_steps.Config(out=tmp_path, **fields))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cpu_is_not_asked_for_more_than_it_has(tmp_path):
     config = policy_steps.Config(
         shape="tiny", batch=10**7, ratios=(2.0,), only=("TOVA",), out=tmp_path

@@ -58,7 +58,7 @@ def address_of(client):
     return f"http://127.0.0.1:{client.port}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path, capsys):
     out = tmp_path / "serving.json"
     with serving() as client:
@@ -78,7 +78,7 @@ def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path, capsys):
     assert capsys.readouterr().out.count("clients:") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_questions_are_asked_as_chats_by_clients_in_processes(tmp_path):
     """As many questions as there are, and then the first again."""
     out, questions = tmp_path / "serving.json", tmp_path / "questions.jsonl"
@@ -105,7 +105,7 @@ def test_questions_that_are_none_are_told_before_a_server_is_started(tmp_path, t
         script.main(small(tmp_path / "x.json", server="--model nowhere", questions=path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_refused_is_counted_and_ends_with_a_failure(tmp_path):
     out = tmp_path / "serving.json"
     with serving(max_waiting=0) as client:
@@ -116,7 +116,7 @@ def test_what_is_refused_is_counted_and_ends_with_a_failure(tmp_path):
     assert all(error.startswith("429: ") for error in row["errors"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_library_s_own_server_is_started_and_ended(tmp_path):
     out = tmp_path / "serving.json"
     # Of the programs of tests/command_line/test_serve.py, which are compiled once.
@@ -131,7 +131,7 @@ def test_the_library_s_own_server_is_started_and_ended(tmp_path):
     assert row["peak_tokens"] <= 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_does_not_start_is_told(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="--model nowhere has ended before it answered"):
         script.main(small(tmp_path / "x.json", server="--model nowhere"))

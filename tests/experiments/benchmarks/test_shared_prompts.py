@@ -9,7 +9,7 @@ from dms_jax.generation import Engine
 from experiments.benchmarks import shared_prompts as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_kinds_of_calls_are_timed(monkeypatch, tmp_path):
     served, generate = [], Engine.generate
 

@@ -51,14 +51,14 @@ def test_launches_and_busy_time_are_counted(tmp_path):
     assert list(trace.programs()) == ["decode", "clear"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_runs_in_a_context_is_profiled():
     with traces.traced() as trace:
         jax.block_until_ready(jax.jit(jnp.sin)(1.0))
     assert trace.kernels == []  # no GPU
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_no_gpu_is_nothing_is_counted(tmp_path):
     config = script.Config(
         shape="tiny",

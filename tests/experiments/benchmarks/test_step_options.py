@@ -13,7 +13,7 @@ from pallas_kernels.decode import gpu
 from pallas_kernels.dispatch import DEFAULT_GPU
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_variants_take_turns_and_leave_no_trace(monkeypatch, tmp_path):
     before = programs.decode, pool.rotate_and_write, Runner.decode
     made, written = [], []

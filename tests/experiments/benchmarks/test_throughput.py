@@ -25,7 +25,7 @@ def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
     assert kept == pytest.approx(1024)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_part_writes_its_rows(tmp_path):
     out = tmp_path / "throughput.json"
     throughput.main(

@@ -171,7 +171,7 @@ def test_the_committed_page_is_that_of_the_committed_report():
     assert (folder / "README.md").read_text() == tpu_schedule.page(records)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_bundles_of_a_program_are_found():
     """XLA fetches each of 256 rows with the other that shares its words, by a copy of its own."""

@@ -8,7 +8,7 @@ import dms_jax
 from experiments.benchmarks import training as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cases_are_timed_and_written(tmp_path, monkeypatch):
     monkeypatch.setitem(script.CASES, "too many", script.Case("tiny", data=1024))
     config = script.Config(

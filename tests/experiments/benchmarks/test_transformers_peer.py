@@ -7,7 +7,7 @@ import pytest
 from experiments.benchmarks import transformers_peer as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ours_is_timed_where_the_peer_does_not_run(tmp_path, monkeypatch):
     class Nowhere:
         def __init__(self, *args, **options):

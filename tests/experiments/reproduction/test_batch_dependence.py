@@ -8,7 +8,7 @@ import pytest
 from experiments.reproduction import batch_dependence as measure
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_report_of_answers_and_operations(tmp_path):
     config = measure.Config(
         models=("stories260k",),

@@ -42,7 +42,7 @@ def test_a_trial_goes_up_to_the_ratio():
     assert (control.kind, control.steps, control.compression_ratio) == ("train", 150, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_distance_is_the_divergence_a_token_of_the_completions():
     model = dms_jax.load(MODEL)
     policy = dms_jax.StreamingLLM(budget=6, sinks=2)
@@ -129,7 +129,7 @@ def test_the_base_model_is_measured_once_and_what_is_there_not_again(written, mo
     assert own == ["'base', 'adapter-100'", "'adapter'"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trial_is_trained_measured_and_not_repeated(written, capsys):
     config = Config(
         out=written,

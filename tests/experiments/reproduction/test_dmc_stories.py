@@ -8,7 +8,7 @@ import pytest
 from experiments.reproduction import dmc_stories as script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     real = script.recipes.dmc_quickstart
 

@@ -96,7 +96,7 @@ def test_prompts_are_those_of_a_seed_and_fit():
     assert all(ids[0] == tokenizer.bos_token_id for ids in prompts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prompts_that_never_fit_are_not_drawn_for_ever():
     tokenizer = dms_jax.load(MODEL).tokenizer
     with pytest.raises(dms_jax.DataError, match="longer than the 3 tokens"):
@@ -291,7 +291,7 @@ def test_a_retrofit_also_answers_the_problems_that_a_variant_is_chosen_by(tmp_pa
 # -- the whole ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path, capsys):
     config = small(
         tmp_path / "run",

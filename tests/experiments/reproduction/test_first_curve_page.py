@@ -57,7 +57,7 @@ def unwrapped(page):
     return re.sub(r"(?<=\S)\n(?=  \S|[\w`(])", " ", page.read_text()).replace("   ", " ")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_verdicts_are_tests_on_the_numbers(tmp_path):
     config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
     write_results(
@@ -99,7 +99,7 @@ def test_verdicts_are_tests_on_the_numbers(tmp_path):
     assert (tmp_path / "pages" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_page_is_written_of_a_run_whose_last_command_wanted_data_alone(tmp_path, capsys):
     config = dataclasses.replace(Config(), out=tmp_path, model="/a/place/of/mine", only="data")
     write_plan(config)
@@ -121,7 +121,7 @@ def test_what_cannot_be_reported_or_written_is_told(tmp_path):
         first_curve.main(Config(out=tmp_path / "file"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_variant_is_chosen_on_other_problems_than_it_is_judged_on(tmp_path):
     """The best of several on the test problems is one that was lucky on them."""
     config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
@@ -142,7 +142,7 @@ def test_the_variant_is_chosen_on_other_problems_than_it_is_judged_on(tmp_path):
     assert chosen == {"dms-neuron-shift1-w16": 0.7, "dms-adapter-shift0-w16": 0.65}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_chosen_where_only_the_problems_of_the_page_were_answered(tmp_path):
     config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
     write_results(config, {("vanilla", 1): (0.9, 100), ("dms-neuron-shift1-w16", 4): (0.6, 25)})

@@ -90,7 +90,7 @@ def test_merged_parts_of_words():
     assert "and 0% of those that begin one" in found.numbers
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
 def test_the_script_writes_pictures_pages_and_verdicts(tmp_path, monkeypatch):
     """Checks everything but the training, for which two policies without any stand in."""

@@ -27,7 +27,7 @@ def measured(tmp_path_factory):
     return data, (out / "small.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chunks_say_what_decode_steps_say(measured):
     """`score` feeds the same tokens one by one through the engine."""
     data, _ = measured
@@ -45,7 +45,7 @@ def test_chunks_say_what_decode_steps_say(measured):
     assert rows["int4"]["bytes_a_token"] * 2 == rows["float8_e4m3"]["bytes_a_token"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_has_a_line_for_every_cache(measured):
     data, page = measured
     assert [row["cache"] for row in data["rows"]] == [

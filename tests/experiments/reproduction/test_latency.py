@@ -7,7 +7,7 @@ import pytest
 from experiments.reproduction import latency
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_figure_with_its_numbers_beside_measured_steps(tmp_path, capsys):
     data = latency.main(latency.Config(out=tmp_path))
     assert (tmp_path / "latency.png").stat().st_size > 10_000

@@ -10,7 +10,7 @@ from experiments.reproduction import needle_grid
 MODEL = str(assets.path("stories260k"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_grids_beside_each_other_which_resume(tmp_path, capsys):
     config = needle_grid.Config(
         model=MODEL,

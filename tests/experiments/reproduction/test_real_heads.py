@@ -49,7 +49,7 @@ def test_the_argument_is_that_few_heads_are_between_empty_and_whole():
     assert "it **holds**: 0 to 100% of the heads" in " ".join(both.split())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_reads_texts_and_says_what_heads_hold(tmp_path, monkeypatch):
     data = tmp_path / "data"
     for name, text in (

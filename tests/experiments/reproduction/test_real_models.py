@@ -395,7 +395,7 @@ def test_a_sweep_chooses_among_the_answers(tmp_path, monkeypatch):
 # -- a training that does not fit -----------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monkeypatch):
     config = dataclasses.replace(GIVEN, out=tmp_path)
     worker, tried = Worker(config, 1e18), []

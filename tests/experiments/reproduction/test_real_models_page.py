@@ -216,7 +216,7 @@ def test_without_a_control_there_is_no_column_for_it(config):
     assert "control" not in page.gsm8k(Results.read(config))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_report_is_written_again_from_the_files(config):
     write_plan(config)
     folder = config.out / "pages"

@@ -248,7 +248,7 @@ def test_what_holds_as_much_as_retrofits_to_other_ratios_has_a_table_of_its_own(
     assert "TOVA, as much as DMS at 2" not in page.verdicts(results)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_votes_of_an_earlier_run_are_on_the_page_of_the_next(config, tmp_path):
     """And cells of its other tasks say their run; a mean over tasks is of one run."""
     rng = np.random.default_rng(0)

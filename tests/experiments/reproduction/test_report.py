@@ -196,7 +196,7 @@ def shares(share, problems=40, chains=4):
     return np.repeat((np.arange(problems) < share * problems)[:, None], chains, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_says_what_holds_and_leaves_out_what_is_missing(tmp_path):
     config = dataclasses.replace(Config(), out=tmp_path / "run")
     for seed in range(2):
@@ -304,7 +304,7 @@ def test_a_training_says_what_it_reached_and_what_it_did_not_measure(tmp_path):
     assert "| further-0 | 9 | 1 | 60 | - | 3.91 | - |" in text  # nothing was to be reached
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_that_was_cut_off_while_it_was_written_is_no_result(tmp_path, monkeypatch):
     config = dataclasses.replace(Config(), out=tmp_path, model=MODEL, lanes=2)
 
@@ -342,7 +342,7 @@ def test_an_empty_run_has_no_page(tmp_path):
 # -- a tiny run -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tiny_run_trains_asks_and_goes_on(tmp_path, monkeypatch):
     training = Training(
         "dms", systems.POLICY, snapshots=(1.5,), ratio=2.0, measures=("needle450",), per_ratio=1.0

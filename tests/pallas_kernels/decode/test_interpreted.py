@@ -13,7 +13,7 @@ from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import TOLERANCE, interpret
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.nightly
 # Cases of one process: enough to make up for its start, few enough to share the cores.
 TOGETHER = 13
 # One case of each feature.

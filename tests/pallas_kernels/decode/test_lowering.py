@@ -12,7 +12,7 @@ from pallas_kernels.decode import cases
 from pallas_kernels.decode.plan import make_plan
 from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import lower_for_cuda, structs, with_all_results
-from tests.support.instances import first_of_each, slow_but
+from tests.support.instances import first_of_each, nightly_but
 
 # One case of each feature of the form with Ampere's products.
 MMA = ("base", "group16_head_dim256", "head_dim96", "float8_page16", "group7_head_dim64_page16")
@@ -53,7 +53,7 @@ def test_lowers_with_all_results(case):
     assert "stablehlo.dot_general" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["float8", "float8_one_long_row", "float8_group8_head_dim64"])
 def test_lowers_float8_in_tiles_of_two_pages(name):
     case = cases.by_name(name)
@@ -69,7 +69,7 @@ def test_lowers_float8_in_tiles_of_two_pages(name):
     assert f"tensor<{case.rows}x{-(-case.columns // 2) * 128}x8xf32>" in text
 
 
-@pytest.mark.parametrize("name", slow_but({"base"}, MMA))
+@pytest.mark.parametrize("name", nightly_but({"base"}, MMA))
 def test_lowers_with_the_products_of_ampere(name):
     text = lowered(cases.by_name(name), "mosaic_mma")
     assert text.count("stablehlo.custom_call") == 2
@@ -81,14 +81,14 @@ def test_what_the_products_of_ampere_do_not_serve_is_said():
         lowered(cases.by_name("float32"), "mosaic_mma")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda c: c.name)
 def test_benchmark_shapes_lower(case):
     function = functools.partial(decode_attention, scale=0.1)
     assert "mosaic_gpu" in lower_for_cuda(function, **structs(case))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_work_on_arrays_around_the_kernel():
     """For 16-bit types nothing but the plan, the kernel and the merge is launched."""
     case = cases.by_name("rows512_4096")
@@ -98,7 +98,7 @@ def test_no_work_on_arrays_around_the_kernel():
         assert not shapes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_merge_in_place_is_shielded_from_slices():
     """In a scan over layers the plan is a slice and the result updates one."""
     case = cases.BASE

@@ -154,7 +154,7 @@ def test_gpu_kernel_lowers(name, implementation):
     assert "stablehlo.custom_call @mosaic_gpu" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("topology", "name"),

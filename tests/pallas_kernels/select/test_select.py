@@ -19,7 +19,7 @@ from pallas_kernels.select import tpu as select_tpu
 from pallas_kernels.select.gpu import why_not
 from tests.pallas_kernels.select.support import KINDS, draw, oracle
 from tests.pallas_kernels.support import interpret, lower_for_cuda
-from tests.support.instances import further, slow_but
+from tests.support.instances import further, nightly_but
 
 gpu = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 2
 
 @pytest.mark.parametrize(
     "case",
-    slow_but([case for case in TPU_CASES if case.width <= 1024], TPU_CASES),
+    nightly_but([case for case in TPU_CASES if case.width <= 1024], TPU_CASES),
     ids=lambda case: case.name,
 )
 def test_the_interpreted_tpu_kernel_agrees_with_the_oracle(case):
@@ -74,7 +74,7 @@ def test_both_zeros_are_one_number(count):
 
 
 @pytest.mark.parametrize(
-    "case", slow_but(cases.BENCHMARK[:1], cases.BENCHMARK), ids=lambda case: case.name
+    "case", nightly_but(cases.BENCHMARK[:1], cases.BENCHMARK), ids=lambda case: case.name
 )
 def test_it_lowers_for_a_gpu(case):
     text = lower_for_cuda(

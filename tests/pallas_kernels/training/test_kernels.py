@@ -106,7 +106,7 @@ def test_gpu_kernels_lower(implementation, name):
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("implementation", GPU_MODULES)
 def test_gpu_kernels_lower_for_a_piece_of_a_row(implementation):
     case = BY_NAME["packed"]
@@ -114,7 +114,7 @@ def test_gpu_kernels_lower_for_a_piece_of_a_row(implementation):
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("topology", "name"),
@@ -144,7 +144,7 @@ def test_tpu_kernels_compile(topology, name):
     assert report.text.count('custom_call_target="tpu_custom_call"') >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_platform_lowered_for_picks_the_kernel():
     case = BY_NAME["one_token"]
     assert "mosaic_gpu" in lower_for_cuda(both(case, None), **structs(case))

@@ -169,7 +169,7 @@ def test_vmap_equals_a_loop():
         chex.assert_trees_all_close(of_index, alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_is_linear_in_the_length():
     def temporary(length):
         shapes = [(1, length, 4, 8), (1, length, 2, 8), (1, length, 2, 8), (1, 2, length)]

@@ -254,7 +254,7 @@ def test_a_stage_that_supervises_runs_no_backward_pass_through_layers(monkeypatc
     assert supervised < ramp / 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gpus_that_are_here_compile_for_themselves(monkeypatch):
     """CPU devices stand for them."""
     monkeypatch.setattr(machines, "data_sheet", lambda kind: DEVICES["h200"])
@@ -272,7 +272,7 @@ def test_gpus_that_are_here_compile_for_themselves(monkeypatch):
         dms_jax.plan(config, recipe=made, machine="v5p-16", here=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_step_is_compiled_for_a_slice():
     config = ModelConfig(512, 256, 512, 2, 4, 2, 128, 512)
