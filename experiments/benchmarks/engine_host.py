@@ -1,16 +1,18 @@
 """Times what the engine itself does on the host between two chunks, without a device to wait for.
 
-The programs of `dms_jax.generation.programs` are replaced by ones that compute nothing but what the
-host reads: tokens that end no answer, lengths, and counts. Requests, lanes, layers and KV heads are
-those of a real call (`engine`), with little in each vector, so that what is left of its time is the
-host's. Reported, in milliseconds, medians over the turns of all runs:
+The programs of `dms_jax.generation.programs` are replaced by those of the tests of the host, which
+compute nothing but what the host reads (`tests/support/fake_programs.py`); no token ends an answer.
+Requests, lanes, layers and KV heads are those of a real call (`engine`), with little in each
+vector, so that what is left of its time is almost the host's alone. Reported, in milliseconds, medians over the
+turns of all runs:
 
 - **to_prompts**: from the arrival of the results that a turn waits for to the launch of newcomers'
   prompts, and **to_steps**: to that of the next steps, where nobody has come. The last steps of a
   chunk run on meanwhile, if they take as long; behind those of a whole chunk the device is idle.
 - **prompts_to_steps**: from the first to the last of these launches, where some have come.
 - **to_first_launch**: from the call to its first program.
-- **turn**: the whole call over its programs of steps, of which a chunk has several.
+- **turn**: the whole call over its programs of steps, of which a chunk has several. It holds what
+  the host waits for, too: a step writes and reads one entry of each row.
 - **functions**, with --profile: of one more call under cProfile, which itself takes time, the
   milliseconds a turn of each function with what it calls. It counts the calls of every thread as
   if they were one's: a process that runs other Python meanwhile has no such figures.
@@ -38,7 +40,7 @@ import numpy as np
 import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
-from dms_jax.generation import Engine, programs
+from dms_jax.generation import Engine
 from dms_jax.generation.compiling import Program
 from dms_jax.generation.packing import Packed
 from dms_jax.json_text import json_text
@@ -46,6 +48,7 @@ from experiments.benchmarks import engine
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, random_model
+from tests.support.fake_programs import FAKES, faked
 
 _NARROW = dict(vocab_size=512, hidden_size=64, intermediate_size=64, head_dim=8)
 
@@ -75,42 +78,6 @@ class Config:
         check_numbers(self)
 
 
-def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, one_pass, places):
-    """Stands for `programs.extend`."""
-    lengths = cache.lengths.at[:, lanes].add(counts[:, None], mode="drop")
-    seen = cache.seen.at[lanes].add(counts, mode="drop")
-    hidden = jnp.zeros((len(lanes), transformer.config.hidden_size), cache.k_pages.dtype)
-    live = jnp.ones(tokens.shape, jnp.int32)
-    result = programs.Extension(hidden, jnp.zeros_like(counts), live, lengths)
-    return dataclasses.replace(cache, lengths=lengths, seen=seen), result, None
-
-
-def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, tokens):
-    """Stands for `programs.first_tokens`."""
-    logprobs = jnp.zeros(tokens.shape) if rule.logprobs else None
-    return jnp.where(fresh, 1, tokens), logprobs, jnp.ones(tokens.shape, bool)
-
-
-def decode(
-    transformer, cache, host, table, tokens, remaining, seeds, policy, rule, num_steps, end_tokens
-):
-    """Stands for `programs.decode`."""
-    counts = jnp.minimum(remaining, num_steps)
-    ran = jnp.arange(num_steps)[:, None] < counts
-    lengths = cache.lengths + counts[:, None]
-    steps = programs.Steps(
-        tokens=jnp.ones(ran.shape, jnp.int32),
-        logprobs=jnp.zeros(ran.shape) if rule.logprobs else None,
-        finite=jnp.ones(ran.shape, bool),
-        ran=ran,
-        live=jnp.full(ran.shape, 10_000, jnp.int32),
-        reads=jnp.full(ran.shape, 10_000, jnp.int32),
-        lengths=lengths,
-    )
-    cache = dataclasses.replace(cache, lengths=lengths, seen=cache.seen + counts)
-    return cache, Packed.of(steps), jnp.ones_like(tokens), None
-
-
 class Marks:
     """When the results of steps arrived, and when programs were launched."""
 
@@ -119,17 +86,8 @@ class Marks:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """A context in which the programs are those of this file, and are noted."""
-        stubs: dict[str, Any] = {
-            "extend": Program(
-                extend, donate_argnums=1, static_argnums=(8, 9, 10), keep_unused=True
-            ),
-            "first_tokens": Program(first_tokens, keep_unused=True),
-            "decode": Program(
-                decode, donate_argnums=1, static_argnums=(7, 9, 10), keep_unused=True
-            ),
-        }
-        names = {program: name for name, program in stubs.items()}
+        """A context in which the programs are those of the tests, and are noted."""
+        names = {program: name for name, program in FAKES.items()}
         call, read = Program.__call__, Packed.read
 
         def launched(program: Program, *args: Any) -> Any:
@@ -142,7 +100,7 @@ class Marks:
             return read(packed)
 
         with (
-            mock.patch.multiple(programs, **stubs),
+            faked(),
             mock.patch.object(Program, "__call__", launched),
             mock.patch.object(Packed, "read", arrived),
         ):

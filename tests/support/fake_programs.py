@@ -1,0 +1,315 @@
+"""Programs that compute nothing but what the host reads, and an oracle of what they answer.
+
+They stand for `dms_jax.generation.programs.extend`, `first_tokens` and `decode` in tests of the
+host (the scheduler, the pages, streams, the server) and in the benchmark of its own time:
+
+    write   a token goes to one slot of each row of its lane, through the page table; whether the
+            row grows for it is a hash of the row and the position, as far as the policy evicts
+    read    each row reads one of its slots, that a hash chooses, through the page table
+    draw    the next token is a hash of what was read, the position, and the request's seed, number
+            among copies and filter; greedy requests have no seed
+
+So answers depend on every lane, page, length, seed and filter that the host hands over: whoever
+mixes up two of them, gives a page away too early or copies the wrong one, changes an answer. And
+they depend on nothing else: `answer_of` predicts them, with all figures of usage, from the prompt
+and the sampling alone.
+
+Policies keep what `_grows` says, whatever they keep with the programs of the library: Vanilla and
+Quest everything, RandomEviction its window and `1 - rate` of the rest, DMS its window and half,
+TOVA and StreamingLLM their budget; SnapKV cuts a prompt to its budget. Values in host memory and
+meshes are not served.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from dms_jax.generation import Sampling, programs
+from dms_jax.generation.compiling import Program
+from dms_jax.generation.packing import Packed
+from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, StreamingLLM, Vanilla
+
+# Tokens that are drawn: short words of the shipped tokenizer. A few may be end tokens of a model.
+FIRST_WORD, WORDS = 259, 128
+ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
+# Of requests with a seed from here on, logits behind this token are not numbers. They draw it, too.
+BROKEN_TOKEN, BREAKS = 3, 2**30
+_HALF_OF_DMS = 0.5
+_MANTISSA = 2**20  # a hash that float32 holds exactly
+
+
+def _mix(*values: Any) -> Any:
+    """Hashes numbers to one of 32 bits."""
+    found: Any = jnp.uint32(0x9E3779B9)
+    for value in values:
+        found = (found ^ jnp.asarray(value).astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B)
+        found = (found ^ (found >> 15)) * jnp.uint32(0xC2B2AE35)
+        found = found ^ (found >> 13)
+    return found
+
+
+def _mix_of(*values: int) -> int:
+    """The same of Python's numbers."""
+    found = 0x9E3779B9
+    for value in values:
+        found = ((found ^ value) * 0x85EBCA6B) % 2**32
+        found = ((found ^ (found >> 15)) * 0xC2B2AE35) % 2**32
+        found ^= found >> 13
+    return found
+
+
+def _grows(policy: Policy, length: Any, chance: Any) -> Any:
+    """Whether a row of `length` slots takes another one for a token; `chance` is one of 16."""
+    match policy:
+        case RandomEviction():
+            return (length <= policy.window) | (chance >= 16 * policy.rate)
+        case DMS():
+            return (length <= policy.window) | (chance >= 16 * _HALF_OF_DMS)
+        case TOVA() | StreamingLLM():
+            return length < policy.budget
+    return length >= 0
+
+
+# -- the programs ------------------------------------------------------------------------------
+
+
+def _entry(tokens, positions, vocabulary: int):
+    """What is written of a token: a whole number that float32 holds."""
+    return positions * vocabulary + tokens
+
+
+def _append(transformer, cache, table, tokens, active, policy: Policy):
+    """Writes a token of each active lane and reads a slot of each row; returns what was read."""
+    num_layers, _, num_kv_heads = cache.lengths.shape
+    page_size = cache.k_pages.shape[1]
+    rows = jnp.arange(num_layers * num_kv_heads).reshape(num_layers, 1, num_kv_heads)
+    positions, lengths = cache.seen[:, None], cache.lengths
+    grows = _grows(policy, lengths, _mix(rows, positions) % 16)
+    slots = jnp.where(grows, lengths, positions % jnp.maximum(lengths, 1))
+    lengths = jnp.where(active[:, None], lengths + grows, lengths)
+
+    def page_of(slots):
+        return jnp.take_along_axis(table, slots[..., None] // page_size, -1, mode="clip")[..., 0]
+
+    pages = jnp.where(active[:, None], page_of(slots), len(cache.k_pages))
+    entries = _entry(tokens, cache.seen, transformer.config.vocab_size)[:, None]
+    entries = jnp.broadcast_to(entries, pages.shape).astype(cache.k_pages.dtype)
+    k_pages = cache.k_pages.at[pages, slots % page_size, 0].set(entries, mode="drop")
+    slots = (_mix(rows, positions, 1) % jnp.maximum(lengths, 1).astype(jnp.uint32)).astype(int)
+    found = k_pages.at[page_of(slots), slots % page_size, 0].get(mode="clip")
+    read = _mix(rows, found).sum((0, 2), dtype=jnp.uint32)
+    cache = dataclasses.replace(
+        cache,
+        pool=dataclasses.replace(cache.pool, k_pages=k_pages),
+        lengths=lengths,
+        seen=cache.seen + active,
+    )
+    return cache, _mix(read, tokens) % _MANTISSA, lengths.sum((0, 2), dtype=jnp.int32)
+
+
+def _draw(read, positions, seeds, rule):
+    """Returns the next tokens and their log-probabilities."""
+    greedy = rule.switches.greedy if rule.greedy is None else rule.greedy
+    asked = jnp.round(1000 * jnp.reshape(jnp.asarray(rule.temperature, jnp.float32), -1))
+    asked = _mix(jnp.where(greedy, 0, asked), jnp.reshape(jnp.asarray(rule.top_k, jnp.uint32), -1))
+    seed, copy = (jnp.where(greedy, 0, each) for each in jnp.moveaxis(seeds, -1, 0))
+    chance = _mix(read, positions, seed, copy, asked)
+    tokens = FIRST_WORD + (chance % WORDS).astype(jnp.int32)
+    tokens = jnp.where((seed >= BREAKS) & (chance % 8 == 0), BROKEN_TOKEN, tokens)
+    return tokens, -(positions % 64) - tokens / 512 if rule.logprobs else None
+
+
+def _broken(tokens):
+    return tokens == BROKEN_TOKEN
+
+
+def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, one_pass, places):
+    """Stands for `programs.extend`."""
+    del host, one_pass, places
+    lengths = cache.lengths.at[:, lanes].get(mode="clip")
+    lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
+    some = dataclasses.replace(cache, lengths=lengths, seen=cache.seen.at[lanes].get(mode="clip"))
+
+    def step(carry, xs):
+        some, *last = carry
+        index, tokens = xs
+        active = index < counts
+        some, read, live = _append(transformer, some, table, tokens, active, policy)
+        last = [
+            jnp.where(active, *each) for each in zip((read, _broken(tokens)), last, strict=True)
+        ]
+        return (some, *last), live
+
+    carry = some, jnp.zeros(counts.shape, jnp.uint32), jnp.zeros(counts.shape, bool)
+    steps = jnp.arange(tokens.shape[1]), tokens.T
+    (after, read, broken), live = jax.lax.scan(step, carry, steps)
+    left = after.lengths
+    if ends is not None:
+        left = jnp.where(ends[:, None], jnp.minimum(left, policy.budget), left)
+    cache = dataclasses.replace(
+        cache,
+        pool=after.pool,
+        lengths=cache.lengths.at[:, lanes].set(left, mode="drop"),
+        seen=cache.seen.at[lanes].set(after.seen, mode="drop"),
+    )
+    hidden = jnp.zeros((len(counts), transformer.config.hidden_size), cache.k_pages.dtype)
+    hidden = hidden.at[:, 0].set(read.astype(hidden.dtype)).at[:, 1].set(broken)
+    before = lengths.sum((0, 2), dtype=jnp.int32)
+    return cache, programs.Extension(hidden, before, live.T, cache.lengths), None
+
+
+def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, tokens):
+    """Stands for `programs.first_tokens`."""
+    del transformer
+    read, broken = hidden[sources, 0].astype(jnp.uint32), hidden[sources, 1] > 0
+    drawn, logprobs = _draw(read, positions, seeds, rule)
+    return jnp.where(fresh, drawn, tokens), logprobs, ~(broken & (seeds[:, 0] >= BREAKS))
+
+
+def decode(
+    transformer, cache, host, table, tokens, remaining, seeds, policy, rule, num_steps, end_tokens
+):
+    """Stands for `programs.decode`."""
+    del host
+    ends = jnp.asarray(end_tokens, jnp.int32)
+
+    def step(carry, _):
+        cache, tokens, remaining = carry
+        active = remaining > 0
+        cache, read, live = _append(transformer, cache, table, tokens, active, policy)
+        new, logprobs = _draw(read, cache.seen, seeds, rule)
+        new = jnp.where(active, new, tokens)
+        remaining = jnp.where(jnp.isin(new, ends), 0, remaining - active)
+        out = programs.Steps(
+            tokens=new,
+            logprobs=logprobs,
+            finite=~(_broken(tokens) & (seeds[:, 0] >= BREAKS)),
+            ran=active,
+            live=live,
+            reads=2 * live + 1,
+        )
+        return (cache, new, remaining), out
+
+    remaining = jnp.where(jnp.isin(tokens, ends), 0, remaining)
+    (cache, newest, _), steps = jax.lax.scan(step, (cache, tokens, remaining), length=num_steps)
+    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
+    return cache, steps, newest, None
+
+
+FAKES: dict[str, Any] = {
+    "extend": Program(extend, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
+    "first_tokens": Program(first_tokens, keep_unused=True),
+    "decode": Program(decode, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
+}
+
+
+@contextlib.contextmanager
+def faked() -> Iterator[None]:
+    """A context in which the programs are those of this file."""
+    with mock.patch.multiple(programs, **FAKES):
+        yield
+
+
+# -- what they answer --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a request is answered, alone or in any company.
+
+    Attributes:
+      tokens: token ids.
+      logprobs: their log-probabilities.
+      finish_reason: "end" or "length".
+      usage: figures of `Usage` that depend on neither chunks nor pages.
+      broken: position of the first token whose logits are not numbers; None if all are.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    usage: dict[str, float]
+    broken: int | None = None
+
+
+def answer_of(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    policy: Policy = Vanilla(),
+    *,
+    copy: int = 0,
+    ends: Sequence[int] = (),
+    num_rows: int = 20,
+    vocabulary: int = 512,
+    new_tokens: int | None = None,
+) -> Answer:
+    """Returns the answer to a prompt, which is found without the engine.
+
+    Args:
+      prompt: token ids.
+      sampling: of the request, with its own seed.
+      policy: the cache policy.
+      copy: number of equal prompts before it in the call.
+      ends: end tokens of the model.
+      num_rows: layers x KV heads.
+      vocabulary: size of the vocabulary.
+      new_tokens: the most new tokens, if not those of the sampling.
+    """
+    greedy, most = sampling.temperature == 0, new_tokens or sampling.max_new_tokens
+    breaks = sampling.seed >= BREAKS
+    seed, copy = (0, 0) if greedy else (sampling.seed, copy)
+    asked = _mix_of(round(1000 * sampling.temperature), sampling.top_k or 2**31 - 1)
+    rows, tokens, live = [[] for _ in range(num_rows)], list(prompt), []
+    reason, broken = "length", None
+    for position in itertools.count():
+        newest, read = tokens[position], 0
+        for number, row in enumerate(rows):
+            if _grows(policy, len(row), _mix_of(number, position) % 16):
+                row.append(None)
+                slot = len(row) - 1
+            else:
+                slot = position % len(row)
+            row[slot] = position * vocabulary + newest
+            read += _mix_of(number, row[_mix_of(number, position, 1) % len(row)])
+        live.append(sum(map(len, rows)))
+        if position + 1 < len(prompt):
+            continue
+        if position + 1 == len(prompt) and isinstance(policy, SnapKV):
+            rows = [row[: policy.budget] for row in rows]
+        if breaks and newest == BROKEN_TOKEN and broken is None:
+            broken = position + 1
+        read = _mix_of(read % 2**32, newest) % _MANTISSA
+        chance = _mix_of(read, position + 1, seed, copy, asked)
+        drawn = FIRST_WORD + chance % WORDS
+        tokens.append(BROKEN_TOKEN if seed >= BREAKS and chance % 8 == 0 else drawn)
+        new = len(tokens) - len(prompt)
+        if tokens[-1] in ends or new == most:
+            reason = "end" if tokens[-1] in ends else "length"
+            break
+    left, reads = sum(map(len, rows)), [2 * each + 1 for each in live[len(prompt) :]]
+    usage = dict(
+        prompt_tokens=len(prompt),
+        new_tokens=new,
+        kv_reads=sum(reads) / num_rows,
+        peak_tokens=max(live) / num_rows,
+        live_tokens=left / num_rows,
+        compression_ratio=len(live) * num_rows / left,
+    )
+    made = tokens[len(prompt) :]
+    logprobs = [-(p % 64) - t / 512 for p, t in enumerate(made, len(prompt))]
+    return Answer(made, logprobs, reason, usage, broken)
+
+
+def same(found: Any, answer: Answer) -> None:
+    """Compares a request that has ended, or a completion, with what it is to be answered."""
+    tokens = found.tokens if hasattr(found, "tokens") else found.generated
+    assert (tokens, found.finish_reason) == (answer.tokens, answer.finish_reason)
+    assert found.logprobs in (None, [], answer.logprobs)
+    usage = dataclasses.asdict(found.usage)
+    assert {name: usage[name] for name in answer.usage} == answer.usage
