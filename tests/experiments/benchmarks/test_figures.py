@@ -1,0 +1,476 @@
+"""The arithmetic of benchmarks: what decides a number that is published."""
+
+import functools
+import gzip
+import importlib
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from experiments.benchmarks import (
+    decode_steps,
+    engine,
+    engine_host,
+    even_heads,
+    first_results,
+    serving,
+    shapes,
+    step_launches,
+    throughput,
+    tpu_bundles,
+    tpu_schedule,
+    traces,
+    training,
+)
+from experiments.benchmarks import kernel_timing as timing
+from experiments.benchmarks.serving import Answer
+from experiments.benchmarks.tpu_bundles import Loop
+from pallas_kernels.training.cases import TrainingCase
+from tests.serving.support import serving as a_server
+
+# -- decode steps ----------------------------------------------------------------------------------
+
+
+def test_the_roofline_is_that_of_the_device_with_the_longest_heads(monkeypatch):
+    model = shapes.model_of("tiny", jnp.float32, dms_jax.make_mesh(model=2))
+    sizes = dict(shapes=("tiny",), batch=2, context=192, window=16, chunk=4, dtype="float32")
+    config = decode_steps.Config(**sizes, ratios=(4,), model_parallel=(2,))
+    lengths = np.ones((2, 2, 2), int) * [64, 16]
+    monkeypatch.setattr(decode_steps, "row_lengths", lambda *_: lengths)
+    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (1e-3, 1000.0))
+    figures = decode_steps.time_paged(config, model, 4, 1e9)
+    assert figures["read_cache_bytes_a_device"] == 0.8 * 1000 * 2 * 16 * 4
+
+
+def test_a_ratio_leaves_what_the_window_keeps():
+    assert decode_steps.Config(context=1032, ratios=(1, 8)).context == 1032
+    says = "A ratio of 8 leaves 128.875 of 1031 tokens, and a window of 128 keeps 129"
+    with pytest.raises(dms_jax.ConfigError, match=says):
+        decode_steps.Config(context=1031, ratios=(1, 8))
+    with pytest.raises(dms_jax.ConfigError, match="A ratio of 8 leaves"):
+        throughput.Config(contexts=(8192, 1031))
+
+
+@pytest.mark.nightly
+def test_all_forms_hold_the_same_tokens():
+    config = even_heads.Config(shapes=("tiny",), context=2048, window=32, batch=3)
+    lengths = even_heads.forms(config, shapes.model_of("tiny", jnp.float32), 4)
+    totals = {form: int(rows.sum()) for form, rows in lengths.items()}
+    assert len(set(totals.values())) == 1
+    assert abs(np.mean(lengths["even"]) - 2048 / 4) < 2
+    assert np.ptp(lengths["even"]) <= 1
+    few = lengths["a few near dense"]
+    assert few.max() > 0.9 * 2048
+    assert (few == 33).mean() >= 0.5
+    budgets = [
+        policy.budget
+        for _, policy in even_heads.cases(config, 4, lengths)
+        if isinstance(policy, dms_jax.KVpop)
+    ]
+    assert budgets == [int(lengths["even"].mean())]
+
+
+def test_no_row_holds_more_than_the_budget_that_it_is_timed_with():
+    """Rows that cannot all be equally long differ by one token."""
+    config = even_heads.Config(shapes=("tiny",), context=512, window=8, batch=2)
+    lengths = even_heads.forms(config, shapes.model_of("tiny", jnp.float32), 4)
+    assert {127, 128} == set(lengths["even"].flatten().tolist())
+    (kvpop,) = (p for _, p in even_heads.cases(config, 4, lengths) if p.name == "KVpop")
+    assert kvpop.budget == 128
+
+
+def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
+    config = throughput.Config(shape="tiny", dtype="float32")
+    model = shapes.model_of("tiny", jnp.float32)
+    # 2 layers, 2 KV heads, 16 numbers: a page of 64 tokens is 2 * 64 * 16 * 4 = 8,192 bytes, and
+    # 100 tokens take 3 pages of each of the 4 rows: 98,304 bytes.
+    weights = throughput.tree_bytes(model.transformer)
+    monkeypatch.setattr(throughput, "device_bytes", lambda config: weights + 5 * 98_304 + 1)
+    assert throughput.largest(config, model, 100) == 5
+    assert throughput.largest(throughput.Config(most=3), model, 100) == 3
+    assert throughput.policy_for(config, 1000, 1) == dms_jax.Vanilla()
+    evicting = throughput.policy_for(config, 8192, 8)
+    kept = evicting.window + 1 + (1 - evicting.rate) * (8192 - evicting.window - 1)
+    assert kept == pytest.approx(1024)
+
+
+# -- calls of the engine and of a server -----------------------------------------------------------
+
+
+@pytest.mark.nightly
+def test_whole_calls_are_timed_beside_their_limit(tmp_path):
+    out = tmp_path / "engine.json"
+    config = engine.Config(
+        shape="tiny",
+        policies=("live",),
+        live=12,
+        lanes=2,
+        requests=3,
+        prompts=(5, 9),
+        new_tokens=4,
+        memory=1e6,
+        chunk=4,
+        runs=1,
+        dtype="float32",
+        out=out,
+    )
+    engine.main(config)
+    results = json.loads(out.read_text())
+    (policy,) = results["policies"]
+    (run,) = policy["runs"]
+    assert policy["first_call"]["requests"] == run["requests"] == 3
+    assert 15 <= run["prompt_tokens"] <= 27
+    assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
+    assert run["padded_prompt_tokens"] >= run["prompt_tokens"]
+    assert run["launches"] - run["prompt_programs"] == run["lane_steps"] / (4 * config.lanes)
+    assert run["lane_steps"] >= run["new_tokens"] - run["requests"]
+    limit = run["limit"]
+    parts = ("weights_seconds", "cache_seconds", "prefill_seconds")
+    assert limit["seconds"] == pytest.approx(sum(limit[part] for part in parts))
+    weights = 4 * (2 * (4 * 64 * 64 - 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64 + 512 * 64)
+    # The output matrix is as large as the embedding, of which a step reads only a few rows.
+    steps = run["new_tokens"] / 2
+    assert limit["weights_seconds"] == pytest.approx(steps * weights / 4.8e12, rel=1e-3)
+    rates, measured = results["measured_rates"], run["limit_measured"]
+    assert measured["weights_seconds"] == pytest.approx(
+        steps * weights / rates["bandwidth"], rel=1e-3
+    )
+    ratio = measured["prefill_seconds"] / limit["prefill_seconds"]
+    assert ratio == pytest.approx(989e12 / rates["peak"], rel=1e-2)
+    assert run["share_of_limit_measured"] == measured["seconds"] / run["seconds"]
+
+
+def test_a_turn_is_split_at_its_launches():
+    marks = engine_host.Marks()
+    marks.events = [
+        *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
+        *(("chunk", 1.0), ("extend", 1.003), ("extend", 1.005), ("decode", 1.010)),
+        *(("decode", 1.5), ("chunk", 2.0), ("decode", 2.004), ("chunk", 3.0)),
+    ]
+    found = marks.take()
+    assert found["to_prompts"] == pytest.approx([3])
+    assert found["prompts_to_steps"] == pytest.approx([7])
+    assert found["to_steps"] == pytest.approx([4])
+    assert marks.events == []
+
+
+def test_figures_of_answers_made_by_hand():
+    answers = [
+        Answer(parts=[0.1, 0.2, 0.4], seconds=0.5, tokens=4, peak=10.0),  # 0.3 s over 3 tokens
+        Answer(parts=[0.3, 0.7], seconds=0.8, tokens=3, peak=20.0),  # 0.4 s over 2
+        Answer(parts=[0.2], seconds=0.2, tokens=1, peak=30.0),
+        Answer(seconds=0.1, error="429: full"),
+    ]
+    found = serving.figures(answers, 2.0)
+    assert (found["requests"], found["failed"], found["errors"]) == (4, 1, ["429: full"])
+    assert (found["tokens"], found["tokens_per_second"]) == (8, 4.0)
+    assert found["requests_per_second"] == 1.5
+    assert found["first_part_ms"]["median"] == pytest.approx(200)
+    assert found["a_token_ms"]["median"] == pytest.approx(150)
+    assert found["longest_pause_ms"]["median"] == pytest.approx(300)  # of 200 and 400
+    assert found["whole_ms"]["median"] == pytest.approx(500)
+    assert found["peak_tokens"] == 20.0
+    line = serving.describe({"clients": 2} | found)
+    assert "4 tokens/s, first text after 200.0 ms" in line
+    assert line.endswith("1 not answered: 429: full")
+
+
+def test_without_an_answer_there_are_no_percentiles():
+    found = serving.figures([Answer(error="gone")], 1.0)
+    assert (found["first_part_ms"], found["a_token_ms"], found["peak_tokens"]) == (None,) * 3
+    assert "1 not answered: gone" in serving.describe({"clients": 1} | found)
+
+
+def test_every_eighth_prompt_is_long():
+    sizes = dict(requests=17, prompts=(3, 9), answers=(2, 12))
+    even, uneven = (
+        [len(body["prompt"]) for body in serving.make_requests(config, "stories")]
+        for config in (serving.Config(**sizes), serving.Config(long=100, **sizes))
+    )
+    assert max(even) <= 9
+    assert [place for place, length in enumerate(uneven) if length == 100] == [7, 15]
+    assert max(length for length in uneven if length != 100) <= 9
+
+
+@pytest.mark.nightly
+def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path):
+    out = tmp_path / "serving.json"
+    with a_server() as client:
+        address = f"http://127.0.0.1:{client.port}"
+        sizes = dict(clients=(1, 6), requests=6, prompts=(3, 9), answers=(2, 12))
+        config = serving.Config(**sizes, url=address, out=out)
+        assert serving.main(config) == 0
+    report = json.loads(out.read_text())
+    bodies = serving.make_requests(config, "stories")
+    wanted = sum(body["max_tokens"] for body in bodies)  # the model has no end tokens
+    assert [row["clients"] for row in report["loads"]] == [1, 6]
+    for row in report["loads"]:
+        assert (row["requests"], row["failed"], row["errors"]) == (6, 0, [])
+        assert row["tokens"] == wanted
+        assert row["tokens_per_second"] == pytest.approx(wanted / row["seconds"])
+        assert 0 < row["first_part_ms"]["median"] <= row["whole_ms"]["median"]
+        assert 3 < row["peak_tokens"] <= 24  # TOVA's budget
+    assert report["device"] is None
+
+
+# Compiles into the cache of its folder and no other, and takes a tenth of a second.
+SCRIPT = (
+    "import os, time",
+    "assert 'JAX_COMPILATION_CACHE_DIR' not in os.environ",
+    "os.makedirs(os.environ['DMS_JAX_COMPILATION_CACHE'], exist_ok=True)",
+    "assert os.path.isdir('../compiled')",
+    "[0 for _ in iter(lambda: time.process_time() < 0.1, False)]",
+)
+WORK = f'python -c "{"; ".join(SCRIPT)}"'
+
+
+def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path):
+    steps = {
+        name: first_results.Step(name, WORK, folder)
+        for name, folder in zip("abc", "xyx", strict=True)
+    }
+    monkeypatch.setattr(first_results, "STEPS", steps)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/would/be/warm")
+    out = tmp_path / "times.json"
+    rows = first_results.main(first_results.Config(only=("a", "b", "c"), out=out))
+    assert [row["cache"] for row in rows] == ["empty", "empty", "of the steps before"]
+    for row in rows:
+        assert 0.1 <= row["processor_seconds"] < 60
+        assert row["wall_seconds"] >= 0.1
+        assert len(row["load"]) == 2
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["rows"] == rows
+
+
+# -- traces of a profiler, and kernels -------------------------------------------------------------
+
+
+def event(name, ts, dur, module="jit_decode", pid=1):
+    return dict(ph="X", pid=pid, name=name, ts=ts, dur=dur, args={"hlo_module": module})
+
+
+def test_launches_and_busy_time_are_counted(tmp_path):
+    """Two steps of two layers: two kernels a layer, of which one overlaps, and one a step."""
+    events = [event("loop_add_fusion", 0, 50, module="jit_clear")]
+    for step in range(2):
+        for layer in range(2):
+            start = 100 + 100 * step + 30 * layer
+            events.append(event(f"loop_add_fusion_{layer}", start, 10))
+            events.append(event("nvjet_tst_64x40_64x16_2x4_h", start + 5, 15))
+        events.append(event("argmax", 190 + 100 * step, 10))
+    events.append(event("python", 0, 1000, pid=2))
+    events.append(event("cuGraphLaunch", 0, 1000, pid=2))
+    processes = {1: "/device:GPU:0", 2: "/host:CPU"}
+    names = [
+        dict(ph="M", pid=pid, name="process_name", args={"name": name})
+        for pid, name in processes.items()
+    ]
+    with gzip.open(tmp_path / "vm.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events[::-1] + names}, file)
+    trace = traces.read(tmp_path)
+    assert len(trace.kernels) == 11
+    assert trace.calls == {"cuGraphLaunch": 1}
+    kernels = trace.of("decode")
+    assert step_launches.launches_a_layer(kernels, steps=2, num_layers=2) == 2
+    figures = traces.summarise(kernels, runs=2)
+    assert figures["launches"] == 5
+    assert figures["busy_ms"] == 0.05  # 20 a layer and 10 at the end, of 100
+    assert figures["busy_share"] == 0.5
+    assert figures["families"] == [
+        dict(name="argmax", launches=1, us=10, wait_us=40),
+        dict(name="loop_add_fusion", launches=2, us=20, wait_us=10),
+        dict(name="nvjet_tst_h", launches=2, us=30, wait_us=0),
+    ]
+    assert figures["in_order"][0] == ("loop_add_fusion_0", 10, 0)
+    assert list(trace.programs()) == ["decode", "clear"]
+
+
+def test_families_of_kernels(monkeypatch):
+    events = [
+        (0.0, 900.0, "ncclDevKernel_AllGather_RING_LL"),
+        (1.0, 2000.0, "nvjet_tst_128x256"),
+        (2.0, 500.0, "retrofit_forward"),
+        (3.0, 3000.0, "nvjet_tst_128x256"),
+    ]
+    monkeypatch.setattr(training, "device_events", lambda run: events)
+    found = training.kernels_of(None)
+    assert found["families"]["products"] == {"ms": 5.0, "launches": 2}
+    assert found["families"]["attention"] == {"ms": 0.5, "launches": 1}
+    assert next(iter(found["longest_ms"])) == "nvjet_tst_128x256"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
+def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
+    """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""
+    script = importlib.import_module(f"experiments.benchmarks.{name}_kernel")
+    events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
+
+    def device_events(run):
+        run()
+        return events
+
+    monkeypatch.setattr(timing, "require_gpu", lambda: None)
+    monkeypatch.setattr(timing, "device_events", device_events)
+    case = next(one for one in script.cases.CONTRACT if one.name in ("width7", "base"))
+    monkeypatch.setattr(script.cases, "BENCHMARK", (case,))
+    monkeypatch.setattr(script, "IMPLEMENTATIONS", ("xla", "mosaic_gpu"))
+    script.main(script.Config(out=tmp_path))
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    done, refused = report["records"]
+    assert done["right"]
+    assert done[unit] == pytest.approx(4 - 1 / timing.CALLS, abs=0.01)
+    assert (done["kernels_us"], done["launches"]) == (3, 1)
+    assert (refused["implementation"], refused["case"]) == ("mosaic_gpu", case.name)
+    assert "failed" in refused
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["prefill_kernel", "training_kernels"])
+def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
+    """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
+    script = importlib.import_module(f"experiments.benchmarks.{name}")
+    if name == "prefill_kernel":
+        monkeypatch.setattr(script, "HEADS", 2)
+        monkeypatch.setattr(script, "KV_HEADS", 1)
+        errors = {"output": script.check(np.random.default_rng(3), 4, "xla")}
+        kernel = functools.partial(script.check, np.random.default_rng(3), 4)
+    else:
+        case = TrainingCase("small", 1, 96, 2, 1, 64, 20)
+        errors = script.check(case, jax.random.key(3), "xla")
+        assert errors.pop("same_bits_twice")
+        kernel = functools.partial(script.check, case, jax.random.key(3))
+    assert all(1e-5 < error < 1e-2 for error in errors.values()), errors
+    with pytest.raises(NotImplementedError, match=r"only mosaic_mma \(cuda\) may serve"):
+        kernel("mosaic_mma")
+
+
+# -- the model of the TPU kernels ------------------------------------------------------------------
+
+TEXT = """
+= control target key start
+LH: loop header
+= control target key end
+
+     0   :  { %s1 = smov 0 } /* Start region 9 */
+   0x1 LB: > { %s2 = sphi %s1, %s3
+ } /* Start region 10 :: Start region 11 */
+   0x2 LB: >> { %5 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s4, /*size_in_granules=*/512, /*vm */ } /* Start region 20 */
+   0x3   : >> { %p3 = scmp.ge.s32.totalorder %s9, %s8 }
+   0x4   : > { %6 = sbr.rel (!%p3) target = $region20 }
+   0x5   : >> {}
+   0x6   : >> {}
+   0x7   : >> {}
+   0x8   : >> {} /* End region 20 */
+   0x9   : > { %7 = dma.done.wait [#allocation1], 32 }
+   0xa   : > { %8 = sbr.rel (%p4) target = $region30 }
+   0xb   : > { %p1 = scmp.ge.s32.totalorder %s3, 3 /* loop exit test */ } /* Start/End empty region 30 */
+   0xc   :  { %9 = sbr.rel (!%p1) target = $region11 }
+   0xd   :  {}
+   0xe   :  {}
+   0xf   :  {}
+  0x10   :  {}
+  0x11   :  { %10 = vsyncpa [#allocation1], 1 }
+"""  # noqa: E501
+
+
+def loop(bundles, *loops, copies=(), waits=0, rounds=None):
+    return Loop(bundles, tuple(copies), waits, rounds, loops)
+
+
+PAGE, TABLE = ("hbm_to_vmem", 4096), ("hbm_to_smem", 512)
+
+
+BEFORE = (
+    loop(11, copies=[TABLE], rounds=15),
+    loop(
+        70,
+        loop(40, copies=[PAGE] * 8, rounds=2),
+        loop(15, copies=[PAGE] * 2),
+        copies=[TABLE],
+        waits=1,
+        rounds=4,
+    ),
+)
+
+
+KERNEL = loop(
+    5,
+    loop(
+        100,
+        *BEFORE,
+        loop(
+            300,
+            loop(40, copies=[PAGE] * 8, rounds=2),
+            loop(15, copies=[PAGE] * 2),
+            loop(8, waits=1),
+            copies=[TABLE],
+            waits=2,
+        ),
+        rounds=258,
+    ),
+    rounds=1,
+)
+
+
+def test_loops_of_bundles_are_read():
+    whole = tpu_bundles.parse(TEXT)
+    (outer,) = whole.loops
+    (inner,) = outer.loops
+    assert (whole.bundles, whole.rounds) == (2, 1)
+    assert (outer.bundles, outer.rounds, outer.waits, outer.copies) == (9, 3, 1, ())
+    assert (inner.bundles, inner.rounds, inner.copies) == (7, None, (("hbm_to_vmem", 16384),))
+    assert whole.nested == (whole, outer, inner)
+    assert whole.total() == 2 + 3 * (9 + 7)
+    assert loop(2, loop(3, rounds=4), rounds=5).total() == 5 * (2 + 4 * 3)
+
+
+def test_the_share_of_the_bandwidth_follows_from_bytes_bundles_and_latency():
+    parts = tpu_schedule.decode_parts(KERNEL, 256, 16)
+    assert parts == {
+        "buffers": 5,
+        "row_bundles": 100,
+        "block_bundles": 380,
+        "starting_bundles": 80,
+        "copies_a_block": 16,
+        "bytes_a_copy": 4096,
+        "bytes_a_block": 65536,
+        "slots_a_block": 128,
+        "blocks_a_row": 2,
+    }
+    # Two cores share 2 TB/s: 65.536 ns of bytes, and 430 bundles at 1 GHz.
+    chip = tpu_schedule.Chip("kind", "topology", 2, 1e9)
+    said = tpu_schedule.decode_share(parts, 256, chip, 2e12)
+    assert said == {
+        "copy_cycles": 66,
+        "cycles": 430,
+        "share_at_0_us": round(65.536 / 430, 3),
+        "share_at_0.5_us": round(65.536 / 430, 3),
+        "share_at_1_us": round(65.536 / 430, 3),
+    }
+    # With two buffers a copy does not start before the block in its buffer has been computed.
+    two = tpu_schedule.decode_share(parts | {"buffers": 2}, 256, chip, 2e12)
+    assert two["share_at_0.5_us"] == round(65.536 / ((65.536 + 430 + 500) / 2), 3)
+    assert two["share_at_1_us"] == round(65.536 / ((65.536 + 430 + 1000) / 2), 3)
+    # Half a last block is copied by half and computed as a whole.
+    short = tpu_schedule.decode_share(parts, 192, chip, 2e12)
+    assert (short["copy_cycles"], short["cycles"]) == (49, 430)
+    block = loop(70, loop(8, waits=1), copies=[PAGE] * 8 + [TABLE], waits=2)
+    parts = tpu_schedule.decode_parts(loop(5, loop(9, *BEFORE, block)), 64, 16)
+    assert (parts["copies_a_block"], parts["slots_a_block"], parts["block_bundles"]) == (8, 64, 70)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_bundles_of_a_program_are_found():
+    """XLA fetches each of 256 rows with the other that shares its words, by a copy of its own."""
+    found = tpu_schedule.compiled(tpu_schedule.CHIPS["v5e"], "fetch", "xla", (256, 1 << 20, 1))
+    loops = [one for whole in found.values() for one in whole.nested]
+    rows = sum(one.copies.count(("hbm_to_vmem", 512)) * (one.rounds or 1) for one in loops)
+    assert rows == 256
+    assert 256 < sum(whole.total() for whole in found.values()) < 256 * 50

@@ -1,0 +1,176 @@
+"""Every script: how it is called, how it ends, where it writes, and its smallest run."""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+import runpy
+import sys
+
+# When it is first imported jax has one setting more, and traces again what it traced before.
+import jax.experimental.pallas.tpu  # noqa: F401
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.command_line import running
+from experiments.benchmarks.settings import check_numbers
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPTS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "experiments").rglob("*.py"))
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+]
+MODEL = str(assets.path("stories260k"))
+# Steps of a cache on the shape that scripts call tiny.
+STEPS = dict(batch=2, context=192, chunk=4, repeats=1, dtype="float32")
+# The smallest settings of scripts that run on a CPU with nothing put in the place of their parts.
+RUNS: dict[str, dict] = {
+    "benchmarks.decode_steps": dict(
+        STEPS, shapes=("tiny",), window=16, ratios=(1, 4), model_parallel=(1, 2)
+    ),
+    "benchmarks.draw_decode_steps": {},
+    "benchmarks.engine_host": dict(lanes=4, requests=9, clients=3, runs=1),
+    "benchmarks.even_heads": dict(
+        STEPS, shapes=("tiny",), context=256, window=16, ratios=(4,), rounds=1
+    ),
+    "benchmarks.export_pause": dict(shape="tiny", trainable=("adapter",)),
+    "benchmarks.look_up_gradient": dict(shapes=("tiny",), calls=1),
+    "benchmarks.optimizer_update": dict(shapes=("tiny",), rounds=2),
+    "benchmarks.policy_prompts": dict(
+        shape="tiny", context=600, batch=2, ratio=2, only=("H2O",), repeats=1, dtype="float32"
+    ),
+    "benchmarks.policy_steps": dict(
+        shape="tiny", context=640, batch=1, ratios=(2.0,), only=("SnapKV", "KVzap", "KCache")
+    ),
+    "benchmarks.policy_sweeps": dict(new_tokens=2),
+    "benchmarks.shared_prompts": dict(
+        shape="tiny", layers=1, prompt=24, chains=3, policies=("Vanilla",), repeats=2
+    ),
+    "benchmarks.step_launches": dict(STEPS, shape="tiny", ratio=1),
+    "benchmarks.step_options": dict(
+        STEPS, shape="tiny", window=16, ratios=(4,), turns=1, only=("XLA's defaults",)
+    ),
+    "benchmarks.throughput": dict(
+        shape="tiny",
+        contexts=(256,),
+        prompts=(128,),
+        ratios=(1, 4),
+        most=2,
+        window=16,
+        kcache_context=64,
+        kcache_tops=(8,),
+        kcache_tokens=96,
+        repeats=1,
+        dtype="float32",
+    ),
+    "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2"), steps=1),
+    "reproduction.batch_dependence": dict(
+        models=("stories260k",),
+        dtypes=("float32",),
+        arrangements=("a batch of 4",),
+        prompts=3,
+        new_tokens=3,
+    ),
+    "reproduction.latency": {},
+    "reproduction.needle_grid": dict(
+        model=MODEL,
+        compressed=MODEL,
+        lengths=(400,),
+        depths=(0.0, 100.0),
+        problems=1,
+        budget=32,
+        max_new_tokens=2,
+        lanes=2,
+    ),
+}
+
+
+def ended(name, monkeypatch, *arguments) -> int:
+    """Runs a script as `python -m` does; its exit status."""
+    monkeypatch.delitem(sys.modules, name, raising=False)  # as if it were not imported yet
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(name, run_name="__main__")
+    return end.value.code
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_its_options_are_read(name, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(running, "running_program", lambda: f"python -m {name}")
+    fields = {field.name: field for field in dataclasses.fields(config_of(name))}
+    assert ended(name, monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert f"usage: python -m {name}" in shown
+    for field in fields.values():
+        if "Positional" not in str(field.type):
+            assert f"-{field.name.replace('_', '-')}" in shown
+    assert ended(name, monkeypatch, "--no-such-option", "1") == 2
+    said = capsys.readouterr()
+    assert "no-such-option" in said.err
+    assert said.out == ""
+    # Committed results are written over only if that is asked for.
+    for place in fields.keys() & {"out", "pages", "save", "pack"}:
+        default = fields[place].default
+        assert not isinstance(default, pathlib.Path) or default.parts[0] == "runs"
+    if "out" not in fields:
+        return
+    # A folder below a file is none; kernels are timed on a GPU alone.
+    (tmp_path / "file").touch()
+    missing = dataclasses.MISSING
+    required = [x.name for x in fields.values() if x.default is x.default_factory is missing]
+    given = [word for each in required for word in (f"--{each}", str(tmp_path / "file"))]
+    monkeypatch.setattr(dms_jax, "retrofit", lambda *args, **more: pytest.fail("it went on"))
+    assert ended(name, monkeypatch, *given, "--out", str(tmp_path / "file" / "out")) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "--out" in said or "sees no GPU" in said
+
+
+def config_of(name: str) -> type:
+    return importlib.import_module(name).Config
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RUNS)
+def test_it_runs_on_its_smallest_settings(name, tmp_path, monkeypatch):
+    """Figures are written, and none of them is not a number."""
+
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    module = importlib.import_module(f"experiments.{name}")
+    default = module.Config().out
+    folder = default is not None and not default.suffix
+    out = tmp_path / (default.name if default is not None else "report.json")
+    module.main(module.Config(out=out, **RUNS[name]))
+    written = list(out.iterdir()) if folder else [out]
+    assert written
+    for path in written:
+        assert path.is_dir() or path.stat().st_size > 0
+        if path.suffix == ".json":
+            assert json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_a_number_that_cannot_be_is_called_by_its_option():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        rounds: int = 2
+        ratios: tuple[float, ...] = (1.0, 4.0)
+        window: int = 8
+
+        def __post_init__(self):
+            check_numbers(self, may_be_zero=("window",))
+
+    assert Config(window=0).window == 0
+    for wrong, said in (
+        (dict(rounds=0), "--rounds must be positive, got 0"),
+        (dict(rounds=float("nan")), "--rounds must be finite, got nan"),
+        (dict(ratios=(4.0, 0.0)), r"--ratios must be positive, got \(4.0, 0.0\)"),
+        (dict(ratios=()), "--ratios: give at least one"),
+        (dict(window=-1), "--window must not be negative, got -1"),
+    ):
+        with pytest.raises(dms_jax.ConfigError, match=said):
+            Config(**wrong)
