@@ -53,11 +53,7 @@ def test_a_small_run_is_stopped_goes_on_and_is_written(config, tmp_path, capsys,
     parts = {"linear", "arithmetic", "words", "needle", "tracking", "stories", "text"}
     assert result["held_out_loss"].keys() == parts
     assert all(0 < loss < 10 for loss in result["held_out_loss"].values())
-    assert "--steps 5 --hidden-size 16" in summary["command"]
-    assert "--out" not in summary["command"]
-    assert summary["versions"]["jax"] == jax.__version__
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 5
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
 
     wide, narrow = (dms_jax.load(tmp_path / "run" / name) for name in ("model", "bfloat16"))
     assert (wide.dtype, narrow.dtype) == ("float32", "bfloat16")
@@ -67,7 +63,7 @@ def test_a_small_run_is_stopped_goes_on_and_is_written(config, tmp_path, capsys,
     chex.assert_trees_all_close(wide.logits(tokens), narrow.logits(tokens), rtol=1e-7, atol=0.05)
 
 
-def test_a_skipped_step_is_left_out_of_the_page(config, tmp_path):
+def test_a_skipped_step_is_left_out_of_the_figures(config):
     figures = ("lm_loss", "visible_keys", "model_flops_utilisation")
     times = dict(tokens=8, seconds=1.0, data_seconds=0.1, tokens_per_second=8.0)
     records = [{"step": n, "skipped": n == 2, **times} for n in (1, 2, 3)]
@@ -77,25 +73,6 @@ def test_a_skipped_step_is_left_out_of_the_page(config, tmp_path):
     model = dms_jax.load(dms_jax.assets.path("stories260k"))
     found = pretrain.summarise(config, {"steps": 3}, model, records, 3.0)["result"]
     assert (found["training_loss"], found["visible_keys"], found["steps"]) == (3.0, 3.0, 3)
-    pretrain.draw(records, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_no_panel_of_the_picture_has_more_than_six_lines(tmp_path, monkeypatch):
-    """Every part of the mixture is in one of them, with the loss of training beside it."""
-    from matplotlib import figure
-
-    drawn = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: drawn.append(self))
-    parts = {name: 0.1 * size for size, name in enumerate("abcdefg", 1)}
-    records = [
-        {"step": n, "skipped": 0, "tokens": 8, "lm_loss": 1.0, "evaluation": parts} for n in (1, 2)
-    ]
-    pretrain.draw(records, tmp_path / "curves.png")
-    lines = [[line.get_label() for line in axes.lines] for axes in drawn[0].axes]
-    assert max(map(len, lines)) <= 6
-    assert sorted(label[0] for panel in lines for label in panel[1:]) == sorted(parts)
-    assert {panel[0] for panel in lines} == {"training, all parts"}
 
 
 def test_minutes_become_steps_that_a_later_call_keeps(config, tmp_path, monkeypatch):
@@ -141,15 +118,3 @@ def test_documents_are_packed_in_order():
 
     with pytest.raises(dms_jax.DataError, match="longer than 6 tokens"):
         pretrain.pack(itertools.repeat(([6] * 9, 1)), 2, 6)
-
-
-def test_what_cannot_be_is_told_before_anything_runs(config, tmp_path):
-    def refuses(said: str, **changes):
-        with pytest.raises(dms_jax.ConfigError, match=said):
-            pretrain.main(dataclasses.replace(config, **{"out": tmp_path, **changes}))
-
-    refuses("there is no tokenizer.json", tokenizer=tmp_path)
-    (tmp_path / "file").write_text("no folder")
-    refuses("--out", out=tmp_path / "file")
-    for name, value in {"held_out_sequences": 0, "workers": -1, "minutes": 0.0}.items():
-        refuses(f"--{name.replace('_', '-')} must be", steps=None, **{name: value})

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import re
 import runpy
 import sys
 
@@ -13,7 +14,7 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.command_line import running
+from dms_jax.command_line import retrofit, running
 from experiments.benchmarks.settings import check_numbers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -174,3 +175,13 @@ def test_a_number_that_cannot_be_is_called_by_its_option():
     ):
         with pytest.raises(dms_jax.ConfigError, match=said):
             Config(**wrong)
+
+
+@pytest.mark.parametrize("name", ["README.md", "slurm.sh", "gke.yaml", "tpu_slice.sh"])
+def test_what_launches_a_retrofit_gives_it_options_that_it_has(name):
+    text = (ROOT / "experiments" / "launch" / name).read_text(encoding="utf-8")
+    assert re.search(r"dms-jax,? retrofit", text)
+    known = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(retrofit.Config)}
+    own = {"--data", "--out", "--data-shards", "--batch-size", "--model-shards", "--coordinator"}
+    used = set(re.findall(r"--[a-z-]+", text)) & (own | {"--processes", "--process"})
+    assert {"--out", "--data-shards"} <= used <= known

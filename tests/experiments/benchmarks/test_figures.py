@@ -22,14 +22,12 @@ from experiments.benchmarks import (
     shapes,
     step_launches,
     throughput,
-    tpu_bundles,
     tpu_schedule,
     traces,
     training,
 )
 from experiments.benchmarks import kernel_timing as timing
 from experiments.benchmarks.serving import Answer
-from experiments.benchmarks.tpu_bundles import Loop
 from pallas_kernels.training.cases import TrainingCase
 from tests.serving.support import serving as a_server
 
@@ -352,87 +350,9 @@ def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
 
 # -- the model of the TPU kernels ------------------------------------------------------------------
 
-TEXT = """
-= control target key start
-LH: loop header
-= control target key end
-
-     0   :  { %s1 = smov 0 } /* Start region 9 */
-   0x1 LB: > { %s2 = sphi %s1, %s3
- } /* Start region 10 :: Start region 11 */
-   0x2 LB: >> { %5 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s4, /*size_in_granules=*/512, /*vm */ } /* Start region 20 */
-   0x3   : >> { %p3 = scmp.ge.s32.totalorder %s9, %s8 }
-   0x4   : > { %6 = sbr.rel (!%p3) target = $region20 }
-   0x5   : >> {}
-   0x6   : >> {}
-   0x7   : >> {}
-   0x8   : >> {} /* End region 20 */
-   0x9   : > { %7 = dma.done.wait [#allocation1], 32 }
-   0xa   : > { %8 = sbr.rel (%p4) target = $region30 }
-   0xb   : > { %p1 = scmp.ge.s32.totalorder %s3, 3 /* loop exit test */ } /* Start/End empty region 30 */
-   0xc   :  { %9 = sbr.rel (!%p1) target = $region11 }
-   0xd   :  {}
-   0xe   :  {}
-   0xf   :  {}
-  0x10   :  {}
-  0x11   :  { %10 = vsyncpa [#allocation1], 1 }
-"""  # noqa: E501
-
-
-def loop(bundles, *loops, copies=(), waits=0, rounds=None):
-    return Loop(bundles, tuple(copies), waits, rounds, loops)
-
-
-PAGE, TABLE = ("hbm_to_vmem", 4096), ("hbm_to_smem", 512)
-
-
-BEFORE = (
-    loop(11, copies=[TABLE], rounds=15),
-    loop(
-        70,
-        loop(40, copies=[PAGE] * 8, rounds=2),
-        loop(15, copies=[PAGE] * 2),
-        copies=[TABLE],
-        waits=1,
-        rounds=4,
-    ),
-)
-
-
-KERNEL = loop(
-    5,
-    loop(
-        100,
-        *BEFORE,
-        loop(
-            300,
-            loop(40, copies=[PAGE] * 8, rounds=2),
-            loop(15, copies=[PAGE] * 2),
-            loop(8, waits=1),
-            copies=[TABLE],
-            waits=2,
-        ),
-        rounds=258,
-    ),
-    rounds=1,
-)
-
-
-def test_loops_of_bundles_are_read():
-    whole = tpu_bundles.parse(TEXT)
-    (outer,) = whole.loops
-    (inner,) = outer.loops
-    assert (whole.bundles, whole.rounds) == (2, 1)
-    assert (outer.bundles, outer.rounds, outer.waits, outer.copies) == (9, 3, 1, ())
-    assert (inner.bundles, inner.rounds, inner.copies) == (7, None, (("hbm_to_vmem", 16384),))
-    assert whole.nested == (whole, outer, inner)
-    assert whole.total() == 2 + 3 * (9 + 7)
-    assert loop(2, loop(3, rounds=4), rounds=5).total() == 5 * (2 + 4 * 3)
-
 
 def test_the_share_of_the_bandwidth_follows_from_bytes_bundles_and_latency():
-    parts = tpu_schedule.decode_parts(KERNEL, 256, 16)
-    assert parts == {
+    parts = {
         "buffers": 5,
         "row_bundles": 100,
         "block_bundles": 380,
@@ -460,9 +380,6 @@ def test_the_share_of_the_bandwidth_follows_from_bytes_bundles_and_latency():
     # Half a last block is copied by half and computed as a whole.
     short = tpu_schedule.decode_share(parts, 192, chip, 2e12)
     assert (short["copy_cycles"], short["cycles"]) == (49, 430)
-    block = loop(70, loop(8, waits=1), copies=[PAGE] * 8 + [TABLE], waits=2)
-    parts = tpu_schedule.decode_parts(loop(5, loop(9, *BEFORE, block)), 64, 16)
-    assert (parts["copies_a_block"], parts["slots_a_block"], parts["block_bundles"]) == (8, 64, 70)
 
 
 @pytest.mark.nightly

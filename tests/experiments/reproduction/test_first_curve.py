@@ -1,12 +1,7 @@
-"""The first curve: its plan, its data, its queue; and a whole tiny run."""
+"""The first curve: budgets, data, which variant is chosen, verdicts; and a whole tiny run."""
 
 import dataclasses
-import json
-import os
 import pathlib
-import signal
-import subprocess
-import sys
 
 import chex
 import numpy as np
@@ -14,39 +9,30 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from experiments.reproduction import first_curve, processes
+from experiments.reproduction import first_curve
 from experiments.reproduction.curve import jobs as curve_jobs
-from experiments.reproduction.curve import plan
+from experiments.reproduction.curve import page, plan
 from experiments.reproduction.curve.analysis import Results
-from experiments.reproduction.curve.data import Sequences, _first_fit, make_prompts, read_documents
-from experiments.reproduction.curve.jobs import (
-    Worker,
-    check_settings,
-    limit_for,
-    policy_at,
-)
+from experiments.reproduction.curve.data import Sequences, read_documents
+from experiments.reproduction.curve.jobs import Worker, limit_for, policy_at
 from experiments.reproduction.curve.plan import Config, Job, Paths
 from experiments.reproduction.files import write_json
-from experiments.reproduction.runs import read_plan, write_plan
 
 MODEL = str(assets.path("stories260k"))
 
 
-# -- the plan -------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_done_without_comes_first():
-    config = Config()
-    names = [job.name for job in plan.jobs(config)]
-    assert len(set(names)) == len(names)
-    assert names[:9] == [*(f"data-{shard}" for shard in range(8)), "vanilla-0"]
-    assert names[9:14] == [*(f"{variant.name}-0" for variant in plan.MAIN), "further-0"]
-    assert config.ladder[int(names[14].rsplit("-", 1)[1])] == 4  # TOVA at ratio 4
-    last = names.index("dms-adapter-shift0-w16-2")
-    assert names.index("StreamingLLM-0") < names.index("further-1") < last
-    assert last < names.index("dms-neuron-shift1-w64-0") < names.index("RandomEviction-0")
-    only = plan.jobs(dataclasses.replace(config, variants=("dms-neuron-shift1-w64",)))
-    assert [job.name for job in only if job.kind == "retrofit"] == ["dms-neuron-shift1-w64-0"]
+def small(out: pathlib.Path, **changes) -> Config:
+    return Config(
+        out=out,
+        model=MODEL,
+        shards=2,
+        seeds=1,
+        asked=("needle",),
+        ratios=(4.0,),
+        ladder=(2.0,),
+        variants=("dms-neuron-shift1-w16",),
+        **changes,
+    )
 
 
 def test_budgets_give_the_peak_they_are_asked_for():
@@ -60,53 +46,6 @@ def test_budgets_give_the_peak_they_are_asked_for():
     policy = policy_at("RandomEviction", np.array([80.0, 120.0]), 58.5)
     assert policy.rate == pytest.approx(0.5)
     assert policy_at("RandomEviction", np.array([80.0]), 5.0).rate == 1
-
-
-def test_a_plan_survives_being_written(tmp_path):
-    config = Config(out=tmp_path, pages=tmp_path / "pages", ratios=(2.0, 4.0))
-    write_plan(config)
-    assert read_plan(type(config), tmp_path) == config
-
-
-def test_a_run_does_not_go_on_with_other_settings(tmp_path):
-    config = small(tmp_path)
-    check_settings(config)  # nothing is there yet
-    write_plan(config)
-    check_settings(dataclasses.replace(config, learning_rate=1.0))  # nothing was made
-    write_json(Paths(config).data(0), {})
-    check_settings(dataclasses.replace(config, learning_rate=1.0))  # the documents know of none
-    with pytest.raises(dms_jax.ConfigError, match=r"documents=60000, not 8; .*another --out"):
-        check_settings(dataclasses.replace(config, documents=8, document_tokens=3))
-    write_json(Paths(config).result("vanilla", "1", 0, "needle"), {})
-    check_settings(dataclasses.replace(config, seeds=3, processes=4, deadline_minutes=1.0))
-    with pytest.raises(dms_jax.ConfigError, match=r"learning_rate=3e-05, not 1\.0"):
-        check_settings(dataclasses.replace(config, learning_rate=1.0))
-
-
-# -- data -----------------------------------------------------------------------------------------
-
-
-def test_prompts_are_those_of_a_seed_and_fit():
-    tokenizer = dms_jax.load(MODEL).tokenizer
-    prompts = make_prompts(tokenizer, 150, 8, "0 0")
-    assert prompts == make_prompts(tokenizer, 150, 8, "0 0")
-    assert prompts != make_prompts(tokenizer, 150, 8, "0 1")
-    assert len(prompts) == 8
-    assert max(map(len, prompts)) <= 150
-    assert all(ids[0] == tokenizer.bos_token_id for ids in prompts)
-
-
-@pytest.mark.nightly
-def test_prompts_that_never_fit_are_not_drawn_for_ever():
-    tokenizer = dms_jax.load(MODEL).tokenizer
-    with pytest.raises(dms_jax.DataError, match="longer than the 3 tokens"):
-        make_prompts(tokenizer, 3, 1, "0 0")
-
-
-def test_first_fit():
-    assert _first_fit([3, 2, 1, 2], 4) == [[0, 2], [1, 3]]
-    assert _first_fit([3, 3, 3, 1], 4, open_rows=2) == [[0], [1, 3], [2]]
-    assert _first_fit([], 4) == []
 
 
 def test_sequences_hold_every_document_once_and_count_completions():
@@ -140,117 +79,6 @@ def test_sequences_hold_every_document_once_and_count_completions():
     other = make(1)
     orders = [[next(it)["tokens"].tolist() for _ in range(3)] for it in (make(0), other)]
     assert orders[0] != orders[1]
-
-
-# -- the queue ------------------------------------------------------------------------------------
-
-
-class Recorder(Worker):
-    """A worker whose jobs write empty files."""
-
-    def __init__(self, config: Config, deadline: float):
-        super().__init__(config, deadline)
-        self.did: list[str] = []
-
-    def _do(self, job: Job) -> None:
-        self.did.append(job.name)
-        for path in self.paths.products(job):
-            write_json(path, {})
-        self.paths.lock(job).unlink()
-
-
-def small(out: pathlib.Path, **changes) -> Config:
-    return Config(
-        out=out,
-        model=MODEL,
-        shards=2,
-        seeds=1,
-        asked=("needle",),
-        ratios=(4.0,),
-        ladder=(2.0,),
-        variants=("dms-neuron-shift1-w16",),
-        **changes,
-    )
-
-
-def test_a_worker_does_what_is_left_and_never_what_is_taken(tmp_path):
-    config = small(tmp_path)
-    names = [job.name for job in plan.jobs(config)]
-    first = Recorder(config, deadline=np.inf)
-    taken = Job("further", "further", 0)
-    assert first._take(taken)
-    assert not Recorder(config, deadline=np.inf)._take(taken)
-    first.work()
-    assert first.did == [name for name in names if name != "further-0"]
-    Paths(config).lock(taken).unlink()
-    second = Recorder(config, deadline=np.inf)
-    second.work()
-    assert second.did == ["further-0"]
-    third = Recorder(config, deadline=np.inf)
-    third.work()
-    assert third.did == []
-
-
-def test_data_alone_are_written_where_nothing_else_is_wanted(tmp_path):
-    worker = Recorder(small(tmp_path, only="data"), deadline=np.inf)
-    worker.work()
-    assert worker.did == ["data-0", "data-1"]
-
-
-def test_workers_take_turns_on_the_gpus(monkeypatch):
-    four = ["0", "1", "2", "3"]
-    own = [processes.gpu_of(index, 6, four) for index in range(6)]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in own] == ["0", "1", "2", "3", "0", "1"]
-    assert own[0]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.45"
-    assert processes.gpu_of(1, 2, four) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert processes.gpu_of(1, 2, []) == {}  # no GPU
-    assert processes.gpu_of(0, 1, four) == {}  # a single process is left as it is
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")  # the others are somebody else's
-    assert processes.visible_gpus() == ["2", "3"]
-    assert processes.gpu_of(1, 2, processes.visible_gpus()) == {"CUDA_VISIBLE_DEVICES": "3"}
-
-
-def test_nothing_begins_after_the_deadline(tmp_path):
-    worker = Recorder(small(tmp_path), deadline=0)
-    worker.work()
-    assert worker.did == []
-
-
-def test_a_job_that_is_stopped_is_the_last(tmp_path):
-    class Stopped(Worker):
-        def _data(self, job: Job) -> None:
-            raise KeyboardInterrupt
-
-    config = small(tmp_path)
-    worker = Stopped(config, deadline=np.inf)
-    worker.work()
-    logs = [path.stem for path in (tmp_path / "jobs").glob("*.json")]
-    assert logs == ["data-0"]
-    assert json.loads(Paths(config).log(Job("data", "data", 0)).read_text())["outcome"] == "stopped"
-    assert not list((tmp_path / "locks").iterdir())
-
-
-def test_a_worker_writes_who_it_is_into_its_lock(tmp_path):
-    """So that the job of a process that died is known."""
-    assert Worker(small(tmp_path), deadline=np.inf)._take(Job("vanilla", "vanilla", 0))
-    assert (tmp_path / "locks" / "vanilla-0").read_text() == str(os.getpid())
-
-
-def test_no_worker_is_left_behind():
-    running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    processes.stop([running])
-    assert running.returncode == -signal.SIGTERM
-
-
-def test_results_alone_make_data_needless(tmp_path):
-    config = small(tmp_path)
-    Recorder(config, deadline=np.inf).work()
-    for shard in range(2):
-        Paths(config).data(shard).unlink()
-    (Paths(config).result("vanilla", "1", 0, "needle")).unlink()
-    worker = Recorder(config, deadline=np.inf)
-    worker.work()
-    assert worker.did == ["vanilla-0"]
 
 
 def test_a_retrofit_also_answers_the_problems_that_a_variant_is_chosen_by(tmp_path, monkeypatch):
@@ -288,15 +116,11 @@ def test_a_retrofit_also_answers_the_problems_that_a_variant_is_chosen_by(tmp_pa
     assert Paths(config).done(job)
 
 
-# -- the whole ------------------------------------------------------------------------------------
-
-
 @pytest.mark.nightly
-def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path, capsys):
+def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path):
     config = small(
         tmp_path / "run",
         pages=tmp_path / "pages",
-        pack=tmp_path / "pack",
         documents=8,
         document_tokens=8,
         sequence_length=128,
@@ -309,8 +133,6 @@ def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path, capsys):
         page_size=16,
     )
     assert first_curve.main(config) == 0
-    printed = capsys.readouterr().out
-    assert "0 jobs are left" in printed
     results = Results(config)
     assert {system for system, _, _ in results.points} == {
         "vanilla",
@@ -330,10 +152,130 @@ def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path, capsys):
     assert len(documents) == 8
     assert all(prompt < len(tokens) <= prompt + 8 for tokens, prompt in documents)
     assert (tmp_path / "pages" / "README.md").exists()
-    assert (tmp_path / "pack" / "results.tar.gz").exists()
-    parts = sorted((tmp_path / "pack").glob("dms-neuron-shift1-w16-0-4.tar.*"))
-    assert [part.name[-2:] for part in parts] == [".0"]
     logs = sorted((config.out / "jobs").glob("*.json"))
     before = [log.read_text() for log in logs]
     assert first_curve.main(config) == 0
     assert [log.read_text() for log in logs] == before
+
+
+def write_results(
+    config: Config,
+    levels: dict[tuple[str, float], tuple[float, float]],
+    choice: dict[str, float] | None = None,
+) -> None:
+    """Results in which a system's first problems are right: {(system, setting): (share, peak)}.
+
+    On the problems that a variant is chosen by, the shares of `choice`; none where it is absent.
+    """
+    tasks = {key: dict.fromkeys(plan.TASKS, level) for key, level in levels.items()}
+    for system, share in (choice or {}).items():
+        tasks[system, 4][config.choice] = (share, 25)
+    for (system, setting), of_task in tasks.items():
+        for task, (share, peak) in of_task.items():
+            for seed in range(2):
+                right = (np.arange(100) < 100 * share).astype(float).tolist()
+                data = {
+                    "system": system,
+                    "setting": f"{setting:g}",
+                    "seed": seed,
+                    "chains": 1,
+                    "peak": peak,
+                    "reads": 10 * peak,
+                    "voted": [share, 0.0],
+                    "compression_ratio": 100 / peak,
+                    "new_tokens": 5.0,
+                    "ended": 1.0,
+                    "per_problem": {"scores": right},
+                }
+                write_json(Paths(config).result(system, f"{setting:g}", seed, task), data)
+
+
+def test_verdicts_are_tests_on_the_numbers(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
+    write_results(
+        config,
+        {
+            ("vanilla", 1): (0.90, 100),
+            ("further", 1): (0.80, 100),
+            ("dms-neuron-shift1-w16", 4): (0.80, 25),
+            ("dms-neuron-shift1-w16", 8): (0.60, 12.5),
+            ("dms-adapter-shift1-w16", 4): (0.50, 25),
+            ("TOVA", 4): (0.60, 25),
+            ("TOVA", 8): (0.60, 12.5),
+            ("StreamingLLM", 2): (0.40, 50),
+            ("StreamingLLM", 8): (0.20, 12.5),
+        },
+        {"dms-neuron-shift1-w16": 0.70, "dms-adapter-shift1-w16": 0.60},
+    )
+    results = Results(config)
+    assert results.best == "dms-neuron-shift1-w16"
+    # StreamingLLM halfway in the logarithm between 0.2 at 12.5 and 0.4 at 50: 0.3 at 25.
+    gain = results.against("dms-neuron-shift1-w16", 4.0, "StreamingLLM", "needle", "peak")
+    assert gain.value == pytest.approx(0.5)
+    found = page.summary(config, results)
+    control, vanilla = found["against_control"], found["against_vanilla"]
+    best, adapter = "dms-neuron-shift1-w16", "dms-adapter-shift1-w16"
+    assert [control[best][at]["needle"][0] for at in ("4", "8")] == [0, -0.2]
+    assert control[adapter]["4"]["needle"][0] == -0.3
+    assert vanilla[adapter]["4"]["needle"][0] == -0.4
+    verdicts = page._verdicts(found)
+    assert (
+        "DMS at ratio 4 within 2 points of further on reasoning: **holds** (+0.0 ± 0.0)" in verdicts
+    )
+    assert "within 2 points of vanilla on needle: **does not hold** (-10.0 ± 3.0)" in verdicts
+    claims = [line for line in verdicts.splitlines() if "at equal live tokens by more" in line]
+    assert ["**holds**" in claim for claim in claims] == [True, True, False, True]
+
+
+def test_the_variant_is_chosen_on_other_problems_than_it_is_judged_on(tmp_path):
+    """The best of several on the test problems is one that was lucky on them."""
+    config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
+    levels = {("vanilla", 1): (0.9, 100), ("dms-neuron-shift1-w16", 4): (0.6, 25)}
+    write_results(
+        config,
+        {**levels, ("dms-adapter-shift0-w16", 4): (0.8, 25)},
+        {"dms-neuron-shift1-w16": 0.7, "dms-adapter-shift0-w16": 0.65},
+    )
+    assert Results(config).best == "dms-neuron-shift1-w16"
+    without = dataclasses.replace(config, out=tmp_path / "without")
+    write_results(without, levels)  # nothing is chosen where only those of the page were answered
+    assert Results(without).best is None
+
+
+def test_the_best_variant_is_one_of_those_with_the_most_seeds(tmp_path):
+    config = dataclasses.replace(Config(), out=tmp_path, seeds=2)
+    shares = {
+        "dms-neuron-shift1-w16": 0.6,
+        "dms-adapter-shift0-w16": 0.7,
+        "dms-neuron-shift0-w64": 0.9,
+    }
+    write_results(config, {(name, 4): (0.5, 25) for name in shares}, shares)
+    for task in (*plan.TASKS, config.choice):  # one seed alone
+        Paths(config).result("dms-neuron-shift0-w64", "4", 1, task).unlink()
+    assert Results(config).best == "dms-adapter-shift0-w16"
+
+
+def test_a_rival_that_was_not_measured_is_neither_beaten_nor_unbeaten():
+    won, lost, unknown = [0.5, 0.01], [-0.5, 0.01], None
+    for pairs, verdict in (
+        ((won, won, unknown), "**holds**"),
+        ((won, lost, unknown), "**not measured on enough tasks**"),
+        ((won, unknown, unknown), "**not measured on enough tasks**"),
+        ((unknown, unknown, unknown), "**not measured on enough tasks**"),
+        ((lost, lost, unknown), "**does not hold**"),
+        ((won, lost, lost), "**does not hold**"),
+    ):
+        text = page._above("8", "TOVA", dict(zip(plan.TASKS, pairs, strict=True)))
+        assert verdict in text
+
+
+def test_the_margin_of_two_points():
+    for pair, verdict in (
+        ([-0.005, 0.005], "**holds**"),
+        ([-0.015, 0.005], "**holds on the mean"),
+        ([-0.025, 0.005], "**does not hold on the mean"),
+        ([-0.08, 0.005], "**does not hold**"),
+        (None, "**not measured**"),
+        ([0.5, None], "**not to be told from a single problem** (+50.0 ± unknown)"),
+    ):
+        assert verdict in page._within("needle", pair, "further")

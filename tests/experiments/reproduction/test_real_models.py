@@ -1,32 +1,115 @@
-"""The measurement of real models: its plan, its budgets, its lessons; and one job of each kind."""
+"""The measurement of real models: budgets, lessons and trainings."""
 
 import dataclasses
 import json
 import pathlib
 import types
 
+import numpy as np
 import pytest
 
 import dms_jax
-from experiments.reproduction import real_models
+from dms_jax.data import Exchange
 from experiments.reproduction.files import write_json
-from experiments.reproduction.processes import own_place, place_of
-from experiments.reproduction.queue import OutOfTimeError
-from experiments.reproduction.real import jobs as real_jobs
-from experiments.reproduction.real import lessons, plan, systems
-from experiments.reproduction.real import speed as real_speed
-from experiments.reproduction.real.budgets import calibrated
-from experiments.reproduction.real.jobs import Worker, check_settings
+from experiments.reproduction.real import lessons, systems
+from experiments.reproduction.real.budgets import budget_of_mean, calibrated, fitted, matched
 from experiments.reproduction.real.plan import Job, Paths, free
 from experiments.reproduction.real.settings import Config
 from experiments.reproduction.real.sweep import CENTRE, SWEEPS
-from experiments.reproduction.real.systems import CONTROL, FREE, PLANNED, RIVAL, TRAININGS
-from experiments.reproduction.runs import read_plan, write_plan
+from experiments.reproduction.real.systems import CHOICES, CONTROL, FREE, PLANNED, TRAININGS
 
 GIVEN = Config(qwen="reasoner-11m", smollm2="reasoner-11m", data=pathlib.Path("data"))
 
 
-# -- the plan -------------------------------------------------------------------------------------
+def test_the_budget_of_a_mean_is_the_smallest_that_holds_as_many():
+    prompts, answers = np.asarray([2]), np.asarray([5])  # steps at 3, 4, 5 and 6 tokens
+    assert budget_of_mean(prompts, answers, 3.0) == 3
+    assert budget_of_mean(prompts, answers, 3.75) == 4
+    assert budget_of_mean(prompts, answers, 4.5) == 6
+    assert budget_of_mean(prompts, answers, 9.0) == 6  # as many as there are
+    random = np.random.default_rng(0)
+    prompts, answers = random.integers(1, 9, 20), random.integers(1, 30, 20)
+    live = [min(p + s, 7) for p, a in zip(prompts, answers, strict=True) for s in range(1, a)]
+    assert budget_of_mean(prompts, answers, float(np.mean(live))) == 7
+
+
+def test_methods_hold_as_much_as_the_reference_did(tmp_path):
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
+    lengths = {"prompt_tokens": [100, 50], "new_tokens": [200, 20]}
+    write_json(paths.result(free("qwen", "vanilla")), {"peak": 384.0, "per_problem": lengths})
+    write_json(paths.reference("qwen", "gsm8k"), {"peak": 120.4, "mean_live": 99.0})
+
+    def budget(name: str) -> int:
+        policy = calibrated(paths, free("qwen", name), FREE[name])
+        return policy.top if isinstance(policy, dms_jax.KCache) else policy.budget
+
+    assert budget("tova") == budget("streaming") == budget("h2o") == budget("kcache") == 120
+    assert budget("expected") == budget("snapkv") == 120 - systems.INTERVAL
+    assert budget("tova-half-more") == 181
+    # 199 steps over more than 100 tokens and 19 of 60 in the mean: (199 b + 19 * 60) / 218 >= 99
+    assert budget("tova-mean") == 103
+    write_json(paths.result(free("smollm2", "vanilla", "choices")), {"peak": 90.0})
+    write_json(paths.reference("smollm2", "choices"), {"peak": 40.0})
+    policy = calibrated(paths, free("smollm2", "tova", "choices"), FREE["tova"])
+    assert policy == dms_jax.TOVA(compression_ratio=2.25)
+
+
+def test_scorers_hold_as_much_as_the_reference_did(tmp_path, monkeypatch):
+    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
+    write_json(paths.result(free("qwen", "vanilla")), {"peak": 386.0})
+    write_json(paths.reference("qwen", "gsm8k"), {"peak": 120.4})
+    job = Job("asking", "qwen", "kvpop", "3.5", "gsm8k")
+    policy = fitted(paths, job, None, TRAININGS["kvpop"].policy, [])
+    assert policy == dms_jax.KVpop(budget=119, window=16)  # one more while a query attends
+
+    def calibrate(model, batches, *, compression_ratio, policy):
+        kept = [batch["tokens"][batch["segment_ids"] > 0].tolist() for batch in batches]
+        return compression_ratio, kept, policy
+
+    monkeypatch.setattr(dms_jax, "calibrate", calibrate)
+    exchange = Exchange(np.asarray([1, 2], np.int32), np.asarray([3], np.int32))
+    kvzap = TRAININGS["kvzap"].policy
+    ratio, kept, policy = fitted(paths, job, None, kvzap, [exchange] * 9)
+    always = 16 + 1 + 4  # the window with the current token, and the sinks
+    assert ratio == pytest.approx((386 - always) / (120.4 - always))
+    assert kept == [[1, 2, 3] * 8, [1, 2, 3]]
+    assert policy == kvzap
+    # Peaks of a problem are those of its chains together, and each has a budget.
+    write_json(paths.result(free("qwen", "vanilla", "frontier")), {"peak": 8 * 386.0, "chains": 8})
+    write_json(paths.reference("qwen", "frontier"), {"peak": 8 * 128.2, "chains": 8})
+    job = Job("asking", "qwen", "kvpop", "3.5", "frontier")
+    assert fitted(paths, job, None, TRAININGS["kvpop"].policy, []).budget == 127
+    write_json(paths.result(free("qwen", "vanilla", CHOICES)), {"peak": 90.0})
+    write_json(paths.reference("qwen", CHOICES), {"peak": 40.0})
+    job = Job("asking", "qwen", "kvpop", "3.5", CHOICES)  # questions of very different lengths
+    assert fitted(paths, job, None, TRAININGS["kvpop"].policy, []).compression_ratio == 2.25
+
+
+@pytest.mark.parametrize("start", [-9.0, -5.1, -2.0])
+@pytest.mark.parametrize("drift", [0.0, 0.4])
+def test_a_threshold_is_moved_until_as_much_is_held(start, drift):
+    asked = []
+
+    def ask(policy):
+        """386 tokens of which the window stays; more is evicted, and answers are shorter."""
+        asked.append(policy.threshold)
+        share = 1 / (1 + np.exp(1.4 * (policy.threshold + 5.5)))
+        length = 386 * (1 - drift * (1 - share))
+        return {"peak": 21 + (length - 21) * share, "score": len(asked)}
+
+    found = matched(ask, dms_jax.KVzap(window=16, threshold=start), 127.0)
+    assert found.found["peak"] == pytest.approx(127, rel=0.02)
+    assert found.policy == dms_jax.KVzap(window=16, threshold=asked[-1])
+    assert found.found["score"] == len(asked) == len(found.tries) <= 8
+    assert found.tries[-1] == (asked[-1], found.found["peak"])
+
+
+def test_a_peak_that_no_threshold_gives_is_an_error():
+    ask = lambda policy: {"peak": 300.0 if policy.threshold < -5 else 60.0}  # noqa: E731
+    with pytest.raises(
+        dms_jax.DataError, match=r"a peak of 127\.0 tokens: 300\.0 at -6\.000, 60\.0"
+    ):
+        matched(ask, dms_jax.KVzap(window=16), 127.0)
 
 
 def test_every_training_has_a_recipe_of_the_plans_tokens_that_settles():
@@ -49,253 +132,6 @@ def test_what_is_planned_is_the_librarys_recipe_at_its_ratio():
     control = TRAININGS[CONTROL].recipe(GIVEN)
     assert control.total_tokens(dms_jax.Vanilla()) == recipe.total_tokens(dms_jax.DMS())
     assert control.trainable == recipe.trainable == "low_rank"
-
-
-def test_texts_without_answers_are_learned_whole():
-    for training in TRAININGS.values():
-        if training.model == systems.SMOLLM2 or training.lessons in ("texts", "mixed"):
-            assert not training.recipe(GIVEN).answers_only
-    assert TRAININGS["dmc"].recipe(GIVEN).answers_only
-
-
-def test_every_method_is_asked_every_task():
-    """And for every ratio, where it has a budget."""
-    names = {job.name for job in plan.jobs(GIVEN)}
-    free = ("vanilla", "tova", "snapkv", "expected", "streaming", "h2o", "quest", "kcache")
-    free += ("vanilla-float8",)
-    qwen = ("control-at3.3", "dmc-at4", "adapter-to-4-at4", "low-rank-to-4-at4", "all-to-4-at4")
-    small = ("control-at4", "dmc-at4", "adapter-w16-at4", "low-rank-w16-at4", "all-to-4-at4")
-    tasks = ("gsm8k", *systems.OTHERS[systems.QWEN])
-    wanted = {f"asking-qwen-{each}-{task}" for each in (*free, *qwen) for task in tasks}
-    tasks = (*systems.MEASURES[systems.SMOLLM2], *systems.OTHERS[systems.SMOLLM2])
-    asked = (*free, *(f"smollm2-{each}" for each in small))
-    wanted |= {f"asking-smollm2-{each}-{task}" for each in asked for task in tasks}
-    wanted |= {f"asking-qwen-{each}-at{ratio}-gsm8k" for each in free[1:-1] for ratio in (2, 4, 8)}
-    assert wanted <= names
-
-
-def test_what_the_verdicts_need_comes_first():
-    names = [job.name for job in plan.jobs(GIVEN)]
-    assert len(set(names)) == len(names)
-    order = [
-        "lessons-qwen-0",
-        "asking-qwen-vanilla-gsm8k",
-        "speed-qwen-speed",
-        f"training-qwen-{PLANNED}",
-        f"training-qwen-{RIVAL}",
-        f"asking-qwen-{PLANNED}-at3.3-unseen",
-        f"asking-qwen-{RIVAL}-at3.3-gsm8k",
-        "training-qwen-control",
-        "asking-qwen-h2o-gsm8k",
-        "asking-qwen-control-at3.3-gsm8k",
-        f"asking-qwen-{PLANNED}-at3.3-frontier",
-        "asking-qwen-quest-gsm8k",
-        "asking-qwen-dms-float8-gsm8k",
-        "training-qwen-low-rank-to-4",
-        "training-qwen-dmc",
-        "asking-qwen-dmc-at4-gsm8k",
-        "asking-qwen-low-rank-to-4-at2-gsm8k",
-        "lessons-smollm2-0",
-        "asking-smollm2-smollm2-adapter-w16-at4-needle",
-        "training-smollm2-smollm2-low-rank-w16",
-        "training-smollm2-smollm2-control",
-        "asking-smollm2-tova-choices",
-        "training-smollm2-smollm2-dmc",
-        "asking-qwen-control-at3.3-frontier",
-        "asking-qwen-vanilla-math500",
-        f"asking-qwen-{PLANNED}-at3.3-math500",
-        "asking-qwen-tova-half-more-gsm8k",
-        "asking-qwen-tova-math500",
-    ]
-    places = [names.index(name) for name in order]
-    assert places == sorted(places)
-    assert "training-smollm2-smollm2-adapter-w16" not in names  # it ships
-    scorers = [name for name in names if name.split("-")[2] in ("kvzap", "kvpop")]
-    asked = [name.split("-")[2] for name in scorers if name.endswith("at3.3-gsm8k")]
-    assert asked == ["kvzap", "kvpop"]
-
-
-def test_answers_and_the_planned_retrofit_may_come_from_the_command(tmp_path, monkeypatch):
-    """They are awaited, copied, and neither sampled nor trained again."""
-    config = dataclasses.replace(
-        GIVEN, out=tmp_path / "out", self_taught=tmp_path / "taught", smollm2="", shards=1
-    )
-    worker, paths = Worker(config, 1e18), Paths(config)
-    taught = (Job("lessons", "qwen", "0"), Job("training", "qwen", PLANNED))
-    assert [paths.ready(job) for job in taught] == [False, False]
-    assert worker._busy()
-    (config.self_taught / "answers").mkdir(parents=True)
-    (config.self_taught / "answers" / "journal").write_text("answers")
-    (config.self_taught / "lessons.json").write_text("{}")
-    assert [paths.ready(job) for job in taught] == [True, False]
-    steps = [{"step": n, "tokens": 8, "seconds": 1.0} for n in (1, 2)]
-    steps[-1]["evaluation"] = {"distillation": 0.5}
-    model = config.self_taught / "training" / "model"
-    model.mkdir(parents=True)
-    (model / "adapter.safetensors").write_bytes(b"1234")
-    (model.parent / "log.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (model.parent / "checkpoints").mkdir()
-    assert not worker._busy()
-    monkeypatch.setattr(Worker, "base", lambda *_: None)
-    monkeypatch.setattr(real_jobs, "write_lessons", lambda *_: None)
-    monkeypatch.setattr(real_jobs, "training_documents", lambda *_: [1, 2, 3])
-    for job in taught:
-        assert worker._take(job)
-        worker._do(job)
-    assert (paths.root / "lessons" / "qwen" / "0" / "journal").read_text() == "answers"
-    assert (paths.model(PLANNED, "3.3") / "adapter.safetensors").exists()
-    assert not (paths.training(PLANNED) / "checkpoints").exists()
-    summary = json.loads(paths.summary(PLANNED).read_text())
-    figures = [summary[name] for name in ("documents", "tokens", "seconds", "bytes", "held_out")]
-    assert figures == [3, 16, 2.0, 4, {"distillation": 0.5}]
-    assert paths.taught(Job("training", "qwen", RIVAL)) is None
-
-
-def test_trainings_that_are_in_no_verdict_begin_in_the_order_of_the_settings():
-    chosen = ("smollm2-control", "kvpop", "dmc", PLANNED)
-    found = plan.jobs(dataclasses.replace(GIVEN, trainings=chosen))
-    trained = [job.system for job in found if job.kind == "training"]
-    assert trained == [PLANNED, "kvpop", "dmc", "smollm2-control"]
-    asked = [job.system for job in found if job.kind == "asking" and job.setting]
-    assert asked[:4] == 4 * [PLANNED]
-    assert asked[4:6] == ["kvpop", "dmc"]  # at the end
-    assert asked[6:10] == ["kvpop", "kvpop", "kvpop", "dmc"]  # other budgets, and on the way
-
-
-def test_a_training_that_was_decided_before_the_run_stands_for_election_alone(tmp_path):
-    config = dataclasses.replace(GIVEN, judged=RIVAL, smollm2="", out=tmp_path)
-    names = [job.name for job in plan.jobs(config)]
-    order = [
-        f"training-qwen-{RIVAL}",
-        f"asking-qwen-{RIVAL}-at3.3-gsm8k",
-        "training-qwen-control",
-        "asking-qwen-h2o-gsm8k",
-        f"asking-qwen-{RIVAL}-at3.3-frontier",
-        f"training-qwen-{PLANNED}",
-    ]
-    places = [names.index(name) for name in order]
-    assert places == sorted(places)
-    paths = Paths(config)
-    tova = free("qwen", "tova")
-    write_json(paths.result(free("qwen", "vanilla")), {"peak": 384.0})
-    write_json(paths.result(Job("asking", "qwen", PLANNED, "3.3", "gsm8k")), {"peak": 90.0})
-    assert not paths.ready(tova)  # what others hold as much as is another one
-    write_json(paths.result(Job("asking", "qwen", RIVAL, "3.3", "gsm8k")), {"peak": 120.0})
-    assert paths.ready(tova)
-    assert calibrated(paths, tova, FREE["tova"]).budget == 120
-    with pytest.raises(dms_jax.ConfigError, match="no training 'warm'; there are low-rank-w16, "):
-        plan.jobs(dataclasses.replace(config, judged="warm"))
-
-
-def test_what_ships_is_there():
-    paths = Paths(GIVEN)
-    shipped = [each for each in TRAININGS.values() if each.ships]
-    assert {each.model for each in shipped} == {systems.QWEN, systems.SMOLLM2}
-    for each in shipped:
-        adapter = paths.model(each.name, f"{each.ratio:g}") / "dms_adapter.json"
-        policy = dms_jax.policies.from_dict(json.loads(adapter.read_text())["policy"])
-        assert policy == each.policy
-
-
-def test_only_the_models_that_are_given_are_measured(tmp_path):
-    for config in (dataclasses.replace(GIVEN, qwen=""), dataclasses.replace(GIVEN, smollm2="")):
-        assert {job.model for job in plan.jobs(config)} == set(config.models)
-    for config in (Config(), Config(qwen="m.gguf"), Config(data=tmp_path)):
-        with pytest.raises(dms_jax.ConfigError, match="give --data, and --qwen or --smollm2"):
-            real_models.main(dataclasses.replace(config, out=tmp_path))
-    with pytest.raises(dms_jax.ConfigError, match="no training 'al'; there are low-rank-w16, "):
-        plan.jobs(dataclasses.replace(GIVEN, trainings=("al",)))
-    with pytest.raises(dms_jax.ConfigError, match="lanes must be positive, got 0"):
-        Config(lanes=0)
-
-
-def test_a_method_waits_for_what_its_budget_comes_from(tmp_path):
-    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
-    tova = free("qwen", "tova")
-    assert paths.ready(free("qwen", "vanilla"))
-    assert not paths.ready(tova)
-    write_json(paths.result(free("qwen", "vanilla")), {})
-    assert not paths.ready(tova)
-    write_json(paths.result(Job("asking", "qwen", PLANNED, "3.3", "gsm8k")), {})
-    assert paths.ready(tova)
-    training = Job("training", "qwen", PLANNED)
-    assert not paths.ready(training)
-    for shard in plan.shards(paths.config, "qwen"):
-        write_json(paths.lessons("qwen", shard), {})
-    assert paths.ready(training)
-    end = Job("asking", "qwen", "dmc", "4", "gsm8k")
-    on_the_way = dataclasses.replace(end, setting="2")
-    (paths.training("dmc") / "snapshots" / "2").mkdir(parents=True)
-    assert [paths.ready(each) for each in (on_the_way, end)] == [True, False]
-    float8 = free("qwen", "dms-float8")
-    assert not paths.ready(float8)
-    (paths.model(PLANNED, "3.3")).mkdir(parents=True)
-    assert paths.ready(float8)
-    judged = Paths(dataclasses.replace(paths.config, judged=RIVAL))
-    assert not judged.ready(float8)  # it is the retrofit of the verdict that is asked
-    assert paths.ready(Job("asking", "smollm2", systems.SHIPPED, "4", "piqa"))
-
-
-def test_a_scorer_waits_for_its_training_and_for_what_it_is_to_hold(tmp_path):
-    paths = Paths(dataclasses.replace(GIVEN, out=tmp_path))
-    scorer = Job("asking", "qwen", "kvpop", "3.5", "gsm8k")
-    reference = paths.result(Job("asking", "qwen", PLANNED, "3.3", "gsm8k"))
-    for place in (paths.model("kvpop", "3.5") / "x", reference):
-        assert not paths.ready(scorer)
-        write_json(place, {})
-    assert not paths.ready(scorer)
-    write_json(paths.result(free("qwen", "vanilla")), {})
-    assert paths.ready(scorer)
-
-
-def test_where_workers_share_a_gpu_one_trains_and_only_who_is_alone_times_steps(monkeypatch):
-    gpus = ["0", "1", "2", "3"]
-    places = [place_of(index, 7, gpus) for index in range(7)]
-    assert [each["GPU_PLACE"] for each in places] == ["0/2"] * 3 + ["0/1"] + ["1/2"] * 3
-    assert place_of(1, 2, []) == {}
-    monkeypatch.delenv("GPU_PLACE", raising=False)
-    assert own_place() == (0, 1)
-    kinds = {}
-    for place in ("0/2", "1/2", "0/1"):
-        monkeypatch.setenv("GPU_PLACE", place)
-        kinds[place] = {job.kind for job in Worker(GIVEN, 0).wanted()}
-    assert kinds["0/1"] == {"lessons", "training", "asking", "speed"}
-    assert kinds["0/2"] == {"lessons", "training", "asking"}
-    assert kinds["1/2"] == {"lessons", "asking"}
-    speed = Worker(dataclasses.replace(GIVEN, only="speed"), 0)
-    assert [job.kind for job in speed.wanted()] == ["speed"]
-
-
-def test_steps_that_were_timed_before_the_time_was_over_are_not_timed_again(tmp_path, monkeypatch):
-    timed = []
-
-    def time_steps(model, racer, **_):
-        timed.append(racer.label)
-        return {"ms": 1.0}
-
-    def check_time():
-        if len(timed) == 3:
-            raise OutOfTimeError
-
-    monkeypatch.setattr(real_speed, "time_steps", time_steps)
-    monkeypatch.setattr(real_speed, "read_rate", lambda: 1.0)
-    kept = tmp_path / "speed.jsonl"
-    with pytest.raises(OutOfTimeError):
-        real_speed.time_methods(GIVEN, None, check_time, kept)
-    rows = real_speed.time_methods(GIVEN, None, lambda: None, kept)
-    assert timed == [row["method"] for row in rows] == list(real_speed.METHODS)
-
-
-def test_other_settings_than_those_of_the_run_are_refused(tmp_path):
-    config = dataclasses.replace(GIVEN, out=tmp_path, temperatures=(1.0,))
-    write_plan(config)
-    assert read_plan(Config, tmp_path) == config
-    check_settings(dataclasses.replace(config, processes=3, lanes=8, trainings=("control",)))
-    with pytest.raises(dms_jax.ConfigError, match="shards=2, not 3"):
-        check_settings(dataclasses.replace(config, shards=3))
-
-
-# -- lessons --------------------------------------------------------------------------------------
 
 
 def test_shares_are_all_questions_and_none_twice():
@@ -349,70 +185,3 @@ def test_a_sweep_changes_one_thing_of_its_middle():
     recipe = CENTRE.recipe(GIVEN)
     wanted = dms_jax.recipes.dms_self_taught(4.0, tokens=GIVEN.sweep_tokens)
     assert dataclasses.replace(recipe, name="dms_self_taught") == wanted
-
-
-def test_a_sweep_chooses_among_the_answers(tmp_path, monkeypatch):
-    config = dataclasses.replace(GIVEN, out=tmp_path, shards=1, temperatures=(1.0, 0.7, 0.0))
-    row = {"question": 3, "held_out": False, "prompt": [1], "ended": True}
-    rows = [row | {"answer": place, "response": [token]} for place, token in enumerate((7, 5, 0))]
-    place = Paths(config).lessons("qwen", 0)
-    place.parent.mkdir(parents=True)
-    place.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    judged = []
-
-    class Questions:
-        def score(self, number, text):
-            judged.append((number, text))
-            return float(text == "seven")
-
-    class Model:
-        class tokenizer:
-            decode = staticmethod(lambda tokens: "seven" if 7 in tokens else "0")
-
-    monkeypatch.setattr(lessons, "read_questions", lambda *_: Questions())
-
-    def responses(which):
-        read = lessons.training_documents(config, "qwen", Model(), which)
-        return [each.response.tolist() for each in read]
-
-    assert responses("all") == [[7], [5], [0]]
-    assert responses("sampled") == [[7], [5]]
-    assert responses("cooler") == [[5]]
-    assert responses("warmer") == [[7]]
-    assert responses("greedy") == [[0]]
-    assert responses("correct") == [[7]]
-    assert judged == [(3, "seven"), (3, "0"), (3, "0")]
-    assert responses("correct") == [[7]]
-    assert len(judged) == 3  # a file says what was right
-    assert lessons.read_rows(config, "qwen") == rows  # and is no share of the answers
-    monkeypatch.setattr(lessons, "_texts", lambda *_: ["a text"])
-    monkeypatch.setattr(lessons, "_needles", lambda *_: ["a problem of retrieval"])
-    *answers, text, problem = lessons.training_documents(config, "qwen", Model(), "mixed")
-    assert [each.response.tolist() for each in answers] == responses("all")
-    assert [text, problem] == ["a text", "a problem of retrieval"]
-
-
-# -- a training that does not fit -----------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_layers_are_recomputed_where_their_activations_do_not_fit(tmp_path, monkeypatch):
-    config = dataclasses.replace(GIVEN, out=tmp_path)
-    worker, tried = Worker(config, 1e18), []
-
-    def train(base, *, recipe, **options):
-        tried.append(recipe.remat)
-        if recipe.remat != "everything":
-            raise dms_jax.OutOfMemoryError  # as `train` does
-        raise ZeroDivisionError  # as far as this test goes
-
-    monkeypatch.setattr(real_jobs, "train", train)
-    monkeypatch.setattr(real_jobs, "training_documents", lambda *_: [])
-    monkeypatch.setattr(real_jobs, "held_out_exchanges", lambda *_: [])
-    monkeypatch.setattr(real_jobs, "HeldOut", lambda *_: None)
-    monkeypatch.setattr(Worker, "base", lambda *_: None)
-    (tmp_path / "trainings" / PLANNED).mkdir(parents=True)
-    for _ in range(2):  # the next training knows
-        with pytest.raises(ZeroDivisionError):
-            worker._training(Job("training", "qwen", PLANNED))
-    assert tried == ["auto", "everything", "everything"]
