@@ -6,7 +6,8 @@
 
 A kind is `int`, `float`, `bool`, `str` or another class; a `Literal`; a `Callable`;
 `Sequence[kind]`, `tuple[kind, ...]` or `tuple[kind, kind]`; a union of those; or one of them in
-`Annotated`, with a `Range`, and with a text that says what else the caller can do.
+`Annotated`, with a `Range`, with a text that says what else the caller can do, and with `Traced`
+if programs take it as an argument.
 
 A whole number is any `numbers.Integral`, a number is any finite `numbers.Real`, NumPy's and JAX's
 included, and an array counts as its contents. A bool is neither. `float | int` keeps whole numbers
@@ -62,6 +63,31 @@ class Range:
         if self.most < math.inf:
             ends.append(f"{'below' if self.below else 'at most'} {_bound(self.most)}")
         return " and ".join(ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Marks a field of a pytree of options that is only a number.
+
+    Compiled programs take it as an argument, so one program serves all its values. A field without
+    this mark is static: it shapes arrays or chooses code, and each of its values is a program.
+
+    Attributes:
+      leaf: turns the number into what the program takes: `float`, `int`, a NumPy type, or a
+        function that returns a pytree.
+      number: turns that back into the number, wherever it holds one and not arrays.
+      bounded: whether the next power of two is static (`Policy.bound`), for the size of an array.
+    """
+
+    leaf: Callable[[Any], Any]
+    number: Callable[[Any], Any] | None = None
+    bounded: bool = False
+
+
+def traced(kind: Any) -> Traced | None:
+    """Returns the mark of an annotation, or None for a field that is static."""
+    marks = (each for each in getattr(kind, "__metadata__", ()) if isinstance(each, Traced))
+    return next(marks, None)
 
 
 Whole = Annotated[int, Range(0)]
@@ -143,11 +169,11 @@ class Options:
     def __new__(cls, *values: Any, **options: Any):
         """Checks the names here, because Python's own error is no DmsJaxError."""
         del values
-        check_names(cls.__name__, options, list(_kinds(cls)))
+        check_names(cls.__name__, options, list(kinds(cls)))
         return super().__new__(cls)
 
     def __post_init__(self):
-        for name, kind in _kinds(type(self)).items():
+        for name, kind in kinds(type(self)).items():
             value = check(f"{type(self).__name__}: {name}", getattr(self, name), kind)
             object.__setattr__(self, name, value)
 
@@ -188,7 +214,7 @@ def check_keywords(what: str, function: Callable, given: Iterable[str], **within
     known = [each.name for each in shown if each.kind is each.KEYWORD_ONLY]
     unknown = sorted(set(given) - set(known))
     for keyword, options in within.items():
-        if displaced := [name for name in unknown if name in _kinds(options)]:
+        if displaced := [name for name in unknown if name in kinds(options)]:
             raise ConfigError(
                 f"{what} has no option {displaced[0]}, which is one of {options.__name__}: give "
                 f"{keyword}=dms_jax.{options.__name__}({displaced[0]}=...)."
@@ -197,7 +223,7 @@ def check_keywords(what: str, function: Callable, given: Iterable[str], **within
 
 
 @functools.cache
-def _kinds(options: type) -> dict[str, Any]:
+def kinds(options: type) -> dict[str, Any]:
     """Returns the fields of a dataclass with their annotations."""
     hints = typing.get_type_hints(options, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(options)}

@@ -86,4 +86,4 @@ def _ratios(place: NamedSharding | None) -> Any:
         # A head that keeps nothing is drawn as one that keeps a single token.
         return 1 / jnp.maximum(1 - jnp.mean(shares, axis=1), 1 / tokens.size)
 
-    return jax.jit(ratios, static_argnames="policy", out_shardings=place)
+    return jax.jit(ratios, out_shardings=place)

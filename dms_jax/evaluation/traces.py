@@ -82,8 +82,11 @@ def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
             cancelled=done.finish_reason == "cancelled",
         )
     assert trace is not None
+    text = tokenizer.decode(done.tokens[:length], skip_special_tokens=True)
+    if text and done.text.startswith(" ") and not text.startswith(" "):
+        text = f" {text}"  # which the first token of a list may lose
     return Chain(
-        text=tokenizer.decode(done.tokens[:length], skip_special_tokens=True),
+        text=text,
         new_tokens=length,
         reads=sum(trace.reads[: length - 1]) / trace.rows,
         peak=max([trace.prompt_peak, *trace.live[: length - 1]]) / trace.rows,

@@ -76,7 +76,7 @@ def request_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
 @functools.lru_cache(maxsize=8)
 def make_cache(
     config: Any,
-    policy: Policy,
+    form: jax.tree_util.PyTreeDef,
     num_lanes: int,
     num_pages: int,
     page_size: int,
@@ -85,11 +85,14 @@ def make_cache(
     value_pages: int | None,
     mesh: jax.sharding.Mesh | None,
 ) -> Any:
-    """Returns a compiled function that creates an empty cache under the current mesh."""
+    """Returns a compiled function that creates an empty cache under the current mesh.
+
+    Of the policy it takes the structure alone (`jax.tree.structure`): its numbers shape nothing.
+    """
     make = functools.partial(
         init_cache,
         config,
-        policy,
+        jax.tree.unflatten(form, [0] * form.num_leaves),
         num_sequences=num_lanes,
         num_pages=num_pages,
         page_size=page_size,
@@ -103,7 +106,7 @@ def make_cache(
     return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 4))
 def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any) -> Cache:
     """Empties the masked lanes: lengths and row states. Pages are managed on the host."""
     fresh = policy.init_state(cache_shape(config, dtype, num_sequences=len(mask))).rows
@@ -146,7 +149,7 @@ def detach_tail(cache: Cache) -> tuple[Cache, Tail | None]:
     return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, tail=None)), tail
 
 
-@functools.partial(Program, donate_argnums=1, static_argnums=(8, 9, 10))
+@functools.partial(Program, donate_argnums=1, static_argnums=(9, 10))
 def extend(
     transformer: Transformer,
     cache: Cache,
@@ -259,7 +262,7 @@ def _ends(tokens: Int[Array, " B"], end_tokens: tuple[int, ...]) -> Bool[Array, 
     gpu_options=GPU_STEP_OPTIONS,
     on_gpu=ON_GPU_STEP,
     donate_argnums=1,
-    static_argnums=(7, 9, 10),
+    static_argnums=(9, 10),
 )
 def decode(
     transformer: Transformer,
@@ -325,7 +328,6 @@ def decode(
     gpu_options=GPU_STEP_OPTIONS,
     on_gpu=ON_GPU_STEP,
     donate_argnums=1,
-    static_argnums=6,
 )
 def teacher_forced_decode(
     transformer: Transformer,

@@ -35,6 +35,7 @@ class Runner(Rows):
     """A cache of B lanes (one sequence each) and the programs that run over it.
 
     Attributes:
+      traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
       num_shards: number of devices with pages of their own.
       page_bytes: bytes of a page, keys, values and what a policy keeps with them.
@@ -57,6 +58,7 @@ class Runner(Rows):
         kv_dtype: str | None = None,
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
+        self.traced_policy = jax.tree.map(self.everywhere, jax.device_put(policy))
         self._kv_dtype, self._table_width = kv_dtype, table_width
         positions = model.config.max_position_embeddings
         self.max_tokens = max_tokens or positions
@@ -114,7 +116,7 @@ class Runner(Rows):
         with use_mesh(self.model.mesh):
             make = programs.make_cache(
                 config,
-                self.policy,
+                jax.tree.structure(self.policy),
                 len(self.seen),
                 num_pages,
                 self.page_size,
@@ -189,7 +191,7 @@ class Runner(Rows):
         mask[lanes] = True
         with use_mesh(self.model.mesh):
             self.cache = programs.clear(
-                self.cache, mask, self.model.config, self.policy, self.model.dtype
+                self.cache, mask, self.model.config, self.traced_policy, self.model.dtype
             )
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
@@ -264,7 +266,7 @@ class Runner(Rows):
                 batch.tokens,
                 batch.counts,
                 batch.ends if cuts else None,
-                self.policy,
+                self.traced_policy,
                 shape.one_pass,
                 shape.places,
             )
@@ -324,7 +326,7 @@ class Runner(Rows):
                 self.everywhere(tokens),
                 remaining.astype(np.int32),
                 seeds,
-                self.policy,
+                self.traced_policy,
                 rule,
                 num_steps,
                 end_tokens,
@@ -368,7 +370,7 @@ class Runner(Rows):
                 table,
                 tokens.astype(np.int32),
                 counts.astype(np.int32),
-                self.policy,
+                self.traced_policy,
             )
         self.unread = self.unread + counts
         return self.read(LaunchedSteps(steps, tokens[-1], counts, (), tail, table, self.forgotten))

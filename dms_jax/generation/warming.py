@@ -26,6 +26,7 @@ from dms_jax.generation.shapes import (
     tokens_in_one_pass,
 )
 from dms_jax.model.language_model import use_mesh
+from dms_jax.policies import Policy
 
 # A program (jitted, or a `compiling.Program`) and the arguments that it is compiled for.
 _Call = tuple[Any, tuple[Any, ...]]
@@ -150,6 +151,10 @@ class _Calls:
     def _cached(self) -> tuple[Any, ...]:
         return self.runner.model.transformer, self.runner.cache, self.runner.host_rows
 
+    @property
+    def _policy(self) -> Policy:
+        return self.runner.traced_policy
+
     def _table(self, entries: int, pages: int) -> np.ndarray:
         num_layers, _, num_kv_heads = self.runner.lengths.shape
         return np.zeros((num_layers, entries, num_kv_heads, pages), np.int32)
@@ -163,13 +168,13 @@ class _Calls:
         cut = np.zeros(entries, bool) if ends and cuts_prompts(policy, shape) else None
         rows = None if self.runner.fixed_lanes else counts
         tokens, table = np.zeros((entries, shape.width), np.int32), self._table(entries, pages)
-        given = (table, rows, tokens, counts, cut, policy, shape.one_pass, shape.places)
+        given = (table, rows, tokens, counts, cut, self._policy, shape.one_pass, shape.places)
         return programs.extend, (*self._cached, *given)
 
     def decode(self, pages: int, num_steps: int, end_tokens: tuple[int, ...]) -> _Call:
         lanes, table = self._lanes, self._table(len(self._lanes), pages)
         tokens = self.runner.everywhere(lanes)
-        settings = (self.runner.policy, self.rule, num_steps, end_tokens)
+        settings = (self._policy, self.rule, num_steps, end_tokens)
         return programs.decode, (*self._cached, table, tokens, lanes, self._seeds, *settings)
 
     def first_tokens(self) -> _Call:
@@ -189,7 +194,7 @@ class _Calls:
 
     def clear(self) -> _Call:
         model = self.runner.model
-        settings = (model.config, self.runner.policy, model.dtype)
+        settings = (model.config, self._policy, model.dtype)
         return programs.clear, (self.runner.cache, self._lanes > 0, *settings)
 
     def set_max_lengths(self) -> list[_Call]:

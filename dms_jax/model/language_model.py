@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dms_jax import sharding
+from dms_jax import compilation, sharding
+from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import fits_device
@@ -175,6 +176,7 @@ class LanguageModel:
             positions.
           OutOfMemoryError: if the device says at once that its memory does not suffice.
         """
+        compilation.prepare()
         policy = self.resolve_policy(policy)
         tokens = whole_numbers("token ids", tokens)
         if tokens.ndim != 2:
@@ -214,7 +216,12 @@ class LanguageModel:
         with use_mesh(self.mesh), room:
             if alone:
                 return _logits(self.transformer, tokens, segment_ids, policy)
-            return _logits_through_cache(self.transformer, tokens, prompts, policy)
+            limit = policy.footprint(num_tokens, page_size=1).at_most
+            slots = num_tokens if limit is None or policy.shrinks else min(num_tokens, limit)
+            # Budgets that differ by little are one program.
+            pages, most = (-(-count // QUEST_PAGE_SIZE) for count in (slots, num_tokens))
+            width = min(few_sizes(pages), most)
+            return _logits_through_cache(self.transformer, tokens, prompts, policy, width=width)
 
 
 # Quest's published page size; it has no effect on other policies. `generate` takes it as an option.
@@ -264,28 +271,29 @@ def check_tokens(tokens: Int[np.ndarray, "*shape"], config: ModelConfig) -> None
         )
 
 
-@functools.partial(jax.jit, static_argnames="policy")
+@jax.jit
 def _logits(
     transformer: Transformer, tokens: Array, segment_ids: Array | None, policy: Policy
 ) -> Array:
     return transformer.unembed(transformer(tokens, policy, segment_ids=segment_ids).hidden)
 
 
-@functools.partial(jax.jit, static_argnames="policy")
+@functools.partial(jax.jit, static_argnames="width")
 def _logits_through_cache(
-    transformer: Transformer, tokens: Array, prompts: Array, policy: Policy
+    transformer: Transformer, tokens: Array, prompts: Array, policy: Policy, *, width: int
 ) -> Array:
     """Computes the logits for policies that need attention weights, through a temporary cache.
 
     Prompts run in one pass, then token by token. Each layer runs all its tokens before the next
     one starts; pages are not shared between rows.
+
+    Args:
+      transformer, tokens, prompts, policy: see `LanguageModel.logits`.
+      width: pages of each row.
     """
     config = transformer.config
     batch, num_tokens = tokens.shape
     page_size = QUEST_PAGE_SIZE
-    limit = policy.footprint(num_tokens, page_size=1).at_most
-    limit = num_tokens if limit is None or policy.shrinks else limit
-    width = -(-min(num_tokens, limit) // page_size)
     num_pages = config.num_layers * batch * config.num_kv_heads * width
     dtype = transformer.embedding[...].dtype
     cache = init_cache(

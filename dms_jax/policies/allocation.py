@@ -19,17 +19,18 @@ The two compose: AdaKV(PyramidKV(SnapKV(budget=512))).
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.checks import Count, Share, require, show
+from dms_jax.checks import CountOnDevice, Share, Traced, require, show
 from dms_jax.policies.base import Policy
 from dms_jax.policies.budget import highest
 from dms_jax.policies.periodic_eviction import PeriodicEviction
 from dms_jax.policies.snapkv import SnapKV
-from dms_jax.policies.values import CacheShape, Chunk, Footprint, PolicyState
+from dms_jax.policies.values import CacheShape, Chunk, Footprint, PolicyState, TracedInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +59,12 @@ class Allocation(PeriodicEviction):
     # -- handed to the scorer ---------------------------------------------------------------------
 
     @property
-    def cut_interval(self) -> int | None:
+    def cut_interval(self) -> TracedInt | None:
         """See `PeriodicEviction.cut_interval`; handed to the scorer."""
         return self._inner.cut_interval
 
     @property
-    def protected(self) -> int:
+    def protected(self) -> TracedInt:
         """See `PeriodicEviction.protected`; handed to the scorer."""
         return self._inner.protected
 
@@ -112,7 +113,7 @@ class AdaKV(Allocation):
       alpha: fraction of the budget that is guaranteed to each head.
     """
 
-    alpha: Share = 0.2
+    alpha: Annotated[Share, Traced(float)] = 0.2
 
     def footprint(self, tokens, **options) -> Footprint:
         """Returns the scorer's footprint without a bound: one head may take most of its layer's."""
@@ -145,7 +146,7 @@ class PyramidKV(Allocation):
       beta: the last layer gets 1 / beta of the budget; higher is steeper.
     """
 
-    beta: Count = 20
+    beta: Annotated[CountOnDevice, Traced(int)] = 20
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """Returns a budget that falls linearly with the layer's index."""

@@ -7,8 +7,11 @@ Every system of the papers answers four questions about one layer's cache:
     read     what does a query attend to?         pages, lengths     -> pages, lengths
     observe  what does attention tell the policy? queries, weights   -> state
 
-A policy is a small frozen dataclass of hyper-parameters (hashable, so a static argument of `jit`)
-and pure functions on arrays. Its state is a pytree that is carried with the cache:
+A policy is a small frozen dataclass of hyper-parameters and pure functions on arrays. It is a
+pytree, and programs take it as an ordinary argument: fields that are only numbers are its leaves
+(`checks.Traced`), the others are part of its structure. One program serves every budget. Inside a
+program the leaves are arrays, so code there must not branch on them; `footprint`, `for_length`,
+`kept_whole` and `to_dict` are for the host. Its state is a pytree that is carried with the cache:
 
 * `state.rows`: leaves [B, K, ...], one entry per row (DMS's ring, DMC's sums, TOVA's victim);
 * `state.pages`: leaves [N, ...], addressed by page number (Quest's bounds, H2O's scores).
@@ -36,15 +39,18 @@ does so again after a decode step. The kept slots are compacted in order, and th
 released.
 """
 
+import copy
 import dataclasses
+import functools
 from typing import Any, ClassVar, Literal, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Pool
-from dms_jax.checks import Options, show
+from dms_jax.checks import Options, Traced, kinds, show, traced
 from dms_jax.errors import ConfigError
 from dms_jax.policies.values import (
     AdapterShape,
@@ -93,6 +99,7 @@ class Policy(Options):
     def __init_subclass__(cls):
         super().__init_subclass__()
         cls.name = cls.__name__
+        _register(cls)
 
     # -- what the library must know ---------------------------------------------------------------
 
@@ -264,6 +271,22 @@ class Policy(Options):
 
     # -- as data ----------------------------------------------------------------------------------
 
+    def bound(self, field: str) -> int:
+        """Returns the power of two that is next to a bounded field's value; static in programs.
+
+        # 1000: 1024
+        """
+        bounds = self.__dict__.get("_bounds", {})
+        return bounds.get(field) or 1 << (getattr(self, field) - 1).bit_length()
+
+    def replaced(self, **changes: Any) -> "Policy":
+        """Returns the policy with some fields replaced, unchecked; also inside programs."""
+        new = copy.copy(self)
+        new.__dict__.update(changes)
+        bounds = self.__dict__.get("_bounds", {})
+        new.__dict__["_bounds"] = {k: v for k, v in bounds.items() if k not in changes}
+        return new
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the policy as JSON data: its name and every field (`policies.from_dict`)."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -271,6 +294,63 @@ class Policy(Options):
             name: value.to_dict() if isinstance(value, Policy) else value
             for name, value in fields.items()
         }
+
+
+# -- as a pytree ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _fields(cls: type[Policy]) -> tuple[dict[str, Traced | None], tuple[str, ...]]:
+    """Returns the fields that are children, each with its mark, and the names of the others."""
+    children: dict[str, Traced | None] = {}
+    static: list[str] = []
+    for name, kind in kinds(cls).items():
+        is_policy = isinstance(kind, type) and issubclass(kind, Policy)
+        if (mark := traced(kind)) is not None or is_policy:
+            children[name] = mark
+        else:
+            static.append(name)
+    return children, tuple(static)
+
+
+def _flatten(policy: Policy) -> tuple[tuple[Any, ...], Any]:
+    children, static = _fields(type(policy))
+
+    def child(name: str, mark: Traced | None) -> Any:
+        value = getattr(policy, name)
+        return mark.leaf(value) if mark is not None and isinstance(value, int | float) else value
+
+    bounds = tuple(
+        (name, policy.bound(name)) for name, mark in children.items() if mark and mark.bounded
+    )
+    fixed = tuple(getattr(policy, name) for name in static)
+    return tuple(child(*each) for each in children.items()), (fixed, bounds)
+
+
+def _unflatten(cls: type[Policy], structure: Any, values: Any) -> Policy:
+    """Builds a policy from its parts, unchecked: inside programs they are not numbers."""
+    children, static = _fields(cls)
+    fixed, bounds = structure
+    policy = object.__new__(cls)
+    policy.__dict__.update(zip(static, fixed, strict=True), _bounds=dict(bounds))
+    for (name, mark), value in zip(children.items(), values, strict=True):
+        number = mark.number if mark is not None else None
+        value = value.item() if isinstance(value, np.generic) else value
+        policy.__dict__[name] = value if number is None else number(value)
+    return policy
+
+
+def _register(cls: type[Policy]) -> None:
+    def with_keys(policy: Policy) -> tuple[tuple[Any, ...], Any]:
+        values, structure = _flatten(policy)
+        names = map(jax.tree_util.GetAttrKey, _fields(cls)[0])
+        return tuple(zip(names, values, strict=True)), structure
+
+    build = functools.partial(_unflatten, cls)
+    jax.tree_util.register_pytree_with_keys(cls, with_keys, build, _flatten)
+
+
+_register(Policy)
 
 
 def check_policy(policy: Any) -> None:

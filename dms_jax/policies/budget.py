@@ -4,23 +4,54 @@ A budget is a number of tokens, or a fraction of the maximum length of a request
 the DMS paper, arXiv 2506.05345):
 
     budget = floor((prompt tokens + longest answer) / compression_ratio)
+
+Programs take either as an argument (`Divisor` for the ratio), so one serves every budget.
 """
 
 import dataclasses
 import math
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.checks import Range, Ratio
+from dms_jax.checks import Range, Ratio, Traced
 from dms_jax.policies.base import Policy
-from dms_jax.policies.values import Chunk, Footprint
+from dms_jax.policies.values import Chunk, Footprint, TracedInt
 
 LONGEST = 2**23  # tokens: no sequence is longer, and times heads or layers it fits in int32
 
+
+class Divisor(NamedTuple):
+    """A compression ratio as programs take it.
+
+    Attributes:
+      ratio: the ratio itself, which programs do not use.
+      part: UInt32[], 1 / ratio in units of 2**-31, rounded up.
+    """
+
+    ratio: Any
+    part: Any
+
+    @classmethod
+    def of(cls, ratio: float | int) -> "Divisor":
+        """Returns the form of a ratio that programs take."""
+        return cls(float(ratio), np.uint32(_reciprocal(ratio)))
+
+    @staticmethod
+    def number(divisor: Any) -> Any:
+        """Returns the ratio if it is a number, and the divisor itself inside programs."""
+        is_number = divisor is not None and isinstance(divisor.ratio, int | float)
+        return divisor.ratio if is_number else divisor
+
+
 Tokens = Annotated[int, Range(1, LONGEST), "use Vanilla() to keep everything"]
-BudgetRatio = Annotated[Ratio | None, "None is for a budget in tokens"]
+Budget = Annotated[Tokens, Traced(int)]
+Sinks = Annotated[int, Range(0, LONGEST), Traced(int)]
+BudgetRatio = Annotated[
+    Ratio | None, "None is for a budget in tokens", Traced(Divisor.of, Divisor.number)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +64,11 @@ class BudgetedPolicy(Policy):
         each request instead.
     """
 
-    budget: Tokens = 1024
+    budget: Budget = 1024
     compression_ratio: BudgetRatio = dataclasses.field(default=None, kw_only=True)
 
     @property
-    def least_budget(self) -> int:
+    def least_budget(self) -> TracedInt:
         """Lower bound on a budget that is given as a compression ratio."""
         return 1
 
@@ -61,16 +92,18 @@ class BudgetedPolicy(Policy):
         return dataclasses.replace(policy, budget=self.budget_for(tokens), compression_ratio=None)
 
 
-def shares(chunk: Chunk, compression_ratio: float | int) -> Int[Array, "B 1"]:
+def shares(chunk: Chunk, compression_ratio: float | int | Divisor) -> Int[Array, "B 1"]:
     """Returns `share` of the maximum length of each sequence, to the token.
 
     The host reserves pages by `share`, so not a token may be rounded differently here.
     """
     assert chunk.max_lengths is not None
-    tokens, part = jnp.minimum(chunk.max_lengths, LONGEST), _reciprocal(compression_ratio)
+    if not isinstance(compression_ratio, Divisor):
+        compression_ratio = Divisor.of(compression_ratio)
+    tokens, part = jnp.minimum(chunk.max_lengths, LONGEST), compression_ratio.part
     # The product of 24 and 32 bits, in halves of 12 and 16 bits that int32 holds.
     high, low = tokens >> 12, tokens & 0xFFF
-    upper, lower = part >> 16, part & 0xFFFF
+    upper, lower = (jnp.int32(half) for half in (part >> 16, part & 0xFFFF))
     product = high * lower + ((low * lower) >> 12)  # in units of 2**12
     product = low * upper + (product >> 4)  # of 2**16
     product = high * upper + (product >> 12)  # of 2**28

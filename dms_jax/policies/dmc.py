@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.checks import Count, NotNegative, Positive
+from dms_jax.checks import Count, NotNegative, Positive, Traced
 from dms_jax.policies.merging import Merging, partial_means
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 from dms_jax.policies.values import Chunk, Decisions, Relaxed, Retrofit, Tokens
@@ -52,9 +52,9 @@ class DMC(Merging):
     neuron: Literal["first", "last"] = "last"
     per: Literal["head", "layer"] = "head"
     importance: Literal["learned", "uniform"] = "learned"
-    offset: float = 5.0
-    epsilon: NotNegative = 2.0**-7
-    temperature: Positive = 0.1
+    offset: Annotated[float, Traced(float)] = 5.0
+    epsilon: Annotated[NotNegative, Traced(float)] = 2.0**-7
+    temperature: Annotated[Positive, Traced(float)] = 0.1
 
     @property
     def retrofit(self) -> Retrofit:

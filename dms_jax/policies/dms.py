@@ -20,13 +20,14 @@ P(alpha_t > 1/2) = sigmoid(a_t) for any tau.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from dms_jax.checks import Positive, Seed, Whole, require
+from dms_jax.checks import Positive, Seed, Traced, Whole, require
 from dms_jax.policies import draws
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.importance import SINKS
@@ -62,11 +63,11 @@ class DMS(DelayedEviction):
     source: Literal["query_neuron", "adapter"] = "query_neuron"
     shift: Whole = 1
     per: Literal["head", "layer"] = "head"
-    alpha_scale: float = 100.0
-    alpha_offset: float = 5.0
-    temperature: Positive = 0.1
+    alpha_scale: Annotated[float, Traced(float)] = 100.0
+    alpha_offset: Annotated[float, Traced(float)] = 5.0
+    temperature: Annotated[Positive, Traced(float)] = 0.1
     decisions: Literal["threshold", "bernoulli"] = "threshold"
-    seed: Seed = 0
+    seed: Annotated[Seed, Traced(np.uint32)] = 0
 
     def __post_init__(self):
         super().__post_init__()

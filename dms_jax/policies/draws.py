@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 
-def row_hashes(seed: int, layer: Int[Array, ""], num_kv_heads: int) -> UInt32[Array, "1 K 1"]:
+def row_hashes(
+    seed: int | UInt32[Array, ""], layer: Int[Array, ""], num_kv_heads: int
+) -> UInt32[Array, "1 K 1"]:
     """Returns 32 bits for each KV head of a layer."""
     heads = jnp.arange(num_kv_heads, dtype=jnp.uint32)[None, :, None]
     return mix(mix(jnp.uint32(seed) ^ mix(layer.astype(jnp.uint32) + 1)) + heads)

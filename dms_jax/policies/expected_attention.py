@@ -20,9 +20,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from dms_jax.checks import NotNegative, Range, Whole
+from dms_jax.checks import NotNegative, Range, Traced
+from dms_jax.policies.budget import Sinks
 from dms_jax.policies.periodic_eviction import Scorer
-from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState
+from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, TracedInt
 
 FURTHEST = 2**17  # positions: more than the context of most models
 
@@ -51,15 +52,15 @@ class ExpectedAttention(Scorer):
     """
 
     future: Annotated[int, Range(1, FURTHEST)] = 512
-    sinks: Whole = 4
+    sinks: Sinks = 4
     covariance: bool = True
     value_norm: bool = True
-    epsilon: NotNegative = 0.0
+    epsilon: Annotated[NotNegative, Traced(float)] = 0.0
 
     protected_by = "sinks"
 
     @property
-    def protected(self) -> int:
+    def protected(self) -> TracedInt:
         """See `PeriodicEviction.protected`: the sinks."""
         return self.sinks
 

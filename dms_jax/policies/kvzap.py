@@ -24,11 +24,13 @@ with the logit `threshold - log s_j`.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dms_jax.checks import Number, Positive, Whole
+from dms_jax.checks import Number, Positive, Traced, Whole
+from dms_jax.policies.budget import Sinks
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.importance import LEVEL, SINKS, predicted
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
@@ -58,10 +60,10 @@ class KVzap(DelayedEviction):
     """
 
     window: Whole = 128
-    threshold: Number = LEVEL
+    threshold: Annotated[Number, Traced(float)] = LEVEL
     hidden: Whole = 64
-    temperature: Positive = 0.1
-    sinks: Whole = SINKS
+    temperature: Annotated[Positive, Traced(float)] = 0.1
+    sinks: Sinks = SINKS
 
     @property
     def retrofit(self) -> Retrofit:

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.checks import Range, require
+from dms_jax.checks import Range, Traced, require
 from dms_jax.policies.base import Policy
 from dms_jax.policies.budget import LONGEST, BudgetedPolicy, bounded, highest
-from dms_jax.policies.values import Chunk, Footprint, PolicyState, Rows
+from dms_jax.policies.values import Chunk, Footprint, PolicyState, Rows, TracedInt
 
 Interval = Annotated[
-    Annotated[int, Range(1, LONGEST)] | None, "give None to cut after the prompt alone"
+    Annotated[int, Range(1, LONGEST)] | None, "give None to cut after the prompt alone", Traced(int)
 ]
 
 
@@ -41,12 +41,12 @@ class PeriodicEviction(Policy):
         return "prompts"
 
     @property
-    def cut_interval(self) -> int | None:
+    def cut_interval(self) -> TracedInt | None:
         """Number of tokens appended between two cuts; None to cut after the prompt only."""
         raise NotImplementedError
 
     @property
-    def protected(self) -> int:
+    def protected(self) -> TracedInt:
         """Number of tokens per row that are always kept because they score +inf."""
         return 0
 
@@ -110,12 +110,12 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
         )
 
     @property
-    def least_budget(self) -> int:
+    def least_budget(self) -> TracedInt:
         """See `BudgetedPolicy.least_budget`: one token more than those that are always kept."""
         return self.protected + 1
 
     @property
-    def cut_interval(self) -> int | None:
+    def cut_interval(self) -> TracedInt | None:
         """See `PeriodicEviction.cut_interval`: the policy's interval."""
         return self.interval
 

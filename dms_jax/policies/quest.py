@@ -18,7 +18,7 @@ an evicted key.
 """
 
 import dataclasses
-from typing import Literal, no_type_check
+from typing import Annotated, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
-from dms_jax.checks import Whole, require
+from dms_jax.checks import Traced, Whole, require
 from dms_jax.policies.base import LayerGroup
-from dms_jax.policies.budget import LONGEST, BudgetedPolicy
+from dms_jax.policies.budget import LONGEST, BudgetedPolicy, Tokens
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.values import (
     NOT_STORED,
@@ -40,7 +40,7 @@ from dms_jax.policies.values import (
     PolicyState,
     Reading,
 )
-from dms_jax.ranking import mark_largest, marked_first
+from dms_jax.ranking import mark_largest, marked_first, pick_largest
 from pallas_kernels import select_largest
 
 
@@ -70,6 +70,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
       over: the policy that decides what the cache holds.
     """
 
+    budget: Annotated[Tokens, Traced(int, bounded=True)] = 1024  # the bound sizes the page tables
     dense_layers: Whole = 2
     force_last_page: bool = True
     per: Literal["query_head", "kv_head"] = "query_head"
@@ -77,7 +78,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
         """Returns the first layers, which keep bounds but read everything, and the others."""
         dense = min(self.dense_layers, num_layers)
-        everything = dataclasses.replace(self, budget=LONGEST, compression_ratio=None)
+        everything = self.replaced(budget=LONGEST, compression_ratio=None)
         runs = (LayerGroup(0, dense, everything), LayerGroup(dense, num_layers, self))
         return tuple(run for run in runs if run.start < run.end)
 
@@ -144,10 +145,12 @@ class Quest(BudgetedPolicy, SelectiveReading):
         page_size = chunk.static.page_size
         batch, _, num_pages = page_table.shape
         floor = 1 if self.force_last_page else 3  # as published
-        shared = self.compression_ratio is None  # one number of pages for all sequences
-        selected = max(self.budget // page_size, floor) if shared else num_pages
-        if shared and selected >= num_pages:
-            return Reading(page_table, lengths)
+        selected = num_pages  # at most
+        if self.compression_ratio is None:
+            bound = self.bound("budget")
+            if bound // 2 >= num_pages * page_size:  # the budget is above that
+                return Reading(page_table, lengths)
+            selected = min(max(bound // page_size, floor), num_pages)
         count = jnp.maximum(self.budget_of(chunk)[..., None] // page_size, floor)  # [B, 1, 1]
         score = self._score(state.pages, q, page_table)
         live = -(-lengths // page_size)
@@ -160,9 +163,11 @@ class Quest(BudgetedPolicy, SelectiveReading):
         # Those of a sequence whose numbers have overflowed have a place in the order, too.
         score = jnp.where(jnp.isnan(score), jnp.inf, score)
         # In ascending order: the last page, the only partial one, stays last.
-        if shared:
+        if selected < num_pages:
             best = select_largest(score.reshape(-1, num_pages), selected)
             best = best.reshape(*score.shape[:-1], selected)
+            found = jnp.take_along_axis(score, best, axis=-1)
+            best = pick_largest(found, best, count[..., None])
         else:
             best = _first_largest(score, count[..., None])
         table = jnp.take_along_axis(page_table[:, :, None], best, axis=-1)

@@ -5,10 +5,11 @@ position) from a hash, so the draw depends neither on the batch nor on the split
 """
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
 
-from dms_jax.checks import NotNegative, Seed, Share, Whole
+from dms_jax.checks import NotNegative, Seed, Share, Traced, Whole
 from dms_jax.policies import draws
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.values import Decisions, Tokens
@@ -29,9 +30,9 @@ class RandomEviction(DelayedEviction):
     """
 
     window: Whole = 256
-    rate: Share = 0.5
-    spread: NotNegative = 0.0
-    seed: Seed = 0
+    rate: Annotated[Share, Traced(float)] = 0.5
+    spread: Annotated[NotNegative, Traced(float)] = 0.0
+    seed: Annotated[Seed, Traced(np.uint32)] = 0
 
     @property
     def visible_window(self) -> int:

@@ -6,12 +6,14 @@ that decide token by token.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dms_jax.checks import Seed
+from dms_jax.checks import Seed, Traced
 from dms_jax.policies.draws import mix, uniform
 from dms_jax.policies.periodic_eviction import Scorer
 
@@ -25,7 +27,7 @@ class RandomSelection(Scorer):
       seed: random seed of the draws.
     """
 
-    seed: Seed = 0
+    seed: Annotated[Seed, Traced(np.uint32)] = 0
 
     def draw(
         self, layer: Int[Array, ""], heads: Int[Array, " K"], newest: Int[Array, " B"], slots: int

@@ -19,7 +19,9 @@ def logistic_noise(
 
 
 def noisy_logits(
-    logits: Float[Array, "*shape"], noise: Float[Array, "*shape"], temperature: float
+    logits: Float[Array, "*shape"],
+    noise: Float[Array, "*shape"],
+    temperature: float | Float[Array, ""],
 ) -> Float[Array, "*shape"]:
     """Returns l = (a + noise) / tau."""
     return (logits + noise.astype(logits.dtype)) / temperature

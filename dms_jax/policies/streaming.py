@@ -14,6 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from dms_jax.checks import Whole, require
+from dms_jax.policies import budget as budgets
 from dms_jax.policies.budget import BudgetedPolicy, bounded
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.slots import put_slots, slot_values
@@ -41,6 +42,7 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
       sinks: number of first tokens that are never evicted.
     """
 
+    budget: budgets.Tokens = 1024  # static, as are the sinks: they size the window
     sinks: Whole = 4
 
     def __post_init__(self):

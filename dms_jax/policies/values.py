@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dms_jax.sharding import axes
 from pallas_kernels import DecodePlan
 
+# A whole number, or one that a program takes as an argument.
+TracedInt = int | Int[Array, ""]
 FOREVER = 2**30  # later than any query; an int32 that can be added to
 NOT_STORED = -1  # the slot of a token that is evicted before the end of its chunk
 
@@ -358,7 +360,7 @@ class FutureAttention:
     window: int
     learns: Literal["importance", "least_important"] = "importance"
     reduction: Literal["max", "mean"] = "max"
-    sinks: int = 0
+    sinks: TracedInt = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The threshold of a learned eviction that keeps a share of the tokens of held-out text."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -87,7 +86,7 @@ def calibrate(
     return dataclasses.replace(found, threshold=float(np.quantile(everything, 1 - 1 / ratio)))
 
 
-@functools.partial(jax.jit, static_argnames="policy")
+@jax.jit
 def _predictions(transformer: Transformer, tokens: Any, segment_ids: Any, policy: Policy) -> Any:
     result = transformer(
         tokens, policy, segment_ids=segment_ids, relaxation=Relaxation(supervised=True)

@@ -104,7 +104,7 @@ def _means(
     return result
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "compute_dtype"))
+@functools.partial(jax.jit, static_argnames="compute_dtype")
 def _sums(
     transformer: Transformer,
     teacher: Transformer | None,

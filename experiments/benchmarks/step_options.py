@@ -177,7 +177,7 @@ def program_of(variant: Variant) -> compiling.Program:
         gpu_options=compiling.GPU_OPTIONS | variant.options,
         on_gpu=dict(block=variant.block),
         donate_argnums=1,
-        static_argnums=(7, 9, 10),
+        static_argnums=(9, 10),
     )
 
 

@@ -131,14 +131,14 @@ def _allow_excess_precision() -> None:
     programs.extend = Program(
         inspect.unwrap(programs.extend),
         gpu_options=GPU_OPTIONS | free,
-        static_argnums=(8, 9, 10),
+        static_argnums=(9, 10),
         **options,
     )
     programs.decode = Program(
         inspect.unwrap(programs.decode),
         gpu_options=GPU_STEP_OPTIONS | free,
         on_gpu=ON_GPU_STEP,
-        static_argnums=(7, 9, 10),
+        static_argnums=(9, 10),
         **options,
     )
 
