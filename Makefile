@@ -12,16 +12,26 @@ WORKERS ?= 2
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo docs notebooks check daily test test-all gpu-compiler newest steady lint format lock install clean
+PYTEST := $(RUN) -m pytest -n $(WORKERS)
+GATE := -m "not nightly and not release"
+TYPES := --jaxtyping-packages=dms_jax,pallas_kernels,beartype.beartype
+# `make check` runs what needs no jax program, or next to none.
+QUICK := tests/oracles tests/cache tests/data tests/model/test_rope.py tests/policies/test_policies.py \
+  $(wildcard tests/test_*.py) $(wildcard tests/evaluation/test_*stat*.py)
+SHARDS ?= 6
+# What `make steady` runs the gate under: options of tests/conftest.py, joined by commas.
+VARIATIONS ?= --reseed=1 --reseed=2 --compiler=optimized --compiler=new-emitter --compiler=level-0 \
+  --compiler=sse4 --compiler=avx2 --cores=1,--compiler=one-thread
+
+.PHONY: help demo docs notebooks check quick test nightly costs release mutants steady wheel \
+  gpu-compiler newest lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
-	@echo "make check    lint, types and the quickest tests of every room (a minute or so)"
-	@echo "make test     every law of tests/laws over every policy: what is not slow (minutes)"
-	@echo "make test-all all tests, as continuous integration runs them (25 to 70 minutes)"
-	@echo "make gpu-compiler  the compiler for GPUs that are not there, for some of the tests (142 MB)"
-	@echo "make newest   lower and compile the GPU kernels with the newest jax that is supported"
-	@echo "make steady   all tests under other seeds, compilers and threads (hours)"
+	@echo "make check    lint, types and quick tests (a minute or so)"
+	@echo "make test     the gate, as continuous integration runs it (under 20 minutes)"
+	@echo "make nightly  every test, in shards of 15 minutes: SHARD=3/6 for one of them"
+	@echo "make release  mutants, other seeds and compilers, newest jax, notebooks, documentation, wheel"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make notebooks  write colab/*.ipynb from the scripts beside them"
@@ -35,16 +45,40 @@ demo: $(STAMP)
 
 # pyright runs on one core: the tests begin beside it.
 check: $(STAMP)
-	$(MAKE) --no-print-directory --jobs 2 lint daily
+	$(MAKE) --no-print-directory --jobs 2 lint quick
 
-daily: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -q -m "not nightly and not release" @tests/daily.txt $(ARGS)
+quick: $(STAMP)
+	$(PYTEST) -q $(GATE) $(QUICK) $(ARGS)
 
+# One job with jaxtyping's checks, then all other tests without: a run's end is pytest's own line.
+# pytest ends with 5 where ARGS leave nothing of the first job.
 test: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not nightly and not release" $(ARGS)
+	@$(PYTEST) $(GATE) $(TYPES) --job typed tests/policies tests/model tests/cache tests/laws $(ARGS); \
+	typed=$$?; [ $$typed -ne 5 ] || typed=0; \
+	$(PYTEST) $(GATE) --job plain $(ARGS) && exit $$typed
 
-test-all: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+nightly: $(STAMP)
+	-@$(MAKE) --no-print-directory gpu-compiler
+	@$(RUN) -m tests.nightly --workers $(WORKERS) --shards $(SHARDS) $(if $(SHARD),--shard $(SHARD))
+
+costs: $(STAMP)
+	$(RUN) -m tests.nightly --costs
+
+release: $(STAMP)
+	-@$(MAKE) --no-print-directory gpu-compiler
+	$(PYTEST) -m release
+	$(MAKE) --no-print-directory docs wheel newest mutants steady
+
+mutants: $(STAMP)
+	$(RUN) -m tests.mutants --workers $(WORKERS) --out runs/mutants.json --resume
+
+steady: $(STAMP)
+	@failed=; for each in $(VARIATIONS); do \
+	  echo "$$each"; $(PYTEST) -q $(GATE) $$(echo $$each | tr , ' ') $(ARGS) || failed="$$failed $$each"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+
+wheel: $(STAMP)
+	$(RUN) -m hatchling build -d runs/wheel
 
 gpu-compiler: .gpu_compiler/installed
 
@@ -58,9 +92,6 @@ gpu-compiler: .gpu_compiler/installed
 
 newest: $(STAMP)
 	WORKERS=$(WORKERS) sh .ci/newest
-
-steady: $(STAMP)
-	$(RUN) -m tests.steadiness --workers $(WORKERS) $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .

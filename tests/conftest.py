@@ -6,13 +6,11 @@ module is collected. Processes that tests start inherit it.
 - CPU with 8 fake devices, unless `--gpu` asks for the card (then the tests marked `gpu` run too).
 - libtpu is told where it is, so that a test can compile for TPU on a machine without one.
 - Compiled functions are kept in `.jax_cache` of the checkout and shared by all workers.
-- Annotations of shapes are checked, from a function's first call (`support/annotations.py`).
 - XLA compiles quickly rather than well; a test that runs for longer than it compiles, or that is
   about what the compiler makes, asks for the fixture `optimized`.
 
-What is set already stays: XLA_FLAGS, JAX_DISABLE_MOST_OPTIMIZATIONS and the rest choose another
-compiler, `--reseed` other seeds and `--cores` other numbers of threads. No verdict may depend on
-them; `tests/steadiness.py` runs the suite under each.
+What is set already stays. `--compiler` chooses another compiler, `--reseed` other seeds, `--cores`
+another number of threads: no verdict may depend on them (`make steady`).
 """
 
 import gc
@@ -24,7 +22,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import annotations
+from tests.support import costs
 from tests.support.reseeding import Reseeding
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -40,6 +38,22 @@ OLD_EMITTER = (
 # Where a test runs for longer than it compiles (`optimized`), LLVM's first level makes its programs
 # as quick as the third does, in half of the time; without that fixture no level is asked for.
 QUICK_FLAGS = f"{OLD_EMITTER} --xla_backend_optimization_level=1"
+# XLA_FLAGS, and whether XLA takes little care, for `--compiler`.
+COMPILERS = {
+    "quick": (QUICK_FLAGS, "1"),
+    # Other orders of the same sums: what the compiler fuses, vectorizes and unrolls.
+    "optimized": ("", "0"),
+    "new-emitter": ("", "1"),
+    "level-0": ("--xla_backend_optimization_level=0", "0"),
+    # Other processors: the widths of their vectors, with and without fused multiply-add.
+    "sse4": (f"{QUICK_FLAGS} --xla_cpu_max_isa=SSE4_2", "1"),
+    "avx2": (f"{QUICK_FLAGS} --xla_cpu_max_isa=AVX2", "1"),
+    # Other partitions of products among threads.
+    "one-thread": (f"{QUICK_FLAGS} --xla_cpu_multi_thread_eigen=false", "1"),
+}
+# Folders whose tests the gate runs with the checks of jaxtyping; of each law, it does one instance.
+TYPED = {"policies", "model", "cache"}
+LAWS = "laws"
 # Every compiled program of a process holds some of its memory maps, of which Linux grants 65,530;
 # beyond them jax crashes. What is let go comes back from the compilation cache.
 MOST_MEMORY_MAPS = 20_000
@@ -62,6 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cores", type=int, metavar="N", help="give each process N cores, and XLA too"
     )
+    parser.addoption("--compiler", choices=COMPILERS, help="compile for the CPU in another way")
+    parser.addoption(
+        "--job", choices=("typed", "plain"), help="the tests that the gate runs with types, or not"
+    )
+    parser.addoption("--costs", metavar="FILE", help="add the seconds of files to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # compiles all of the sources again.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    annotations.install()
+    if config.getoption("--costs") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(costs.Recorder(Path(config.getoption("--costs"))))
     if config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
         # Several processes share the card, so none may take all of its memory at the start.
@@ -79,10 +99,17 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(FAKE_DEVICES)
-        os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
-        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        flags, quick = COMPILERS[config.getoption("--compiler") or "quick"]
+        if config.getoption("--compiler"):
+            os.environ.pop("XLA_FLAGS", None)
+            os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+        os.environ.setdefault("XLA_FLAGS", flags)
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", quick)
+    cores = config.getoption("--cores")
+    # The key of a compiled function does not hold how many threads it was compiled for.
+    kept = CHECKOUT / ".jax_cache" / (f"{cores}-cores" if cores else "")
     environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(CHECKOUT / ".jax_cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(kept),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
         # Which lines of Python an operation is from: kept with each, and read by nobody here.
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
@@ -98,7 +125,7 @@ def pytest_configure(config: pytest.Config) -> None:
     }
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    if cores := config.getoption("--cores"):
+    if cores and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):
         use_cores(cores)
     if number := config.getoption("--reseed"):
         config.stash[RESEEDING] = Reseeding(number)
@@ -126,17 +153,38 @@ def pytest_runtest_protocol(item: pytest.Item):
     return (yield)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Workers with nothing left to do take over what others have last in their queues: short tests.
-    # A file stays together, so that its programs are traced once and its fixtures made once.
-    long = {item.path for item in items if "nightly" in item.keywords}
-    items.sort(key=lambda item: item.path not in long)
-    if config.getoption("--gpu"):
-        return
-    needs_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: pass --gpu on a machine with one")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    return costs.Groups(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    if not config.getoption("--gpu"):
+        needs_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: pass --gpu on a machine with one")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(needs_gpu)
+    yield  # `-m` and `-k` choose
+    if job := config.getoption("--job"):
+        typed = typed_job(items)
+        left_out = [item for item in items if (item in typed) != (job == "typed")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if (item in typed) == (job == "typed")]
+    if hasattr(config, "workerinput"):
+        costs.longest_first(config, items)
+
+
+def typed_job(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns what the gate runs with the checks of jaxtyping; see `TYPED`."""
+    chosen, laws = set(), set()
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(needs_gpu)
+        folder = item.path.relative_to(CHECKOUT / "tests").parts[0]
+        function = getattr(item, "function", item)
+        if folder in TYPED or (folder == LAWS and function not in laws):
+            chosen.add(item)
+            laws.add(function)
+    return chosen
 
 
 def pytest_collection_finish() -> None:

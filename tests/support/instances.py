@@ -1,7 +1,7 @@
-"""Which instances of a parametrised test `make test` runs: one or a few, the others are `nightly`.
+"""Which instances of a parametrised test the gate runs: one or a few, the others are `nightly`.
 
-A test whose every shape, layout or row compiles a program of its own runs under `make test` in its
-cheapest instance, and under `make test-all` in all of them:
+A test whose every shape, layout or row compiles a program of its own runs in the gate in its
+cheapest instance, and at night in all of them:
 
     @pytest.mark.parametrize("lanes", [1, *further(3, 4)])
     @pytest.mark.parametrize("name", nightly_but({"vanilla", "dms"}, POLICIES))
