@@ -108,12 +108,9 @@ def test_a_page_of_several_sequences_shows_the_one_asked_for():
     chex.assert_trees_all_equal(View.of(found, sequence=1).gone, np.full((1, 1, 2), N))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_is_explained(name):
-    sentence = explain(POLICIES[name]())
-    assert sentence.endswith(".")
-    assert 30 < len(sentence) < 330
+def test_every_policy_is_explained():
     explained = {explain(policy()) for policy in POLICIES.values()}
+    assert all(sentence.endswith(".") and len(sentence) > 30 for sentence in explained)
     cut_by_scores = 7  # SnapKV and its like, which go by one rule
     assert len(explained) == len(POLICIES) - cut_by_scores + 1
 

@@ -46,7 +46,7 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 @pytest.mark.parametrize("name", RUNS)
 def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
     settings, shown, figures = RUNS[name]
@@ -97,6 +97,7 @@ def has_drawing(picture: str) -> bool:
     return bool((np.ptp(pixels, axis=-1) > 0.3).mean() > 0.0001)
 
 
+@pytest.mark.release
 def test_a_frame_alone_is_no_drawing():
     from matplotlib.figure import Figure
 

@@ -9,14 +9,15 @@ from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import chat
 from dms_jax.generation import Completion
 
-QUICK = chat.Config(temperature=0.0, max_new_tokens=8, page_size=16, chunk=4)
+QUICK = chat.Config(temperature=0.0, max_new_tokens=8, page_size=16, chunk=8)
 
 
+@pytest.mark.usefixtures("fakes")
 def test_turns_share_one_cache_and_are_streamed(stories, monkeypatch, capsys):
     monkeypatch.setattr(chat.Config, "load", lambda self: stories)
     config = dataclasses.replace(QUICK, policy="TOVA", options=("budget=12",))
     first, second = chat.main(config, ["Once upon a time", " One day", "", "never said"])
-    talk = dms_jax.Conversation(stories, dms_jax.TOVA(budget=12), page_size=16, chunk=4)
+    talk = dms_jax.Conversation(stories, dms_jax.TOVA(budget=12), page_size=16, chunk=8)
     sampling = dms_jax.Sampling(temperature=0.0, max_new_tokens=8)
     assert first.text == talk.say("Once upon a time", sampling=sampling).text
     assert second.text == talk.say(" One day", sampling=sampling).text
@@ -50,7 +51,7 @@ def test_messages_go_through_the_template(stories, monkeypatch):
     assert said == [([{"role": "system", "content": "Be brief."}, user[0]], 5), ([user[1]], 6)]
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_what_is_typed_is_read_until_the_input_ends(stories, monkeypatch):
     lines = iter(["Once", "upon"])
 

@@ -52,8 +52,8 @@ def test_the_list_of_commands(capsys):
     assert said.startswith("ConfigError: 'generat' is no command (did you mean generate?); there")
 
 
-@pytest.mark.nightly
 def test_it_runs_as_a_module_too():
+    """The one process that these tests start: what it prints, and its exit status."""
     done = subprocess.run(
         [sys.executable, "-m", "dms_jax.command_line", "--version"],
         cwd=ROOT,
@@ -102,7 +102,9 @@ def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
+def test_every_option_of_a_command_is_named_explained_and_no_other_is_taken(
+    name, monkeypatch, capsys
+):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
         main(typed(name, "--help"))
@@ -111,7 +113,6 @@ def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
     said, _, listed = shown.partition("usage: ")
     assert said.strip()
     assert listed.startswith(f"dms-jax {name} ")
-    assert not re.search(r"dms-jax \w+ .*dms-jax|\S {4,}--\w+ .*--", said)
     fields = {field.name: field for field in dataclasses.fields(module_of(name).Config)}
     for field in fields.values():
         nested = dataclasses.is_dataclass(field.default_factory)
@@ -121,10 +122,16 @@ def test_help_names_every_option_and_policy(name, monkeypatch, capsys):
         for policy, kind in POLICIES.items():
             assert f"  {policy}: " in shown
             assert all(f"{field.name}=" in shown for field in dataclasses.fields(kind))
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_option_that_there_is_none_of_ends_with_2(name, capsys):
+    for config in settings_of(name):
+        kind = config if isinstance(config, type) else type(config)
+        explained = set()
+        for each in kind.__mro__[:-1]:
+            (tree,) = ast.parse(inspect.getsource(each)).body
+            for field, text in itertools.pairwise(tree.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(id=known)), ast.Expr(ast.Constant(str())):
+                        explained.add(known)
+        assert {field.name for field in dataclasses.fields(kind)} == explained
     with pytest.raises(SystemExit) as end:
         main(typed(name, "--no-such-option", "1"))
     assert end.value.code == 2
@@ -135,23 +142,17 @@ def test_an_option_that_there_is_none_of_ends_with_2(name, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_cannot_be_written_ends_with_2(name, capsys, tmp_path):
+def test_it_writes_to_runs_or_says_where_it_cannot(name, capsys, tmp_path):
     """A folder below a file is none."""
-    fields = {field.name: field for field in dataclasses.fields(module_of(name).Config)}
-    if "out" not in fields:
-        return
-    (tmp_path / "file").touch()
-    assert main(typed(name, "--out", str(tmp_path / "file" / "out"))) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("ConfigError: --out")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_nothing_is_written_but_to_runs(name):
     for config in settings_of(name):
         for place in ("out", "save", "answers"):
             path = getattr(config, place, None)
             assert not isinstance(path, pathlib.Path) or path.parts[0] == "runs"
+    if "out" not in {field.name for field in dataclasses.fields(module_of(name).Config)}:
+        return
+    (tmp_path / "file").touch()
+    assert main(typed(name, "--out", str(tmp_path / "file" / "out"))) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: --out")
 
 
 def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
@@ -206,21 +207,6 @@ def test_options_without_a_starting_point_are_of_a_checkpoint_of_ones_own(monkey
     said = capsys.readouterr().err
     assert "Without a starting point" not in said
     assert "dms-jax retrofit custom --help" in said
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_every_command_is_explained(name):
-    """A line of help that says nothing but a name and a type helps nobody."""
-    for config in settings_of(name):
-        kind = config if isinstance(config, type) else type(config)
-        explained = set()
-        for each in kind.__mro__[:-1]:
-            (tree,) = ast.parse(inspect.getsource(each)).body
-            for field, text in itertools.pairwise(tree.body):
-                match field, text:
-                    case ast.AnnAssign(target=ast.Name(id=known)), ast.Expr(ast.Constant(str())):
-                        explained.add(known)
-        assert {field.name for field in dataclasses.fields(kind)} == explained
 
 
 def test_every_option_of_every_policy_is_explained():

@@ -22,7 +22,7 @@ from tests.support.containment import needs_containment
 MODEL = str(assets.path("stories260k"))
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
     config = evaluate.Config(
         model="stories260k",
@@ -126,7 +126,7 @@ def test_code_is_run_only_where_it_is_allowed(name, tmp_path):
         assert script.Config().allow_code is False
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 @needs_containment
 def test_programming_tasks_by_name(tmp_path, capsys):
     path = f"path={lines(tmp_path / 'a.jsonl', HUMANEVAL)}"

@@ -73,7 +73,7 @@ def test_problems_are_asked_in_a_chat(monkeypatch):
         hyperscale.main(dataclasses.replace(config, system="Be brief."))
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_tables_files_and_going_on(tmp_path, capsys):
     config = hyperscale.Config(
         model="stories260k",

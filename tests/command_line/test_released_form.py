@@ -66,7 +66,7 @@ def of_page(script: str, checkpoint, page=PAGE, **other: str) -> list[str]:
     return arguments
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(
     ("thinks", "begins", "page"),
     [("true", "<assistant>", PAGE), ("false", "</think>", PAGE), ("true", "<assistant>", README)],
@@ -92,7 +92,7 @@ def test_a_prompt_is_written_with_the_variable_and_answered(
     assert "DMS: " in capsys.readouterr().out
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch):
     problems = tmp_path / "test.jsonl"
     problems.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
@@ -111,7 +111,6 @@ def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch)
 _evaluate = evaluate.evaluate
 
 
-@pytest.mark.nightly
 def test_variables_without_a_chat_are_refused(checkpoint):
     config = generate.Config(prompts=("a",), model=str(checkpoint), template=("a=1",))
     with pytest.raises(dms_jax.ConfigError, match="give --chat too"):

@@ -13,7 +13,6 @@ from dms_jax.data import Exchange
 from dms_jax.model.low_rank import LowRank, low_rank_of
 
 
-@pytest.mark.nightly
 def test_a_small_run_is_written_and_loads(tmp_path, capsys):
     _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(

@@ -34,7 +34,7 @@ def ask(port, path, body=None):
     return response.status, json.loads(response.read())
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     port, found, begun = free_port(), {}, threading.Event()
