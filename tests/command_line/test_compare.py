@@ -71,8 +71,9 @@ def test_rows_are_measured_written_and_shown(tmp_path, capsys):
         compare.main(again)
 
 
-@pytest.mark.nightly
-def test_runs_that_shared_the_work_are_joined(tmp_path):
+@pytest.mark.usefixtures("scored")
+def test_runs_that_shared_the_work_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "picture", lambda *_, **__: None)
     config = compare.Config(ratios=(4.0,), sequences=2, length=40, learn=(), out=tmp_path / "whole")
     parts = {name: tmp_path / name for name in ("StreamingLLM", "Knorm")}
     for name, out in parts.items():
@@ -101,9 +102,10 @@ def test_runs_that_shared_the_work_are_joined(tmp_path):
         compare.main(again)
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("scored")
 def test_nothing_runs_on_a_device_that_gave_up(tmp_path, monkeypatch):
     score = dms_jax.score
+    monkeypatch.setattr(compare, "picture", lambda *_, **__: None)
 
     def fails(model, sequences, *, policy, **options):
         if policy.name == "H2O":
@@ -134,7 +136,7 @@ def test_nothing_runs_on_a_device_that_gave_up(tmp_path, monkeypatch):
     assert [row.failed for row in compare.main(again)] == [None, None]
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("scored")
 def test_errors_that_one_sequence_leaves_unknown_are_null_and_said_to_be_unknown(tmp_path, capsys):
     def refuse(word):
         raise ValueError(f"{word} is not JSON")

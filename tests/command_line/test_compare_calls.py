@@ -1,7 +1,6 @@
 """The comparison of policies does what it was asked, and says at once what it cannot do."""
 
 import dataclasses
-import itertools
 import pathlib
 import sys
 
@@ -9,10 +8,9 @@ import pytest
 
 import dms_jax
 from dms_jax.command_line import compare, main
-from dms_jax.command_line.comparison import runs, show, systems, texts
+from dms_jax.command_line.comparison import systems, texts
 from dms_jax.command_line.comparison.labels import LEARNED, brought
 from dms_jax.command_line.comparison.measure import Measured
-from tests.test_architecture import ROOT
 
 
 def test_nothing_is_compared_with_a_dense_row_that_failed(tmp_path, monkeypatch):
@@ -27,27 +25,7 @@ def test_nothing_is_compared_with_a_dense_row_that_failed(tmp_path, monkeypatch)
     assert not (tmp_path / "quality.json").exists()
 
 
-@pytest.mark.nightly
-def test_names_of_lines_in_the_picture_do_not_meet(tmp_path, monkeypatch):
-    """Where lines end beside each other, on a scale that is no straight one."""
-    from matplotlib.figure import Figure
-
-    folder = ROOT / "experiments" / "results" / "compare_policies" / "reasoner-11m"
-    model, rows = runs.join(compare.Config(join=(folder,), out=tmp_path))
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
-    show.picture(tmp_path / "quality.png", list(rows.values()), model=model)
-    (figure,) = drawn
-    assert figure.get_suptitle().startswith("reasoner-11m: 6 cache policies; ")
-    figure.draw_without_rendering()
-    for axes in figure.axes:
-        boxes = [each.get_window_extent().padded(-2) for each in axes.texts]
-        assert all(axes.bbox.x0 < box.x0 for box in boxes)  # none is left out of the panel
-        assert len(boxes) == 6
-        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-
-
-@pytest.mark.nightly
+@pytest.mark.usefixtures("scored")
 def test_nothing_is_trained_or_run_once_the_time_is_over(tmp_path, monkeypatch, capsys):
     clock = [0.0]
     score = dms_jax.score
