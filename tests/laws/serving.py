@@ -11,15 +11,24 @@ from dms_jax.cache.accounting import Usage
 from dms_jax.config import ModelConfig
 from dms_jax.generation import Engine, Sampling
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import H2O, ExpectedAttention, KCache, KVpop, Policy, Quest, SnapKV
+from dms_jax.policies import (
+    H2O,
+    ExpectedAttention,
+    KCache,
+    KVpop,
+    Policy,
+    Quest,
+    SnapKV,
+    StreamingLLM,
+)
 from dms_jax.policies.allocation import Allocation
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
 from dms_jax.policies.periodic_eviction import PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
-from tests.laws.row import Row
-from tests.laws.simulations import live_totals, read_again, read_totals, simulate
+from tests.laws.expected import live_totals, read_again, read_totals, simulate
+from tests.laws.rows import Row
 from tests.oracles import transformer
 
 TOLERANCE = 1e-10
@@ -44,7 +53,7 @@ def engine_of(model: LanguageModel, row: Row, **options: Any) -> Engine:
 def bytes_per_page(config: ModelConfig, row: Row) -> int:
     """Returns the bytes of keys, values and page state.
 
-    Quest has bounds, H2O sums and positions, KVpop scores.
+    Quest has bounds, H2O sums and positions, KVpop scores, StreamingLLM with a ratio positions.
     """
     numbers, scales = {
         None: (config.head_dim * FLOAT64, 0),
@@ -57,7 +66,14 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
         assert row.policy.first_layers == 0
     bounds = 2 * isinstance(row.policy, Quest) * config.head_dim * FLOAT64
     slot = {H2O: FLOAT64 + INT32, KVpop: FLOAT64}.get(type(row.policy), 0)
+    if has_positions(row.policy):
+        slot = INT32
     return row.page_size * (2 * entry - away * numbers + slot) + bounds
+
+
+def has_positions(policy: Policy) -> bool:
+    """Whether a policy keeps the position of each slot's token in place of a ring."""
+    return isinstance(policy, StreamingLLM) and policy.compression_ratio is not None
 
 
 def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
@@ -65,11 +81,11 @@ def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
     if isinstance(policy, PeriodicEviction):
         return bytes_of_queries(config, policy)
     if isinstance(policy, VictimEviction):
-        own = policy.window if isinstance(policy, KVpop) else 0
+        own = max(policy.window, 1) if isinstance(policy, KVpop) else 0
         return INT32 + own * FLOAT64
     if isinstance(policy, SelectiveReading):
         return bytes_per_row(config, policy.over)
-    if not isinstance(policy, DelayedEviction):
+    if not isinstance(policy, DelayedEviction) or has_positions(policy):
         return 0
     ring = (policy.visible_window + 1) * INT32
     if not isinstance(policy, Merging):
@@ -124,9 +140,11 @@ class Expected:
 
     def check_usage(self, usage: Usage) -> None:
         rows = self.config.num_layers * self.config.num_kv_heads
-        live = live_totals(self.run)
-        reads = read_totals(self.run, self.page_size)
-        reads = (reads + read_again(self.row, self.run, self.prompt_length))[self.first_read :]
+        live = live_totals(self.run.traces)
+        reads = read_totals(self.run.traces, self.page_size)
+        reads = (reads + read_again(self.row, self.run.traces, self.prompt_length))[
+            self.first_read :
+        ]
         policy = self.row.policy
         left = left_in(self.row, self.run, self.prompt_length)
         pages = sum(-(-slots // self.page_size) for slots in left)

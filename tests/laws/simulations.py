@@ -1,106 +1,362 @@
-"""The sequences that the laws run, and their simulation by the oracles."""
+"""Every policy's simulation: from what a layer is given to the trace of an oracle.
+
+A new policy has its function here, by its type; one that ranks tokens needs `worth_of` alone.
+"""
 
 import dataclasses
+import fractions
 import functools
+import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tests.laws.row import Row, model_for
-from tests.oracles import kcache, transformer
-from tests.support.models import oracle_weights, random_tokens
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    H2O,
+    TOVA,
+    ExpectedAttention,
+    FixedPooling,
+    KCache,
+    KeyDiff,
+    Knorm,
+    KVpop,
+    KVzap,
+    Policy,
+    Quest,
+    RandomEviction,
+    RandomSelection,
+    SnapKV,
+    StreamingLLM,
+    Vanilla,
+    draws,
+)
+from dms_jax.policies.merging import Merging
+from dms_jax.policies.periodic_eviction import PeriodicEviction
+from tests.oracles import (
+    dmc,
+    dms,
+    float8,
+    h2o,
+    importance,
+    int4,
+    kcache,
+    kvpop,
+    kvzap,
+    quest,
+    rope,
+    scored,
+    streaming,
+    tova,
+    vanilla,
+)
+from tests.oracles.trace import Trace
+from tests.oracles.transformer import LayerInput, unchanged
+from tests.support.chunks import tokens_of
+from tests.support.models import tiny_config
 
-LENGTHS = (26, 19, 23)
-TOKENS = tuple(random_tokens(100 + index, length) for index, length in enumerate(LENGTHS))
-WIDTH = 8  # of a compiled chunk of a prompt: chunks of 0 to 8 tokens
-WIDE = 32  # a chunk that holds a whole sequence
-LOGITS_PAGE_SIZE = 16  # of the cache that `LanguageModel.logits` makes for itself
+PLENTY = 64  # longer than every sequence of the tests
+LAYERS = 2
+THETA = tiny_config().rope.theta
+# What a cache returns of the vectors that it is given.
+STORED = {None: unchanged, "float8_e4m3": float8.snap, "int4": int4.snap}
+
+
+@functools.singledispatch
+def simulate(policy, layer: LayerInput, prompt_length: int, page_size: int) -> Trace:
+    """Simulates a policy in one layer of one sequence."""
+    raise NotImplementedError(policy)
+
+
+def in_tokens(policy: Policy, length: int) -> Policy:
+    """Returns the policy with its budgets in tokens, for a sequence that comes to `length`."""
+    if hasattr(policy, "scorer"):
+        return dataclasses.replace(policy, scorer=in_tokens(policy.scorer, length))
+    ratio = getattr(policy, "compression_ratio", None)
+    if ratio is None:
+        return policy
+    field = "top" if isinstance(policy, KCache) else "budget"
+    share = math.floor(length / fractions.Fraction(str(ratio)))
+    return dataclasses.replace(policy, **{field: share}, compression_ratio=None)
+
+
+@simulate.register
+def _(policy: Vanilla, layer, prompt_length, page_size):
+    return vanilla.simulate(*layer.rotated)
+
+
+# -- eviction as tokens leave a window ------------------------------------------------------------
+
+
+def dms_decisions(policy: DMS, layer: LayerInput):
+    """Returns decisions [T, K] and the rotated q, k, v that attention sees."""
+    if policy.source == "query_neuron":
+        scale = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
+        logits, q, _ = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **scale)
+        _, k, v = layer.rotated
+    else:
+        logits = layer.own * policy.alpha_scale - policy.alpha_offset
+        q, k, v = layer.rotated
+    if policy.decisions == "bernoulli":  # the draws are the policy's own
+        drawn = token_draws(policy.seed, layer.index, logits.shape[1])
+        return (drawn[: len(logits)] < dmc.sigmoid(logits)).astype(int), (q, k, v)
+    return dms.decide(logits), (q, k, v)
 
 
 @functools.cache
-def weights_of(row: Row) -> transformer.Weights:
-    return oracle_weights(model_for(row))
+def token_draws(seed: int, layer: int, kv_heads: int) -> np.ndarray:
+    """Returns the draws of so many tokens that one shape of them is compiled, [T, K]."""
+    rows = draws.row_hashes(seed, jnp.asarray(layer), kv_heads)
+    return np.asarray(draws.token_uniforms(rows, jnp.arange(PLENTY)[None]))[0].T
 
 
-def simulate(
-    row: Row, weights: transformer.Weights, tokens, prompt_length: int, page_size: int
-) -> transformer.Pass:
-    """Runs one sequence through the NumPy model, each layer under the row's simulation."""
-    return transformer.run(
-        weights,
-        tokens,
-        lambda layer: row.simulate(row.policy, layer, prompt_length, page_size),
+@simulate.register
+def _(policy: DMS, layer, prompt_length, page_size):
+    decisions, tensors = dms_decisions(policy, layer)
+    return dms.simulate(
+        *tensors, decisions=decisions, window=policy.window, shift=policy.shift, per=policy.per
     )
 
 
+@simulate.register
+def _(policy: StreamingLLM, layer, prompt_length, page_size):
+    recent = policy.budget - policy.sinks
+    return streaming.simulate(*layer.rotated, sinks=policy.sinks, recent=recent)
+
+
 @functools.cache
-def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> transformer.Pass:
-    return simulate(row, weights_of(row), TOKENS[sequence], prompt_length, page_size)
+def random_marks(policy: RandomEviction, layer: int, kv_heads: int, head_dim: int) -> np.ndarray:
+    """Returns the marks of so many tokens that one shape of them is compiled, [T, K]."""
+    nothing = np.zeros((1, PLENTY, kv_heads, head_dim))
+    return np.asarray(policy.decide(tokens_of(nothing, layer=layer)).marks)[0].T
 
 
-def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
-    """Returns the passes of all sequences, cached where prompts and pages make no difference."""
-    page_size = page_size or row.page_size
-    if row.policy.parallel != "prompts":
-        prompts, page_size = [0] * len(LENGTHS), row.page_size
-    return [simulated(row, index, int(prompt), page_size) for index, prompt in enumerate(prompts)]
+@simulate.register
+def _(policy: RandomEviction, layer, prompt_length, page_size):
+    length, kv_heads, head_dim = layer.k.shape
+    marks = random_marks(policy, layer.index, kv_heads, head_dim)[:length]
+    return dms.simulate(*layer.rotated, decisions=marks, window=policy.window, shift=0)
 
 
-def peak_slots(passes: list[transformer.Pass]) -> np.ndarray:
-    """Returns the most slots that each row ever holds, [L, B, K]."""
-    peaks = np.array([[trace.peak for trace in one.traces] for one in passes])
-    return np.swapaxes(peaks, 0, 1)
+def scorer_outputs(layer: LayerInput) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what a layer's scorer predicts, both [T, K]; zeros for an output that it lacks."""
+    own = importance.SCALE * layer.own + importance.LEVEL
+    late = np.zeros_like(own) if layer.late is None else importance.SCALE * layer.late
+    return own, late
 
 
-def live_totals(one: transformer.Pass) -> np.ndarray:
-    """Returns the slots in use over all rows while each token attends, [T]."""
-    return sum(trace.live_counts.sum(axis=1) for trace in one.traces)
+@simulate.register
+def _(policy: KVzap, layer, prompt_length, page_size):
+    scores, _ = scorer_outputs(layer)
+    options = dict(threshold=policy.threshold, window=policy.window, sinks=policy.sinks)
+    return kvzap.simulate(*layer.rotated, scores=scores, **options)
 
 
-def read_totals(one: transformer.Pass, page_size: int) -> np.ndarray:
-    """Returns the entries read over all rows by each token, [T].
-
-    The query heads of a group read their common row once. Where they select pages (Quest), each
-    reads its own, unless they select together, and the two bounds of every page count as one
-    entry. If there is nothing to select, the row is read once.
-    """
-    totals = []
-    for trace in one.traces:
-        if isinstance(trace, kcache.Fetched):
-            totals.append(trace.entries)
-            continue
-        kv_heads = trace.live_counts.shape[1]
-        group = trace.reads.shape[1] // kv_heads
-        live, reads = trace.live_counts, trace.reads.reshape(-1, kv_heads, group)
-        together = reads[..., 0] if trace.shared else reads.sum(axis=2)
-        chosen = together + -(-live // page_size)
-        everything = (reads == live[:, :, None]).all(axis=2)
-        totals.append(np.where(everything, live, chosen).sum(axis=1))
-    return sum(totals)
+# -- merging --------------------------------------------------------------------------------------
 
 
-def read_again(row: Row, one: transformer.Pass, prompt_length: int) -> np.ndarray:
-    """Returns the entries that each generated token reads again where its layer is cut, [T].
-
-    Scoring reads all slots in use of the layer's rows.
-    """
-    totals = [np.zeros(len(one.traces[0].live), int)]
-    if row.cuts != "always":
-        return totals[0]
-    for trace in one.traces:
-        live = trace.live_counts.sum(axis=1)
-        kept = np.array([sum(map(len, step)) for step in trace.kept])
-        answer = np.arange(len(live)) >= prompt_length
-        totals.append(np.where(answer & (kept < live), live, 0))
-    return sum(totals)
+def dmc_neuron(policy: DMC) -> int:
+    return {"first": 0, "last": -1}[policy.neuron]
 
 
-@dataclasses.dataclass
-class Difference:
-    """Collects the largest difference of a test, and shows where it was."""
+def merge_decisions(policy: Merging, layer: LayerInput):
+    """Returns merge logits (or decisions), importance, both [T, K]."""
+    if isinstance(policy, FixedPooling):
+        return dmc.fixed_pooling(*layer.k.shape[:2], every=policy.every)
+    options = dict(neuron=dmc_neuron(policy), offset=policy.offset, per=policy.per)
+    omega = dmc.importance_weights(layer.q, layer.k.shape[1], epsilon=policy.epsilon, **options)
+    if policy.importance == "uniform":
+        omega = np.ones_like(omega)
+    return dmc.merge_logits(layer.k, **options), omega
 
-    largest: float = 0.0
 
-    def update(self, got: np.ndarray, want: np.ndarray) -> None:
-        difference = np.abs(np.asarray(got) - want)
-        assert not np.isnan(difference).any()
-        self.largest = max(self.largest, float(difference.max(initial=0.0)))
+def merging(policy: Merging) -> dict:
+    """Returns the window of the means, and the neuron that takes no part."""
+    if isinstance(policy, FixedPooling):
+        return dict(window=None, neuron=None)
+    return dict(window=policy.window, neuron=dmc_neuron(policy))
+
+
+@simulate.register
+def _(policy: Merging, layer, prompt_length, page_size):
+    logits, omega = merge_decisions(policy, layer)
+    return dmc.simulate(
+        layer.q,
+        layer.k,
+        layer.v,
+        cos=layer.cos,
+        sin=layer.sin,
+        decisions=logits > 0,
+        importance=omega,
+        stored=layer.stored,
+        **merging(policy),
+    )
+
+
+def stored_keys(policy: Policy, layer: LayerInput) -> np.ndarray:
+    """Returns the keys in the slots, by the ids of the trace."""
+    if not isinstance(policy, Merging):
+        return layer.rotated[1]
+    # The merged key of the segment that ends at each token, rotated to that token.
+    logits, omega = merge_decisions(policy, layer)
+    window, neuron = merging(policy).values()
+    cleared = dmc.without_neuron(layer.k, neuron)
+    pooled = [
+        dmc.pool(cleared[:, h], logits[:, h] > 0, omega[:, h], window)
+        for h in range(layer.k.shape[1])
+    ]
+    rotated = rope.rotate_tokens(np.stack(pooled, axis=1), layer.cos, layer.sin)
+    return layer.stored(dmc.without_neuron(rotated, neuron))
+
+
+# -- a victim a step ------------------------------------------------------------------------------
+
+
+@simulate.register
+def _(policy: TOVA, layer, prompt_length, page_size):
+    q, k, v = layer.rotated
+    options = dict(budget=policy.budget, prefill=policy.prefill)
+    if policy.per == "layer":
+        return tova.simulate(q, k, v, prompt_length, **options)
+    heads = k.shape[1]
+    of_heads = zip(*(np.split(x, heads, axis=1) for x in (q, k, v)), strict=True)
+    return side_by_side([tova.simulate(*one, prompt_length, **options) for one in of_heads])
+
+
+def side_by_side(traces: list[Trace]) -> Trace:
+    """Joins the traces of KV heads that were simulated separately into one layer."""
+
+    def joined(field: str) -> list:
+        steps = zip(*(getattr(trace, field) for trace in traces), strict=True)
+        return [[row for part in step for row in part] for step in steps]
+
+    outputs = np.concatenate([trace.outputs for trace in traces], axis=1)
+    return Trace(outputs, *map(joined, ("live", "kept", "attended")))
+
+
+@simulate.register
+def _(policy: H2O, layer, prompt_length, page_size):
+    heavy = policy.budget // 2
+    options = dict(heavy=heavy, recent=policy.budget - heavy, prefill=policy.prefill)
+    return h2o.simulate(*layer.rotated, prompt_length, **options)
+
+
+@simulate.register
+def _(policy: KVpop, layer, prompt_length, page_size):
+    own, late = scorer_outputs(layer)
+    options = dict(budget=policy.budget, window=policy.window, prefill=policy.prefill)
+    return kvpop.simulate(*layer.rotated, prompt_length, own=own, late=late, **options)
+
+
+# -- rows cut by scores ---------------------------------------------------------------------------
+
+
+@functools.singledispatch
+def worth_of(scorer, layer: LayerInput) -> scored.Worth:
+    """Returns what tokens are worth to a policy that ranks them."""
+    raise NotImplementedError(scorer)
+
+
+@worth_of.register
+def _(scorer: Knorm, layer):
+    return scored.knorm(layer.rotated[1])
+
+
+@worth_of.register
+def _(scorer: KeyDiff, layer):
+    return scored.keydiff(layer.rotated[1])
+
+
+@worth_of.register
+def _(scorer: SnapKV, layer):
+    return scored.snapkv(*layer.rotated[:2], scorer.window, scorer.kernel)
+
+
+@worth_of.register
+def _(scorer: ExpectedAttention, layer):
+    fields = ("sinks", "future", "covariance", "epsilon", "value_norm")
+    options = {name: getattr(scorer, name) for name in fields}
+    return scored.expected_attention(layer.q, *layer.rotated[1:], theta=THETA, **options)
+
+
+@worth_of.register
+def _(scorer: RandomSelection, layer):
+    """The scores are the policy's own draws; only the eviction is simulated."""
+    kv_heads = layer.k.shape[1]
+
+    def worth(t, held):
+        drawn = slot_draws(scorer.seed, layer.index, kv_heads, t)
+        return [drawn[head, : len(ids)] for head, ids in enumerate(held)]
+
+    return worth
+
+
+@functools.cache
+def slot_draws(seed: int, layer: int, kv_heads: int, t: int) -> np.ndarray:
+    """Returns the draws of a cut for so many slots that one shape of them is compiled, [K, S]."""
+    scorer = RandomSelection(seed=seed)
+    drawn = drawing(scorer, kv_heads, jnp.asarray(layer), jnp.asarray([t]))
+    return np.asarray(drawn, float)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def drawing(scorer: RandomSelection, kv_heads: int, layer, t):
+    return scorer.draw(layer, jnp.arange(kv_heads), t, PLENTY)
+
+
+@simulate.register
+def _(policy: PeriodicEviction, layer, prompt_length, page_size):
+    alpha, beta = None, None
+    scorer = policy
+    while hasattr(scorer, "scorer"):
+        alpha, beta = getattr(scorer, "alpha", alpha), getattr(scorer, "beta", beta)
+        scorer = scorer.scorer
+    budget = scorer.budget
+    if beta is not None:
+        protected = {SnapKV: "window", ExpectedAttention: "sinks"}.get(type(scorer))
+        always = getattr(scorer, protected) if protected else 0
+        budget = scored.pyramid(budget, always, beta, layer.index, LAYERS)
+    return scored.simulate(
+        *layer.rotated,
+        prompt_length,
+        worth=worth_of(scorer, layer),
+        budget=budget,
+        interval=scorer.interval,
+        alpha=alpha,
+    )
+
+
+# -- selective reading ----------------------------------------------------------------------------
+
+
+@simulate.register
+def _(policy: Quest, layer, prompt_length, page_size):
+    options = dict(
+        budget=policy.budget,
+        page_size=page_size,
+        force_last_page=policy.force_last_page,
+        layer=layer.index,
+        dense_layers=policy.dense_layers,
+    )
+    if isinstance(policy.over, Vanilla):
+        return quest.simulate(*layer.rotated, prompt_length, per=policy.per, **options)
+    _, tensors = dms_decisions(policy.over, layer)
+    kept = simulate(policy.over, layer, prompt_length, page_size)
+    return quest.select_over(kept, *tensors, prompt_length, **options)
+
+
+@simulate.register
+def _(policy: KCache, layer, prompt_length, page_size):
+    options = dict(
+        top=policy.top,
+        layer=layer.index,
+        device_layers=policy.first_layers,
+        renormalize=policy.renormalize,
+    )
+    if isinstance(policy.over, Vanilla):
+        return kcache.simulate(*layer.rotated, prompt_length, **options)
+    _, tensors = dms_decisions(policy.over, layer)
+    kept = simulate(policy.over, layer, prompt_length, page_size)
+    return kcache.simulate(*tensors, prompt_length, kept=kept, **options)

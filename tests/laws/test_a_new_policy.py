@@ -3,13 +3,13 @@
 The last test follows the page's instructions in a copy of the tree, and runs its commands.
 """
 
-import functools
 import importlib.util
 import json
 import re
 import shlex
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import chex
@@ -20,13 +20,13 @@ import pytest
 from dms_jax import policies
 from dms_jax.generation import Engine, Sampling
 from dms_jax.model.language_model import LanguageModel
-from tests.laws.row import Row, model_for
+from tests.laws.expected import weights_of
+from tests.laws.rows import Row, model_for
 from tests.laws.serving import check_completion
-from tests.laws.simulations import LENGTHS, WIDTH, weights_of
-from tests.laws.test_prompt_and_steps import check_run
+from tests.laws.simulations import worth_of
+from tests.laws.test_layers import SPLITS, check_run, parts_of
 from tests.mutants.planting import copy_tree, run_tests
 from tests.oracles import scored
-from tests.support.cached_runs import ragged_parts
 from tests.support.instances import further
 from tests.support.models import random_tokens
 
@@ -47,13 +47,6 @@ def source() -> str:
     return block_with("class SinkDistance")
 
 
-@functools.cache
-def oracle():
-    names = dict(vars(scored))
-    exec(block_with("def sink_distance"), names)
-    return names["sink_distance"]
-
-
 @pytest.fixture(scope="module")
 def kind(source, tmp_path_factory):
     path = tmp_path_factory.mktemp("added") / "sink_distance.py"
@@ -61,26 +54,16 @@ def kind(source, tmp_path_factory):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    oracle = dict(vars(scored))
+    exec(block_with("def sink_distance"), oracle)
+    names = dict(vars(module), worth_of=worth_of, scored=types.SimpleNamespace(**oracle))
+    exec(block_with("@worth_of.register"), names)
     yield module.SinkDistance
     del sys.modules[path.stem]
 
 
-def simulate(policy, layer, prompt_length, page_size):
-    del page_size
-    _, k, _ = layer.rotated
-
-    return scored.simulate(
-        *layer.rotated,
-        prompt_length,
-        worth=oracle()(k),
-        budget=policy.budget,
-        interval=policy.interval,
-        alpha=None,
-    )
-
-
 def row_of(policy, group: int) -> Row:
-    return Row(policy, simulate, group=group, page_size=4, cuts="always")
+    return Row(policy, group=group, page_size=4, answers="chunks")
 
 
 def test_it_is_short(source):
@@ -90,10 +73,10 @@ def test_it_is_short(source):
 @pytest.mark.parametrize("group", [2, *further(4)])
 def test_prompts_in_chunks_and_steps(kind, group):
     row = row_of(kind(budget=7, interval=3), group)
-    prompts = (13, 1, 22)
-    check_run(row, prompts, ragged_parts(3, LENGTHS, prompts, width=WIDTH))
+    check_run(row, SPLITS[1], parts_of(row, SPLITS[1], seed=3))
 
 
+@pytest.mark.nightly
 def test_answers_and_memory(kind):
     row = row_of(kind(budget=5, interval=4), 2)
     model = LanguageModel(model_for(row), policy=row.policy)
@@ -107,6 +90,7 @@ def test_answers_and_memory(kind):
     assert engine.runner.allocator.pages_in_use == 0
 
 
+@pytest.mark.nightly
 def test_it_works_inside_the_allocations_and_travels(kind, monkeypatch):
     monkeypatch.setitem(policies.POLICIES, "SinkDistance", kind)
     policy = policies.AdaKV(policies.PyramidKV(kind(budget=9, interval=None)), alpha=0.3)
@@ -153,15 +137,16 @@ def test_the_page_leads_to_the_end(source, tmp_path):
     insert(package / "__init__.py", "__all__ = [", '"SinkDistance",\n')
 
     contract = tmp_path / "tests" / "policies" / "test_policies.py"
-    instance = block_with("\nSinkDistance(").rstrip() + ",\n"
-    for path in (contract, laws / "scored_rows.py"):
+    simulations, rows = laws / "simulations.py", laws / "rows.py"
+    for path in (contract, simulations, rows):
         insert(path, "from dms_jax.policies import (", "SinkDistance,\n")
+    instance = block_with("\nSinkDistance(").rstrip() + ",\n"
     insert(contract, "CHANGED = [", instance)
-    insert(laws / "scored_rows.py", "match scorer:", block_with("case SinkDistance"))
-    row = block_with("make(SinkDistance").rstrip() + ",\n"
-    insert(laws / "scored_rows.py", "return [", row)
+    insert(rows, '"cut": [', instance)
+    with simulations.open("a") as file:
+        file.write("\n\n" + block_with("@worth_of.register"))
 
-    _, _, _, *tests = shlex.split(block_with('-k "test_policies or every_policy'))
+    _, _, _, *tests = shlex.split(block_with('-k "test_policies or every_p'))
     assert tests[:2] == ["-n", "0"]
     verdict, output = run_tests(tmp_path, tests[2:], timeout=600)
     assert verdict == "survived", output

@@ -13,7 +13,7 @@ from dms_jax.errors import ConfigError
 from dms_jax.generation import Sampling, generate, score
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import DMC, DMS, POLICIES, TOVA, KVpop, KVzap, Quest, Vanilla
-from tests.laws.row import model_of
+from tests.laws.rows import model_of
 
 TOKENS = np.arange(5)[None]
 BORROWERS = [DMS(), DMC(), DMC(neuron="first")]

@@ -4,9 +4,9 @@ On a (2, 4) mesh sequences and KV heads are split, or only sequences where the K
 divide by four, or only heads where the sequences do not divide by two. Everything is compared with
 the simulation, which the other laws compare one device with.
 
-Every row meets every layout once: answers come from a mesh that splits both, logits from one that
-splits sequences, scores from one that splits heads. Two rows, one whose tokens decide and one that
-selects pages, run each in each.
+Every row meets every layout once, of which most run at night: answers come from a mesh that splits
+both, logits from one that splits sequences, scores from one that splits heads. Two rows, one whose
+tokens decide and one that selects pages, run each in each.
 """
 
 import dataclasses
@@ -40,78 +40,46 @@ from dms_jax.policies import (
 from dms_jax.policies.values import PolicyState
 from dms_jax.sharding import DECODING_RULES, axes
 from dms_jax.training.parameters import parameters, rebuilder, shardings
-from tests.laws import scored_rows
-from tests.laws.combined_rows import (
-    in_4_bits,
-    simulate_dms_stored,
-    simulate_kcache,
-    simulate_quest_over_dms,
-)
-from tests.laws.row import Row, one_of_each_policy
+from tests.laws.expected import LOGITS_PAGE_SIZE, Difference, simulate
+from tests.laws.rows import DENSE, Row
 from tests.laws.serving import ALMOST_GREEDY, check_completion, check_score, engine_of
-from tests.laws.simulations import LOGITS_PAGE_SIZE, Difference, simulate
-from tests.laws.table import (
-    DENSE,
-    dmc_keys,
-    fixed_keys,
-    simulate_dmc,
-    simulate_dms,
-    simulate_fixed,
-    simulate_h2o,
-    simulate_random,
-    simulate_streaming,
-    simulate_tova,
-    simulate_vanilla,
-)
-from tests.support.instances import first_of_each
+from tests.support.instances import nightly_but
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
 ROWS = [
-    Row(Vanilla(), simulate_vanilla, 2, 8),
-    Row(DMS(window=3, shift=2), simulate_dms, 2, 8),
-    Row(DMS(window=2, source="adapter", per="layer"), simulate_dms, 2, 8),
-    in_4_bits(DMS(window=3), simulate_dms_stored, 2, 8),
-    Row(DMC(offset=0.2, window=3), simulate_dmc, 2, 8, keys=dmc_keys),
-    Row(FixedPooling(every=3), simulate_fixed, 2, 8, keys=fixed_keys),
-    Row(StreamingLLM(budget=6, sinks=2), simulate_streaming, 2, 8),
-    Row(RandomEviction(window=2, rate=0.6), simulate_random, 2, 8),
-    Row(TOVA(budget=5), simulate_tova, 2, 8),
-    Row(H2O(budget=5, prefill=DENSE), simulate_h2o, 2, 3, cuts="after the prompt"),
-    Row(
-        AdaKV(SnapKV(budget=6, interval=3, window=3), alpha=0.4),
-        scored_rows.simulate,
-        2,
-        3,
-        cuts="always",
-    ),
-    Row(RandomSelection(budget=5, interval=2), scored_rows.simulate, 2, 3, cuts="always"),
-    Row(
-        ExpectedAttention(budget=6, interval=3, sinks=2), scored_rows.simulate, 2, 3, cuts="always"
-    ),
-    Row(Quest(budget=8, over=DMS(window=3), dense_layers=0), simulate_quest_over_dms, 2, 4),
-    Row(KCache(top=3, first_layers=1, values="device"), simulate_kcache, 2, 8),
+    Row(DMS(window=3, shift=2), 2, 8),
+    Row(TOVA(budget=5), 2, 8),
+    Row(AdaKV(SnapKV(budget=6, interval=3, window=3), alpha=0.4), 2, 3),
+    Row(Quest(budget=8, over=DMS(window=3), dense_layers=0), 2, 4),
+    Row(Vanilla(), 2, 8),
+    Row(DMS(window=2, source="adapter", per="layer"), 2, 8),
+    Row(DMS(window=3), 2, 8, "int4"),
+    Row(DMC(offset=0.2, window=3), 2, 8),
+    Row(FixedPooling(every=3), 2, 8),
+    Row(StreamingLLM(budget=6, sinks=2), 2, 8),
+    Row(RandomEviction(window=2, rate=0.6), 2, 8),
+    Row(H2O(budget=5, prefill=DENSE), 2, 3),
+    Row(RandomSelection(budget=5, interval=2), 2, 3),
+    Row(ExpectedAttention(budget=6, interval=3, sinks=2), 2, 3),
+    Row(KCache(top=3, first_layers=1, values="device"), 2, 8),
 ]
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
 TOLERANCE = 1e-10
-every_row = pytest.mark.parametrize("row", one_of_each_policy(ROWS), ids=lambda row: row.name)
 # Split are the sequences alone, the heads alone, or both.
 SEQUENCES, HEADS, BOTH = (2, 4), (4, 3), (4, 4)  # KV heads and sequences
-EVERYWHERE = ("DMS", "Quest")  # the first row of each
+# A row whose tokens decide, two in which the heads of a layer meet, and one that selects pages.
+DECIDES, AVERAGES, COMPETES, SELECTS = FIRST = ROWS[:4]
 
 
-def by_layout(rows: list[Row], usual: tuple[int, int], *others: tuple[int, int]):
-    """Runs a test with each row in its usual layout, and with two rows in the others too."""
-    first = [next(row for row in rows if row.policy.name == name) for name in EVERYWHERE]
-    pairs = [(usual, row) for row in rows] + [(other, row) for other in others for row in first]
-    chosen = first_of_each(
-        pairs,
-        by=lambda pair: pair[1].policy.name,
-        cost=lambda pair: (pair[0] != usual, pair[1].cost),
-    )
+def by_layout(quick: list[Row], rows: list[Row], usual: tuple[int, int], other: tuple[int, int]):
+    """Runs a test with each row in its usual layout, and with two rows in another too."""
+    pairs = [(usual, row) for row in rows] + [(other, row) for row in (DECIDES, SELECTS)]
     names = {SEQUENCES: "data", HEADS: "model", BOTH: "both"}
     return pytest.mark.parametrize(
-        ("layout", "row"), chosen, ids=lambda x: x.name if isinstance(x, Row) else names[x]
+        ("layout", "row"),
+        nightly_but([(usual, row) for row in quick], pairs),
+        ids=lambda x: x.name if isinstance(x, Row) else names[x],
     )
 
 
@@ -147,7 +115,7 @@ def test_the_mesh_is_used():
     assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
 
 
-@by_layout([row for row in ROWS if row.kv_dtype is None], SEQUENCES, BOTH)
+@by_layout([DECIDES, SELECTS], [row for row in ROWS if not row.kv_dtype], SEQUENCES, BOTH)
 def test_logits(row, layout, record_property):
     num_kv_heads, _ = layout
     prompts = [len(prompt) for prompt in PROMPTS]
@@ -184,7 +152,7 @@ class Bookkeeping(StreamingLLM):
 
 def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
     """Checks that a row state with a field called `pages` is not sharded like the pool."""
-    row = Row(Bookkeeping(budget=6, sinks=2), simulate_streaming, 2, 8)
+    row = Row(Bookkeeping(budget=6, sinks=2), 2, 8)
     model = on_mesh(row, 4)
     engine = Engine(model, num_lanes=8, max_tokens=16, page_size=8, chunk=8, prefill_chunk=8)
     ring = engine.runner.cache.row_state.pages
@@ -198,7 +166,7 @@ def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
         check_completion(row, weights, model.config, prompt, completion, row.page_size)
 
 
-@every_row
+@pytest.mark.parametrize("row", nightly_but(FIRST, ROWS), ids=lambda row: row.name)
 def test_generate(row, record_property):
     """Checks four lanes, two on each half of the mesh, which has its own page numbers."""
     model = on_mesh(row, 4)
@@ -214,7 +182,7 @@ def test_generate(row, record_property):
     record_property("largest", float(max(differences)))
 
 
-@by_layout(ROWS, HEADS, SEQUENCES)
+@by_layout([AVERAGES, COMPETES], ROWS, HEADS, SEQUENCES)
 def test_score(row, layout, record_property):
     num_kv_heads, num_sequences = layout
     model = on_mesh(row, num_kv_heads)

@@ -17,10 +17,8 @@ from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Relaxation
 from dms_jax.policies import DMC, DMS, POLICIES, FixedPooling, KVzap
 from dms_jax.policies.relaxation import logistic_noise
-from tests.laws.dms_simulations import dms_decisions
-from tests.laws.row import model_of
-from tests.laws.scorer_rows import outputs as scorer_outputs
-from tests.laws.table import dmc_decisions, dmc_neuron, fixed_decisions
+from tests.laws.rows import model_of
+from tests.laws.simulations import dmc_neuron, dms_decisions, merge_decisions, scorer_outputs
 from tests.oracles import dmc, dms, transformer, vanilla
 from tests.oracles.trace import Trace
 from tests.support.instances import first_of_each, further
@@ -63,7 +61,7 @@ def simulate_soft(policy, layer, noise):
 
 
 def soft_dmc(policy, layer, noise):
-    logits, omega = dmc_decisions(policy, layer)
+    logits, omega = merge_decisions(policy, layer)
     alpha, decisions, log_keep = dmc.gate(logits, noise, policy.temperature, policy.per)
     outputs = dmc.soft_attention(
         layer.q,
@@ -83,15 +81,7 @@ def soft_dmc(policy, layer, noise):
 def soft_dms(policy, layer, noise):
     options = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
     if policy.source == "adapter":
-        weights = layer.weights
-        logits = dms.from_adapter(
-            layer.residual,
-            weights.adapter_norm,
-            weights.adapter.kernel.T,
-            bias=weights.adapter.bias,
-            epsilon=layer.epsilon,
-            **options,
-        )
+        logits = layer.own * policy.alpha_scale - policy.alpha_offset
         q, k, v = layer.rotated
     else:
         logits, q, k = dms.from_query_neuron(layer.q, layer.k, layer.cos, layer.sin, **options)
@@ -229,7 +219,7 @@ def test_fixed_pooling_trains_in_the_form_of_inference():
     got = soft(model, policy, TOKENS, Relaxation(noise_keys=keys))
     chex.assert_trees_all_equal(got.decisions, want.decisions)
     assert float(jnp.abs(got.hidden - want.hidden).max()) < 1e-12
-    merge, _ = fixed_decisions(policy, transformer_input(model))
+    merge, _ = merge_decisions(policy, transformer_input(model))
     chex.assert_trees_all_equal(np.asarray(got.decisions)[0, 0].T, merge)
 
     def loss(model):

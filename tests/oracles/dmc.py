@@ -26,12 +26,18 @@ same within each layer (local prior), and the spread of ratios within a layer (D
 the paper does not give).
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tests.oracles.rope import rotate, rotate_tokens
 from tests.oracles.trace import Recorder, Trace, as_float64, attend, default_scale
 
 BFLOAT16_EPSILON = 0.0078125
+
+
+def as_it_is(x: np.ndarray) -> np.ndarray:
+    return x
 
 
 def sigmoid(x):
@@ -109,12 +115,13 @@ def simulate(
     decisions=None,
     importance=None,
     scale: float | None = None,
+    stored: Callable[[np.ndarray], np.ndarray] = as_it_is,
 ) -> Trace:
     """Simulate over q [T, H, D], k, v [T, K, D] before rotation and cos, sin [T, D/2].
 
     decisions [T, K] (1 = merge) and importance [T, K] replace what the neuron says; with
     neuron=None both must be given and nothing is zeroed. Live ids are the last token of each slot.
-    Prompt and generated tokens are treated alike.
+    Prompt and generated tokens are treated alike. `stored` gives what a cache of few bits returns.
     """
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)
@@ -134,8 +141,8 @@ def simulate(
                 segments.append(Segment(window))
             segments[-1].add(t, k[t, head], v[t, head], float(importance[t][head]))
             rotated = [rotate(slot.key, cos[slot.last], sin[slot.last]) for slot in segments]
-            keys.append(without_neuron(np.stack(rotated), neuron))
-            values.append(np.stack([slot.value for slot in segments]))
+            keys.append(stored(without_neuron(np.stack(rotated), neuron)))
+            values.append(stored(np.stack([slot.value for slot in segments])))
         group = query_heads // kv_heads
         output = [
             attend(queries[t, head], keys[head // group], values[head // group], scale)

@@ -145,6 +145,7 @@ def expected_attention(
     future: int,
     covariance: bool,
     epsilon: float,
+    value_norm: bool = True,
 ) -> Worth:
     """Scores keys by expected attention; `queries` [T, H, D] are unrotated, k is rotated."""
     group, dim = queries.shape[1] // k.shape[1], k.shape[2]
@@ -165,7 +166,8 @@ def expected_attention(
                     logits += np.einsum("sd,de,se->s", keys, spread, keys) / (2 * dim)
                 weights = np.exp(logits - logits.max())
                 total += weights / weights.sum() / group
-            total = (total + epsilon) * np.linalg.norm(values, axis=-1)
+            if value_norm:
+                total = (total + epsilon) * np.linalg.norm(values, axis=-1)
             scores.append(np.append(np.full(sinks, np.inf), total))
         return scores
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.oracles import rope
+from tests.oracles import importance, rope
 from tests.oracles.trace import Trace
 
 
@@ -62,28 +62,39 @@ class Weights:
     theta: float
 
 
+def unchanged(x: np.ndarray) -> np.ndarray:
+    return x
+
+
 @dataclasses.dataclass
 class LayerInput:
     """A policy's input in one layer: q [T, H, D], k, v [T, K, D] before rotation, after norms.
 
-    `residual` [T, E] is the stream before the layer's input norm; cos and sin [T, D/2].
+    cos and sin are [T, D/2]. `own` and `late` [T, K] are what the layer's adapter says of each
+    token, and of the one that leaves the window with it. `stored` gives what a cache of few bits
+    returns of the keys and values that it is given. In a whole model `residual` [T, E] is the
+    stream before the layer's input norm.
     """
 
     index: int
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    residual: np.ndarray
     cos: np.ndarray
     sin: np.ndarray
-    weights: Layer
-    epsilon: float
+    own: np.ndarray | None = None
+    late: np.ndarray | None = None
+    stored: Callable[[np.ndarray], np.ndarray] = unchanged
+    residual: np.ndarray | None = None
+    weights: Layer | None = None
+    epsilon: float = 0.0
 
     @property
     def rotated(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rotated q and k, and v unchanged."""
+        """Rotated q, rotated k and v; both as they are stored."""
         turn = (self.cos, self.sin)
-        return rope.rotate_tokens(self.q, *turn), rope.rotate_tokens(self.k, *turn), self.v
+        k = self.stored(rope.rotate_tokens(self.k, *turn))
+        return rope.rotate_tokens(self.q, *turn), k, self.stored(self.v)
 
 
 @dataclasses.dataclass
@@ -99,7 +110,18 @@ def rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * scale
 
 
-def run(weights: Weights, tokens, simulate: Callable[[LayerInput], Trace]) -> Pass:
+def adapter_outputs(layer: Layer, x: np.ndarray, epsilon: float) -> list[np.ndarray | None]:
+    """Returns what the outputs of a layer's adapter say of the residual stream [T, E]."""
+    heads = layer.adapter, layer.adapter_late
+    if layer.adapter is None:
+        return [None, None]
+    x = importance.features(x, layer.adapter_norm, layer.adapter_hidden, epsilon)
+    return [None if head is None else head(x) for head in heads]
+
+
+def run(
+    weights: Weights, tokens, simulate: Callable[[LayerInput], Trace], stored: Callable = unchanged
+) -> Pass:
     """Runs tokens [T] through all layers, the attention of each by `simulate`."""
     x = weights.embedding[np.asarray(tokens)]
     epsilon = weights.epsilon
@@ -110,7 +132,8 @@ def run(weights: Weights, tokens, simulate: Callable[[LayerInput], Trace]) -> Pa
         if layer.q_norm is not None:
             q, k = rms_norm(q, layer.q_norm, epsilon), rms_norm(k, layer.k_norm, epsilon)
         cos, sin = rope.angles(np.arange(len(x)), q.shape[-1], weights.theta)
-        inputs.append(LayerInput(index, q, k, v, x, cos, sin, layer, epsilon))
+        said = adapter_outputs(layer, x, epsilon)
+        inputs.append(LayerInput(index, q, k, v, cos, sin, *said, stored, x, layer, epsilon))
         traces.append(simulate(inputs[-1]))
         x = x + layer.o(traces[-1].outputs, inputs=2)
         normed = rms_norm(x, layer.mlp_norm, epsilon)

@@ -1,5 +1,7 @@
 """Runs of sequences through the paged cache in ragged chunks, for comparison with an oracle.
 
+They go through a whole model, or through the attention of its layers alone (`attend_cached`).
+
 The pool (and a policy's state per page) is initialized with NaN, the pages of a row are scattered
 over it, and a row has no more of them than its declared need: reading an unwritten slot, or writing
 beyond the need, shows in the outputs.
@@ -7,20 +9,28 @@ beyond the need, shows in the outputs.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Cache
 from dms_jax.cache.int4 import Int4
-from dms_jax.model.cached_attention import in_one_pass
+from dms_jax.config import ModelConfig
+from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use, plan_steps
 from dms_jax.model.caching import init_cache
+from dms_jax.model.cutting import cut_layers
+from dms_jax.model.layer_cache import LayerCache
+from dms_jax.model.layer_loop import scan_layers
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
+from dms_jax.policies.values import Chunk, Decisions, PolicyState, Static, Tokens
 from tests.oracles import int4
+from tests.oracles.transformer import LayerInput
 
 
 @dataclasses.dataclass
@@ -40,16 +50,33 @@ class Part:
     whole: bool = False
 
 
+@struct.dataclass
+class Chunked:
+    """The results of a chunk, with its padding.
+
+    `live` and `reads` are totals over all rows of a sequence, after each token.
+    """
+
+    outputs: Float[Array, "B T *shape"]
+    cache: Cache
+    live: Int[Array, "B T"]
+    reads: Int[Array, "B T"]
+
+
 @dataclasses.dataclass
 class Outcome:
     """The results for the tokens of each sequence without padding, in order.
 
-    `logits[b]` is [T_b, V]; `live[b]` and `reads[b]` are [T_b], totals over all rows.
+    `outputs[b]` is [T_b, ...]; `live[b]` and `reads[b]` are [T_b], totals over all rows.
     """
 
-    logits: list[np.ndarray]
+    outputs: list[np.ndarray]
     live: list[np.ndarray]
     reads: list[np.ndarray]
+
+
+# (part, tokens done, which prompts end, cache, in one pass) -> the results
+Run = Callable[[Part, np.ndarray, np.ndarray, Cache, bool], Chunked]
 
 
 @dataclasses.dataclass
@@ -79,53 +106,134 @@ class Rows:
         return self.k_pages[pages, slots % page_size]
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def forward(
-    model: Transformer,
-    tokens,
-    counts,
-    ends_prompt,
-    cache: Cache,
+@functools.partial(jax.jit, static_argnames=("one_pass", "places"))
+def run_model(
     policy: Policy,
+    model: Transformer,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    ends_prompt: Bool[Array, " B"],
+    cache: Cache,
+    *,
     one_pass: bool,
     places: int | None,
-) -> tuple[jax.Array, Cache, jax.Array, jax.Array]:
+) -> Chunked:
+    """Runs a chunk through a whole model; the outputs are logits."""
     line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)
     passed = model.cached(
         tokens, counts, cache, policy, one_pass=one_pass, ends_prompt=ends_prompt, line=line
     )
     logits = model.unembed(passed.hidden)
     logits = logits if line is None else line.pad(logits)
-    return logits, passed.cache, passed.live, passed.reads
+    return Chunked(logits, passed.cache, passed.live, passed.reads)
+
+
+@functools.partial(jax.jit, static_argnames=("one_pass", "static"))
+def run_layers(
+    policy: Policy,
+    tokens: Tokens,
+    counts: Int[Array, " B"],
+    ends_prompt: Bool[Array, " B"],
+    cache: Cache,
+    *,
+    one_pass: bool,
+    static: Static,
+) -> Chunked:
+    """Runs a chunk through the attention of every layer and nothing else.
+
+    Layers are given their tokens [L, B, T, ...]; the outputs are those of attention, by token.
+    """
+    num_layers, width = tokens.q.shape[0], tokens.q.shape[2]
+    positions = cache.seen[:, None] + jnp.arange(width, dtype=cache.seen.dtype)
+    tokens = dataclasses.replace(
+        tokens, positions=jnp.broadcast_to(positions, (num_layers, *positions.shape))
+    )
+    angles = positions[..., None] * jnp.asarray(static.frequencies)
+    first = jax.tree.map(lambda x: x[0], tokens)
+    shared = Chunk(
+        tokens=dataclasses.replace(first, adapter_logits=None, late_logits=None),
+        decisions=Decisions(),
+        rotation=(jnp.cos(angles), jnp.sin(angles)),
+        count=counts,
+        page_table=cache.page_table[0],
+        lengths=cache.lengths[0],
+        max_lengths=cache.max_lengths,
+        ends_prompt=ends_prompt,
+        static=static,
+    )
+
+    def body(carry, layer, index, group, rows):
+        pool, page_state = carry
+        page_table, lengths, row_state, plan = rows
+        attended = attend_cached(
+            group.policy,
+            LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
+            layer,
+            dataclasses.replace(shared, page_table=page_table, lengths=lengths, plan=plan),
+            one_pass=one_pass,
+        )
+        state = attended.cache.state
+        own = in_use(attended.lengths, counts)
+        totals = [own if each is None else each for each in (attended.live, attended.reads)]
+        return (attended.cache.pool, state.pages), (
+            (attended.lengths, state.rows, *totals),
+            attended.out,
+        )
+
+    one_step = width == 1 and not one_pass
+    plan = plan_steps(cache, counts) if one_step else None
+    rows = (cache.page_table, cache.lengths, cache.row_state, plan)
+    (pool, page_state), ((lengths, row_state, live, reads), out) = scan_layers(
+        body, (cache.pool, cache.page_state), tokens, policy.groups(num_layers), rows
+    )
+    live, reads = live.sum(0), reads.sum(0)
+    if one_step:
+        state = PolicyState(rows=row_state, pages=page_state)
+        pool, state, lengths, read_again = cut_layers(
+            policy, pool, state, shared, cache.page_table, lengths, dtype=out.dtype
+        )
+        page_state, reads = state.pages, reads + read_again[:, None]
+    cache = dataclasses.replace(
+        cache,
+        pool=pool,
+        lengths=lengths,
+        seen=cache.seen + counts,
+        row_state=row_state,
+        page_state=page_state,
+    )
+    return Chunked(jnp.moveaxis(out, 0, 2), cache, live, reads)
 
 
 def poisoned_cache(
-    model: Transformer,
+    config: ModelConfig,
     policy: Policy,
     slots: np.ndarray,
     *,
     page_size: int,
     table_width: int,
+    max_lengths=None,
     kv_dtype: str | None = None,
     seed: int = 0,
 ) -> Cache:
-    """Returns an empty cache whose rows own scattered pages for `slots` [L, B, K] slots."""
+    """Returns an empty float64 cache whose rows own scattered pages for `slots` [L, B, K] slots."""
     rows = slots.shape
     num_pages = int(np.prod(rows)) * table_width
     cache = init_cache(
-        model.config,
+        config,
         policy,
         num_sequences=rows[1],
         num_pages=num_pages,
         page_size=page_size,
         table_width=table_width,
-        dtype=model.embedding[...].dtype,
+        dtype=jnp.float64,
         kv_dtype=kv_dtype,
     )
     table = np.random.default_rng(seed).permutation(num_pages).reshape(*rows, table_width)
     owned = np.arange(table_width) < -(-slots // page_size)[..., None]
+    longest = np.zeros(rows[1]) if max_lengths is None else max_lengths
     return dataclasses.replace(
         cache,
+        max_lengths=jnp.asarray(longest, jnp.int32),
         page_table=jnp.asarray(np.where(owned, table, num_pages), jnp.int32),
         pool=jax.tree.map(_poison, cache.pool),
         page_state=jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache.page_state),
@@ -175,35 +283,66 @@ def ragged_parts(
                 done += counts
 
 
-def drive(
-    model: Transformer, policy: Policy, tokens: list[np.ndarray], cache: Cache, parts, after=None
-) -> Outcome:
+def drive(policy: Policy, lengths, cache: Cache, parts, run: Run, after=None) -> Outcome:
     """Runs the parts; `after(done, rows)` is called with the cache after `done[b]` tokens."""
-    done = np.zeros(len(tokens), int)
-    gathered: list[list[tuple]] = [[] for _ in tokens]
-    random = np.random.default_rng(1)
+    done = np.zeros(len(lengths), int)
+    gathered: list[list[tuple]] = [[] for _ in lengths]
     for part in parts:
-        # Padding can be any token.
-        chunk = random.integers(0, model.config.vocab_size, size=(len(tokens), part.width))
+        ends = np.zeros(len(lengths), bool) if part.ends_prompt is None else part.ends_prompt
+        one_pass = part.whole or in_one_pass(policy, part.width, prompt=part.prompt)
+        chunked = run(part, done, ends, cache, one_pass)
+        cache = chunked.cache
+        results = [np.asarray(x) for x in (chunked.outputs, chunked.live, chunked.reads)]
         for row, count in enumerate(part.counts):
-            chunk[row, :count] = tokens[row][done[row] : done[row] + count]
-        logits, cache, live, reads = forward(
-            model,
-            chunk.astype(np.int32),
-            part.counts,
-            np.zeros(len(tokens), bool) if part.ends_prompt is None else part.ends_prompt,
-            cache,
-            policy,
-            part.whole or in_one_pass(policy, part.width, prompt=part.prompt),
-            part.places,
-        )
-        logits, live, reads = np.asarray(logits), np.asarray(live), np.asarray(reads)
-        for row, count in enumerate(part.counts):
-            gathered[row].append((logits[row, :count], live[row, :count], reads[row, :count]))
-            assert not live[row, count:].any()
-            assert not reads[row, count:].any()
+            gathered[row].append(tuple(x[row, :count] for x in results))
+            assert not any(x[row, count:].any() for x in results[1:])
         done += part.counts
         if after is not None:
             after(done, Rows.of(cache))
     joined = [[np.concatenate(field) for field in zip(*row, strict=True)] for row in gathered]
     return Outcome(*map(list, zip(*joined, strict=True)))
+
+
+def with_padding(sequences: list[np.ndarray], part: Part, done, random) -> np.ndarray:
+    """Returns the part's tokens of [T, ...] each; padding can be any token."""
+    start = random.integers(0, [len(one) for one in sequences], size=(part.width, len(sequences)))
+    chunk = np.stack([one[at] for one, at in zip(sequences, start.T, strict=True)])
+    for row, count in enumerate(part.counts):
+        chunk[row, :count] = sequences[row][done[row] : done[row] + count]
+    return chunk
+
+
+def of_model(policy: Policy, model: Transformer, tokens: list[np.ndarray]) -> Run:
+    """Returns how parts run through a model."""
+    random = np.random.default_rng(1)
+
+    def run(part: Part, done, ends, cache: Cache, one_pass: bool) -> Chunked:
+        chunk = with_padding(tokens, part, done, random)
+        options = dict(one_pass=one_pass, places=part.places)
+        return run_model(policy, model, chunk, part.counts, ends, cache, **options)
+
+    return run
+
+
+def of_layers(policy: Policy, sequences: list[list[LayerInput]], static: Static) -> Run:
+    """Returns how parts run through attention alone, of each sequence's layers."""
+    random = np.random.default_rng(1)
+    adapter = policy.retrofit.adapter
+
+    def run(part: Part, done, ends, cache: Cache, one_pass: bool) -> Chunked:
+        def of(name: str) -> np.ndarray:
+            each = [
+                [getattr(layer, name) for layer in layers]
+                for layers in zip(*sequences, strict=True)
+            ]
+            return np.stack([with_padding(one, part, done, random) for one in each])
+
+        q, k, v = map(of, ("q", "k", "v"))
+        own = np.moveaxis(of("own"), 2, 3) if adapter else None
+        late = np.moveaxis(of("late"), 2, 3) if adapter and adapter.late else None
+        places = np.zeros(q.shape[:3], np.int32)
+        tokens = Tokens(q, k, v, places, np.arange(len(q), dtype=np.int32), own, late)
+        options = dict(one_pass=one_pass, static=static)
+        return run_layers(policy, tokens, part.counts, ends, cache, **options)
+
+    return run

@@ -1,5 +1,6 @@
 """Mistakes in `dms_jax/cache`."""
 
+from tests.laws.rows import layer_law
 from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/cache/"
@@ -112,7 +113,7 @@ MUTANTS = [
         "dms_jax/model/cached_attention.py",
         "cache.pool.rotate(q).reshape(lengths.size, -1, q.shape[-1]),",
         "q.reshape(lengths.size, -1, q.shape[-1]),",
-        ("tests/laws/test_prompt_and_steps.py::test_steps_alone[DMS-window=3-G=2-page=4-int4]",),
+        (layer_law("DMS-window=4-source=adapter-"),),
     ),
     Mutant(
         "cache: the peak is what is live at the end of a chunk",

@@ -4,12 +4,10 @@ Not here, because they change nothing: H2O's mean over the group as a sum (it ra
 KeyDiff's anchor without the division by the length (it is normalised afterwards).
 """
 
+from tests.laws.rows import layer_law
 from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/policies/"
-STEPS = "tests/laws/test_prompt_and_steps.py::test_steps_alone"
-CHUNKS = "tests/laws/test_prompt_and_steps.py::test_ragged_chunks_of_a_prompt_then_steps"
-OTHER_CHUNKS = "tests/laws/test_prompt_and_steps.py::test_ragged_chunks_of_other_prompts"
 MERGING = "tests/policies/test_merging.py"
 FLOAT32 = "tests/policies/test_float32_sums.py"
 ALLOCATION = "tests/policies/test_allocation.py"
@@ -110,31 +108,28 @@ MUTANTS = [
         FOLDER + "h2o.py",
         "recent = budget - budget // 2",
         "recent = budget // 2",
-        (f"{CHUNKS}[H2O-budget=7-G=4-page=4]",),
+        (layer_law("H2O-budget=7-"),),
     ),
     Mutant(
         "policies: the newest token of a cut is one too late",
         FOLDER + "values.py",
         "return self.first + jnp.maximum(self.count, 1) - 1",
         "return self.first + jnp.maximum(self.count, 1)",
-        (f"{OTHER_CHUNKS}[(13, 1, 22)-H2O-budget=9-prefill=dense_then_evict-G=2-page=4]",),
+        (layer_law("H2O-compression_ratio=2.4-prefill=dense_then_evict"),),
     ),
     Mutant(
         "policies: SnapKV's ring loses its oldest query",
         FOLDER + "snapkv.py",
         "keep = (index < last) & (index >= last - self.window)",
         "keep = (index < last) & (index > last - self.window)",
-        (f"{OTHER_CHUNKS}[(13, 1, 22)-SnapKV-budget=9-interval=4-window=3-G=2-page=4]",),
+        (layer_law("SnapKV-budget=9-"),),
     ),
     Mutant(
         "policies: ExpectedAttention counts the sinks before a chunk",
         FOLDER + "expected_attention.py",
         "before = jnp.maximum(chunk.first - self.sinks, 0)",
         "before = jnp.maximum(chunk.first, 0)",
-        (
-            f"{OTHER_CHUNKS}[(13, 1, 22)-ExpectedAttention-budget=9-interval=4-future=16-"
-            "epsilon=0.01-G=2-page=4]",
-        ),
+        (layer_law("ExpectedAttention-budget=9-"),),
     ),
     Mutant(
         "policies: ExpectedAttention's moments in the model's type",
@@ -190,7 +185,7 @@ MUTANTS = [
         FOLDER + "periodic_eviction.py",
         "return total >= heads * (",
         "return total > heads * (",
-        (f"{STEPS}[KeyDiff-budget=8-interval=4-G=2-page=3]",),
+        (layer_law("KeyDiff-"),),
     ),
     Mutant(
         "policies: rows over a mesh are cut when a device's own are full",
@@ -239,14 +234,14 @@ MUTANTS = [
         FOLDER + "kvpop.py",
         "_score(jnp.take_along_axis(own, index, axis=-1), late)",
         "_score(jnp.take_along_axis(own, index, axis=-1), 0 * late)",
-        (f"{STEPS}[KVpop-budget=8-window=3-hidden=6-G=2-page=5]",),
+        (layer_law("KVpop-budget=8-"),),
     ),
     Mutant(
         "policies: KVpop gives up a token that the next query is to see",
         FOLDER + "kvpop.py",
         "leaves = (place >= 0) & (pushed_by < chunk.count[:, None, None])",
         "leaves = (place >= 0) & (pushed_by <= chunk.count[:, None, None])",
-        (f"{STEPS}[KVpop-budget=8-window=3-hidden=6-G=2-page=5]",),
+        (layer_law("KVpop-budget=8-"),),
     ),
     Mutant(
         "policies: importance counts queries that see the key in any case",

@@ -1,0 +1,152 @@
+"""The sequences that the laws run, and what the simulations say must come out.
+
+Below the model a sequence is random queries, keys, values and outputs of an adapter for each of two
+layers; in the model it is tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from tests.laws.rows import Row, model_for
+from tests.laws.simulations import LAYERS, STORED, THETA, in_tokens
+from tests.laws.simulations import simulate as simulate_layer
+from tests.oracles import kcache, rope, transformer
+from tests.oracles.trace import Trace
+from tests.support.models import oracle_weights, random_tokens
+
+LENGTHS = (26, 19, 23)
+TOKENS = tuple(random_tokens(100 + index, length) for index, length in enumerate(LENGTHS))
+WIDTH = 8  # of a compiled chunk of a prompt: chunks of 0 to 8 tokens
+WIDE = 32  # a chunk that holds a whole sequence
+LOGITS_PAGE_SIZE = 16  # of the cache that `LanguageModel.logits` makes for itself
+HEAD_DIM = 8
+
+# -- below the model ------------------------------------------------------------------------------
+
+
+@functools.cache
+def layer_inputs(row: Row, sequence: int) -> list[transformer.LayerInput]:
+    """Returns what each layer is given of a sequence: the same for all rows of a group size."""
+    length, stored = LENGTHS[sequence], STORED[row.kv_dtype]
+    random = np.random.default_rng((row.group, sequence))
+    angles = rope.angles(np.arange(length), HEAD_DIM, THETA)
+    heads = row.num_kv_heads * row.group, row.num_kv_heads, row.num_kv_heads
+    return [
+        transformer.LayerInput(
+            index,
+            *(random.normal(size=(length, number, HEAD_DIM)) for number in heads),
+            *angles,
+            *(0.5 * random.normal(size=(length, row.num_kv_heads)) for _ in range(2)),
+            stored,
+        )
+        for index in range(LAYERS)
+    ]
+
+
+@functools.cache
+def layer_traces(row: Row, sequence: int, prompt_length: int) -> list[Trace]:
+    policy = in_tokens(row.policy, LENGTHS[sequence])
+    return [
+        simulate_layer(policy, layer, prompt_length, row.page_size)
+        for layer in layer_inputs(row, sequence)
+    ]
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def weights_of(row: Row) -> transformer.Weights:
+    return oracle_weights(model_for(row))
+
+
+def simulate(
+    row: Row, weights: transformer.Weights, tokens, prompt_length: int, page_size: int
+) -> transformer.Pass:
+    """Runs one sequence through the NumPy model, each layer under the row's simulation."""
+    return transformer.run(
+        weights,
+        tokens,
+        lambda layer: simulate_layer(row.policy, layer, prompt_length, page_size),
+        STORED[row.kv_dtype],
+    )
+
+
+@functools.cache
+def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> transformer.Pass:
+    return simulate(row, weights_of(row), TOKENS[sequence], prompt_length, page_size)
+
+
+def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
+    """Returns the passes of all sequences, cached where prompts and pages make no difference."""
+    page_size = page_size or row.page_size
+    if row.policy.parallel != "prompts":
+        prompts, page_size = [0] * len(LENGTHS), row.page_size
+    return [simulated(row, index, int(prompt), page_size) for index, prompt in enumerate(prompts)]
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+def peak_slots(sequences: Sequence[list[Trace]]) -> np.ndarray:
+    """Returns the most slots that each row ever holds, [L, B, K], of each sequence's layers."""
+    peaks = np.array([[trace.peak for trace in traces] for traces in sequences])
+    return np.swapaxes(peaks, 0, 1)
+
+
+def live_totals(traces: list[Trace]) -> np.ndarray:
+    """Returns the slots in use over all rows while each token attends, [T]."""
+    return sum(trace.live_counts.sum(axis=1) for trace in traces)
+
+
+def read_totals(traces: list[Trace], page_size: int) -> np.ndarray:
+    """Returns the entries read over all rows by each token, [T].
+
+    The query heads of a group read their common row once. Where they select pages (Quest), each
+    reads its own, unless they select together, and the two bounds of every page count as one
+    entry. If there is nothing to select, the row is read once.
+    """
+    totals = []
+    for trace in traces:
+        if isinstance(trace, kcache.Fetched):
+            totals.append(trace.entries)
+            continue
+        kv_heads = trace.live_counts.shape[1]
+        group = trace.reads.shape[1] // kv_heads
+        live, reads = trace.live_counts, trace.reads.reshape(-1, kv_heads, group)
+        together = reads[..., 0] if trace.shared else reads.sum(axis=2)
+        chosen = together + -(-live // page_size)
+        everything = (reads == live[:, :, None]).all(axis=2)
+        totals.append(np.where(everything, live, chosen).sum(axis=1))
+    return sum(totals)
+
+
+def read_again(row: Row, traces: list[Trace], prompt_length: int) -> np.ndarray:
+    """Returns the entries that each generated token reads again where its layer is cut, [T].
+
+    Scoring reads all slots in use of the layer's rows.
+    """
+    totals = [np.zeros(len(traces[0].live), int)]
+    if row.cuts != "always":
+        return totals[0]
+    for trace in traces:
+        live = trace.live_counts.sum(axis=1)
+        kept = np.array([sum(map(len, step)) for step in trace.kept])
+        answer = np.arange(len(live)) >= prompt_length
+        totals.append(np.where(answer & (kept < live), live, 0))
+    return sum(totals)
+
+
+@dataclasses.dataclass
+class Difference:
+    """Collects the largest difference of a test, and shows where it was."""
+
+    largest: float = 0.0
+
+    def update(self, got: np.ndarray, want: np.ndarray) -> None:
+        difference = np.abs(np.asarray(got) - want)
+        assert not np.isnan(difference).any()
+        self.largest = max(self.largest, float(difference.max(initial=0.0)))

@@ -1,0 +1,237 @@
+"""The rows under the laws: policies with their options, and the sizes that they run with.
+
+`ROWS` run one floor below the model (`test_layers.py`): every option that has code of its own, with
+group sizes, page sizes, dtypes and forms of chunks so that every two of them meet, and each with
+every mechanism. `MODEL_ROWS` run the whole model: one of each of the seven mechanisms.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Literal
+
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies import (
+    DMC,
+    DMS,
+    H2O,
+    TOVA,
+    AdaKV,
+    ExpectedAttention,
+    FixedPooling,
+    KCache,
+    KeyDiff,
+    Knorm,
+    KVpop,
+    KVzap,
+    Policy,
+    PyramidKV,
+    Quest,
+    RandomEviction,
+    RandomSelection,
+    SnapKV,
+    StreamingLLM,
+    Vanilla,
+)
+from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.selective import SelectiveReading
+from dms_jax.policies.values import AdapterShape
+from dms_jax.policies.victims import VictimEviction
+from tests.laws.pairwise import covering
+from tests.oracles.trace import Trace
+from tests.support.models import random_model, tiny_config
+
+DENSE = "dense_then_evict"
+LOW_OFFSET = dict(alpha_scale=2.0, alpha_offset=0.5)
+# Options by mechanism. Numbers alone are varied where no further program is needed for them.
+OPTIONS = {
+    "append": [Vanilla()],
+    "evict": [
+        DMS(window=0, shift=0),
+        DMS(window=4, source="adapter"),
+        DMS(window=6, shift=6, per="layer"),
+        DMS(window=3, shift=4, source="adapter", alpha_offset=40.0),
+        DMS(window=2, decisions="bernoulli", seed=3, **LOW_OFFSET),
+        StreamingLLM(budget=8, sinks=2),
+        StreamingLLM(compression_ratio=2.7, sinks=2),
+        RandomEviction(window=3, rate=0.7, spread=0.2, seed=7),
+        KVzap(window=4, threshold=-5.5, sinks=1),
+    ],
+    "merge": [
+        DMC(offset=0.4, neuron="first", window=2),
+        DMC(offset=0.0),
+        DMC(offset=0.1, per="layer", importance="uniform", window=3),
+        DMC(offset=-0.3, window=None),
+        FixedPooling(every=3),
+    ],
+    "victim": [
+        TOVA(budget=8),
+        TOVA(budget=6, per="head", prefill=DENSE),
+        H2O(budget=7),
+        H2O(compression_ratio=2.4, prefill=DENSE),
+        KVpop(budget=8, window=3),
+        KVpop(budget=9, window=4, prefill=DENSE),
+        KVpop(budget=2, window=0),
+    ],
+    "cut": [
+        SnapKV(budget=9, interval=4, window=3, kernel=5),
+        Knorm(budget=6, interval=2),
+        ExpectedAttention(budget=9, interval=4, future=16, epsilon=0.01),
+        RandomSelection(budget=8, interval=5, seed=3),
+        AdaKV(SnapKV(budget=9, interval=4, window=3), alpha=0.5),
+        PyramidKV(SnapKV(budget=8, interval=3, window=3), beta=3),
+        SnapKV(budget=7, interval=None, window=4, kernel=3),
+        KeyDiff(compression_ratio=2.9, interval=4),
+        ExpectedAttention(budget=7, interval=None, sinks=0, covariance=False, value_norm=False),
+        AdaKV(PyramidKV(KeyDiff(budget=8, interval=3), beta=4)),
+    ],
+    "select pages": [
+        Quest(budget=9, dense_layers=1, force_last_page=False),
+        Quest(budget=8, dense_layers=0, per="kv_head"),
+        Quest(budget=8, dense_layers=0, over=DMS(window=3)),
+        Quest(compression_ratio=2.5, dense_layers=0),
+    ],
+    "fetch values": [
+        KCache(top=5, first_layers=1),
+        KCache(top=3, first_layers=0, renormalize=True),
+        KCache(top=4, first_layers=0, over=DMS(window=3)),
+        KCache(compression_ratio=4, first_layers=0, values="device"),
+    ],
+}
+FACTORS = {
+    "group": (1, 2, 4, 8),
+    "page_size": (3, 4, 5, 7),  # which do not divide the lengths of the tests
+    "kv_dtype": (None, "float8_e4m3", "int4"),
+    "prompts": ("chunks", "whole", "tokens"),
+    "answers": ("steps", "chunks"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A policy under test.
+
+    Attributes:
+      policy: the policy that runs.
+      group: query heads per KV head.
+      page_size: slots per page.
+      kv_dtype: the dtype of the cache; the model's if None.
+      prompts: whether prompts come in chunks, whole, or one token at a time.
+      answers: whether answers are steps, or at first chunks, as when a past is recomputed.
+    """
+
+    policy: Policy
+    group: int
+    page_size: int
+    kv_dtype: str | None = None
+    prompts: Literal["chunks", "whole", "tokens"] = "chunks"
+    answers: Literal["steps", "chunks"] = "steps"
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 2
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the simulation gives the order of slots, too."""
+        return not isinstance(self.policy, VictimEviction | StreamingLLM)
+
+    @property
+    def cuts(self) -> Literal["never", "after the prompt", "always"]:
+        """When rows are cut right after a token's attention."""
+        if isinstance(self.policy, PeriodicEviction):
+            return "always"
+        return "after the prompt" if getattr(self.policy, "prefill", None) == DENSE else "never"
+
+    @property
+    def selects(self) -> bool:
+        """Whether query heads read less than the cache holds."""
+        return isinstance(self.policy, SelectiveReading)
+
+    def held(self, trace: Trace, done: int, prompt_length: int) -> list[list[int]]:
+        """Returns the tokens in the slots of each KV head after `done` tokens."""
+        if not done:
+            return [[] for _ in trace.live[0]]
+        after_prompt = self.cuts == "after the prompt" and done == prompt_length
+        return (trace.kept if after_prompt or self.cuts == "always" else trace.live)[done - 1]
+
+    @functools.cached_property
+    def name(self) -> str:
+        sizes = [f"G={self.group}", f"page={self.page_size}"]
+        forms = [value for value in (self.kv_dtype, self.prompts, self.answers) if value]
+        forms = forms if (self.prompts, self.answers) != ("chunks", "steps") else forms[:-2]
+        return "-".join([self.policy.name, *_options(self.policy), *sizes, *forms])
+
+
+INNER = {"over": "over", "scorer": "of"}  # fields that hold another policy
+
+
+def _options(policy: Policy) -> list[str]:
+    """Returns the options that differ from the defaults, including those of an inner policy."""
+    default = type(policy)()
+    changed = {
+        field.name: getattr(policy, field.name)
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != getattr(default, field.name)
+    }
+    inner = {word: changed.pop(field) for field, word in INNER.items() if field in changed}
+    options = [f"{name}={value}" for name, value in changed.items()]
+    for word, one in inner.items():
+        options += [f"{word} {one.name}", *_options(one)]
+    return options
+
+
+POLICY_ROWS = [(mechanism, policy) for mechanism, all_ in OPTIONS.items() for policy in all_]
+ROWS = [Row(policy, **values) for policy, values in covering(POLICY_ROWS, FACTORS)]
+
+
+def of_other_groups(rows: Iterable[Row]) -> list[Row]:
+    """Returns a row for every policy and each group size that it is not met with in `rows`."""
+    met = {(row.policy.name, row.group) for row in rows}
+    first = {policy.name: policy for _, policy in reversed(POLICY_ROWS)}
+    return [
+        Row(policy, group, page_size, answers="chunks")
+        for name, policy in first.items()
+        for group, page_size in zip(FACTORS["group"], FACTORS["page_size"], strict=True)
+        if (name, group) not in met
+    ]
+
+
+def layer_law(start: str) -> str:
+    """Returns the test of the row whose name starts so, for pytest.
+
+    What follows in its name changes where an option is added to the table.
+    """
+    (name,) = [row.name for row in ROWS if row.name.startswith(start)]
+    return f"tests/laws/test_layers.py::test_prompts_and_answers[{name}]"
+
+
+# -- the whole model ------------------------------------------------------------------------------
+
+# Group sizes are those of models with other switches (`model_of`).
+MODEL_ROWS = [
+    Row(Vanilla(), 1, 3),
+    Row(DMS(window=4, source="adapter"), 2, 5),
+    Row(DMC(offset=0.4, neuron="first", window=2), 2, 4),
+    Row(TOVA(budget=8), 4, 5),
+    Row(SnapKV(budget=9, interval=4, window=3), 2, 4),
+    Row(Quest(budget=8, dense_layers=1), 8, 4),
+    Row(KCache(top=3, first_layers=0), 2, 5),
+]
+
+
+@functools.cache
+def model_of(group: int, adapter: AdapterShape | bool | None) -> Transformer:
+    """Returns a model of two layers, whose switches vary with the group size."""
+    config = tiny_config(
+        num_heads=2 * group,
+        num_kv_heads=2,
+        qk_norm=group in (1, 4),
+        biases=group in (2, 4),
+        tied=group in (1, 2),
+    )
+    return random_model(config, adapter=adapter, seed=group)
+
+
+def model_for(row: Row) -> Transformer:
+    return model_of(row.group, row.policy.retrofit.adapter)

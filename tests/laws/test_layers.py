@@ -1,0 +1,206 @@
+"""Laws 1, 2 and 3 below the model: `attend_cached` equals the simulation, token by token.
+
+Random queries, keys and values run through the attention of two layers, with no embedding, MLP or
+engine around it. Outputs, kept tokens, slots, lengths and reads are compared after every call.
+
+1. With nothing to evict, outputs equal vanilla attention.
+2. A prompt in chunks of any size, whole or token by token, and then an answer in chunks or steps,
+   equal the simulation of that split; policies that declare it agree for every split.
+3. Kept tokens, slots, reads and peaks are those of the simulation.
+"""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.model.attention import attend_sequences
+from dms_jax.policies import POLICIES, Policy, Vanilla
+from dms_jax.policies.values import Static, Tokens
+from tests.laws.expected import (
+    HEAD_DIM,
+    LENGTHS,
+    WIDE,
+    WIDTH,
+    Difference,
+    layer_inputs,
+    layer_traces,
+    live_totals,
+    peak_slots,
+    read_again,
+    read_totals,
+)
+from tests.laws.pairwise import pairs
+from tests.laws.rows import FACTORS, OPTIONS, ROWS, Row, of_other_groups
+from tests.laws.simulations import LAYERS, THETA, stored_keys
+from tests.support.cached_runs import Part, drive, of_layers, poisoned_cache, ragged_parts
+from tests.support.instances import further
+from tests.support.models import tiny_config
+
+TOLERANCE = 1e-10
+# Of the lengths 26, 19 and 23. Cuts fall within chunks and at their ends; one sequence is all
+# prompt, one all answer.
+SPLITS = (5, 19, 0), (13, 1, 22)
+FREQUENCIES = tuple((THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist())
+
+every_row = pytest.mark.parametrize(
+    "row", [*ROWS, *further(*of_other_groups(ROWS))], ids=lambda row: row.name
+)
+
+
+def static_of(row: Row) -> Static:
+    return Static(row.page_size, HEAD_DIM**-0.5, LAYERS, FREQUENCIES)
+
+
+def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
+    """Runs the parts and compares all results; returns the largest difference of outputs."""
+    policy, sequences = row.policy, range(len(LENGTHS))
+    inputs = [layer_inputs(row, sequence) for sequence in sequences]
+    traces = [layer_traces(row, sequence, int(prompts[sequence])) for sequence in sequences]
+    cache = poisoned_cache(
+        tiny_config(num_heads=row.num_kv_heads * row.group, num_kv_heads=row.num_kv_heads),
+        policy,
+        peak_slots(traces),
+        page_size=row.page_size,
+        table_width=-(-max(LENGTHS) // row.page_size),
+        max_lengths=LENGTHS,
+        kv_dtype=row.kv_dtype,
+        seed=seed,
+    )
+    keys = [[stored_keys(policy, layer) for layer in layers] for layers in inputs]
+    run = of_layers(policy, inputs, static_of(row))
+    after = functools.partial(slots_are_as_simulated, row, prompts, traces, keys)
+    out = drive(policy, LENGTHS, cache, parts, run, after=after)
+    difference = Difference()
+    for sequence, layers in enumerate(traces):
+        outputs = np.stack([trace.outputs for trace in layers], axis=1)
+        difference.update(out.outputs[sequence], outputs)
+        chex.assert_trees_all_equal(out.live[sequence], live_totals(layers))
+        reads = read_totals(layers, row.page_size) + read_again(row, layers, prompts[sequence])
+        chex.assert_trees_all_equal(out.reads[sequence], reads)
+    assert difference.largest < TOLERANCE
+    return difference.largest
+
+
+def slots_are_as_simulated(row: Row, prompts, traces, keys, done, rows) -> None:
+    """Compares the keys in all slots, by sequence and layer, after `done` tokens."""
+    pairs = []
+    for sequence, layers in enumerate(traces):
+        for layer, trace in enumerate(layers):
+            live = row.held(trace, int(done[sequence]), int(prompts[sequence]))
+            for head in range(rows.lengths.shape[2]):
+                got = rows.keys(layer, sequence, head)
+                assert len(got) == len(live[head])
+                want = keys[sequence][layer][live[head], head]
+                if not row.ordered:
+                    got, want = (x[np.lexsort(x.T)] for x in (got, want))
+                pairs.append((got, want))
+    stored, simulated = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    chex.assert_trees_all_close(stored, simulated, rtol=1e-7, atol=TOLERANCE)
+    chex.assert_trees_all_equal(rows.seen, done)
+
+
+def parts_of(row: Row, prompts, seed: int) -> list[Part]:
+    """Returns prompts and answers in the forms of the row.
+
+    An answer whose first half comes in chunks ends in steps.
+    """
+    prompts = np.array(prompts, np.int32)
+    if row.prompts == "whole":
+        parts = [Part(prompts, WIDE, True, prompts > 0)]
+    else:
+        width = {"chunks": WIDTH, "tokens": 1}[row.prompts]
+        parts = [*ragged_parts(seed, prompts, prompts, width=width)]
+    rest, nothing = np.subtract(LENGTHS, prompts), [0] * len(prompts)
+    chunks = rest // 2 if row.answers == "chunks" else np.zeros_like(rest)
+    parts += ragged_parts(seed + 1, chunks, nothing, width=1, answers_width=WIDTH)
+    return [*parts, *ragged_parts(seed + 2, rest - chunks, nothing, width=1)]
+
+
+@every_row
+def test_prompts_and_answers(row, record_property):
+    largest = max(
+        check_run(row, prompts, parts_of(row, prompts, seed), seed=seed)
+        for seed, prompts in enumerate(SPLITS)
+    )
+    record_property("largest", largest)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.policy.parallel == "never"], ids=lambda row: row.name
+)
+def test_what_is_kept_whole_of_a_prompt_attends_in_one_pass(row, record_property):
+    """Chunks of it end at the budget; then come those whose tokens run one by one, and steps."""
+    prompts, whole = SPLITS[0], [row.policy.kept_whole(length) for length in LENGTHS]
+    assert min(whole) > 0
+    parts = [*ragged_parts(8, LENGTHS, prompts, width=WIDTH, whole=whole)]
+    assert any(part.whole and part.counts.max() > 1 for part in parts)
+    record_property("largest", check_run(row, prompts, parts, seed=6))
+
+
+@functools.partial(jax.jit, static_argnames="static")
+def attend(policy: Policy, tokens: Tokens, rotation, *, static: Static):
+    options = dict(segment_ids=None, relaxation=None, marks=None)
+    return attend_sequences(policy, tokens, rotation, static, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.policy.parallel == "always" and row.kv_dtype is None],
+    ids=lambda row: row.name,
+)
+def test_one_pass_over_a_whole_sequence(row, record_property):
+    """Without a cache, by the decisions alone."""
+    largest = 0.0
+    for layer in layer_inputs(row, 0):
+        tokens = Tokens(
+            *(x[None] for x in (layer.q, layer.k, layer.v)),
+            positions=jnp.arange(LENGTHS[0])[None],
+            layer=jnp.asarray(layer.index),
+            adapter_logits=layer.own.T[None] if row.policy.retrofit.adapter else None,
+        )
+        out = attend(row.policy, tokens, (layer.cos[None], layer.sin[None]), static=static_of(row))
+        want = layer_traces(row, 0, 0)[layer.index].outputs
+        largest = max(largest, float(np.abs(np.asarray(out)[0] - want).max()))
+    assert largest < TOLERANCE
+    record_property("largest", largest)
+
+
+# -- the rows -------------------------------------------------------------------------------------
+
+
+def test_every_pair_of_values_has_a_row():
+    """Group sizes, page sizes, dtypes and forms, and the mechanisms with each of them."""
+    mechanism = {policy: name for name, policies in OPTIONS.items() for policy in policies}
+    met = {
+        pair
+        for row in ROWS
+        for pair in pairs(mechanism[row.policy], {name: getattr(row, name) for name in FACTORS})
+    }
+    values = {("kind", name) for name in OPTIONS}
+    values |= {(name, value) for name, values in FACTORS.items() for value in values}
+    wanted = {frozenset({a, b}) for a in values for b in values if a[0] != b[0]}
+    assert met == wanted
+    assert {row.policy for row in ROWS} == set(mechanism)
+
+
+def test_every_policy_has_its_rows():
+    met = {(type(row.policy), row.group) for row in [*ROWS, *of_other_groups(ROWS)]}
+    assert met == {(policy, group) for policy in POLICIES.values() for group in FACTORS["group"]}
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_the_rows_tell_policies_apart():
+    """Checks that every row that evicts or selects differs clearly from vanilla attention."""
+    for row in ROWS:
+        plain = dataclasses.replace(row, policy=Vanilla())
+        prompt_length = 9 if row.policy.parallel == "prompts" else 0  # where it makes a difference
+        got, want = (
+            np.stack([trace.outputs for trace in layer_traces(one, 0, prompt_length)])
+            for one in (row, plain)
+        )
+        assert (np.abs(got - want).max() > 1e-2) == (row.policy != Vanilla()), row.name
