@@ -35,7 +35,7 @@ help:
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make notebooks  write colab/*.ipynb from the scripts beside them"
-	@echo "make lock     resolve requirements.lock again (needs uv)"
+	@echo "make lock     resolve requirements.lock again"
 	@echo "make docs     the documentation, into runs/docs"
 	@echo "make install  only make .venv; EXTRAS=cuda adds extras of pyproject.toml"
 	@echo "make clean    remove .venv and the caches"
@@ -84,9 +84,8 @@ gpu-compiler: .gpu_compiler/installed
 
 # Compiles for GPUs that are not there (tests/support/ahead.py): 142 MB, no CUDA needed.
 .gpu_compiler/installed: requirements.lock | $(STAMP)
-	if command -v uv >/dev/null; then pip="uv pip install --python $(RUN)"; \
-	else pip="$(RUN) -m pip install"; fi; \
-	$$pip --quiet --no-deps --upgrade --target $(@D) $$($(RUN) -c \
+	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet --no-deps --upgrade \
+	  --target $(@D) $$($(RUN) -c \
 	  'import jax; print(*(f"jax-cuda13-{part}=={jax.__version__}" for part in ("pjrt", "plugin")))')
 	touch $@
 
@@ -102,8 +101,8 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix-only --quiet .
 	$(VENV)/bin/ruff format .
 
-lock:
-	uv pip compile pyproject.toml --extra dev --universal --python-version 3.12 \
+lock: $(STAMP)
+	$$(command -v uv || echo $(VENV)/bin/uv) pip compile pyproject.toml --extra dev --universal --python-version 3.12 \
 	  --generate-hashes --no-header --upgrade --output-file requirements.lock
 
 install: $(STAMP)
