@@ -3,8 +3,8 @@
 The programs of `dms_jax.generation.programs` are replaced by those of the tests of the host, which
 compute nothing but what the host reads (`tests/support/fake_programs.py`); no token ends an answer.
 Requests, lanes, layers and KV heads are those of a real call (`engine`), with little in each
-vector, so that what is left of its time is almost the host's alone. Reported, in milliseconds, medians over the
-turns of all runs:
+vector, so that what is left of its time is almost the host's alone. Reported, in milliseconds,
+medians over the turns of all runs:
 
 - **to_prompts**: from the arrival of the results that a turn waits for to the launch of newcomers'
   prompts, and **to_steps**: to that of the next steps, where nobody has come. The last steps of a

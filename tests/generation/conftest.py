@@ -1,9 +1,9 @@
-"""How chunks of steps are divided in the tests of generation, and what their lanes may ask for."""
+"""Chunks of eight steps are two programs in all tests of generation; some run on fakes."""
 
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def two_programs(monkeypatch) -> None:
     """Chunks of eight steps are two programs, as longer ones are."""
     from dms_jax.generation import launched  # jax is set up before it is imported
@@ -12,12 +12,13 @@ def two_programs(monkeypatch) -> None:
 
 
 @pytest.fixture
-def unfiltered(monkeypatch) -> None:
-    """Requests that come are greedy or draw from all tokens, and so do the programs of lanes.
+def fakes():
+    """Programs compute nothing, and leave no engine with pages in use or steps that run."""
+    from tests.generation.support import HOST_ENGINES
+    from tests.support.fake_programs import faked
 
-    To search for the tokens that filters keep is most of what is compiled of a small model's steps.
-    """
-    from dms_jax.generation import arrivals
-    from tests.generation.support import Unfiltered
-
-    monkeypatch.setattr(arrivals, "LanesFilter", Unfiltered)
+    with faked():
+        yield
+    for engine in HOST_ENGINES:
+        assert engine.runner.allocator.pages_in_use == 0
+        assert not engine.runner.unread.any()

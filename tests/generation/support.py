@@ -1,18 +1,24 @@
-"""One real model under every policy, and engines of one compiled shape."""
+"""One model under every policy, and engines of one compiled shape, for real programs and for fakes.
+
+Tests of the host run on `host_engine`, whose programs compute nothing (the fixture `fakes`), and
+compare with `answer`, which knows what these answer.
+"""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.generation import Engine
-from dms_jax.generation.sampling import Filter, LanesFilter, Sampling, Switches
+from dms_jax.generation.requests import Request, make_request
+from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.shapes import Shape, Shapes
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
+from tests.support.fake_programs import Answer, answer_of
 
 POLICIES = {
     "vanilla": dms_jax.Vanilla(),
@@ -20,8 +26,11 @@ POLICIES = {
     "dmc": dms_jax.DMC(offset=0.0),
     "tova": dms_jax.TOVA(budget=20),
     "quest": dms_jax.Quest(budget=16, dense_layers=1),
-    "streaming": dms_jax.StreamingLLM(budget=20),
-    "random": dms_jax.RandomEviction(window=10, rate=0.6),
+}
+# Each way to keep a cache small: these run on the real engine, alone and put back.
+MECHANISMS = POLICIES | {
+    "snapkv": dms_jax.SnapKV(budget=12, window=4, interval=4),
+    "kcache": dms_jax.KCache(top=4, first_layers=1),
 }
 SHAPE = dict(num_lanes=2, page_size=16, chunk=8, prefill_chunk=8)
 # Prompts of one to thirty tokens and answers of twenty fit four pages per row.
@@ -39,7 +48,7 @@ def stories() -> LanguageModel:
 @functools.cache
 def model_for(name: str, *, ends: bool = True) -> LanguageModel:
     """Returns the shipped model, declared for a policy, with or without end tokens."""
-    model = dataclasses.replace(stories(), policy=POLICIES[name])
+    model = dataclasses.replace(stories(), policy=MECHANISMS[name])
     return model if ends else dataclasses.replace(model, generation=GenerationDefaults())
 
 
@@ -49,33 +58,95 @@ def engine_for(name: str) -> Engine:
     return Engine(model_for(name, ends=False), max_tokens=64, **SHAPE)
 
 
+# What rows of the fakes come to: all tokens, some, a budget, and a prompt that is cut.
+ROWS_OF = {
+    "keeps": dms_jax.Vanilla(),
+    "evicts": dms_jax.RandomEviction(window=10, rate=0.6),
+    "bounded": dms_jax.TOVA(budget=20),
+    "large budget": dms_jax.TOVA(budget=28),
+    "cuts": dms_jax.SnapKV(budget=8, window=4),
+    # It might evict, as far as admission knows, and keeps every token.
+    "might evict": dms_jax.RandomEviction(window=10, rate=0.0),
+}
+HOST_ENGINES: list[Engine] = []
+
+
+@functools.cache
+def host_engine(
+    name: str = "keeps", lanes: int = 2, *, ends: tuple[int, ...] = (), **options
+) -> Engine:
+    """Returns an engine for the fakes; `ends` are the end tokens of its model."""
+    model = dataclasses.replace(stories(), generation=GenerationDefaults(eos_token_ids=ends))
+    shape = SHAPE | dict(num_lanes=lanes, max_tokens=64) | options
+    HOST_ENGINES.append(Engine(model, ROWS_OF[name], **shape))
+    return HOST_ENGINES[-1]
+
+
+def answer(prompt: Sequence[int], sampling: Sampling = GREEDY, name: str = "keeps", **given):
+    """Returns what the fakes answer; see `answer_of`."""
+    return _answer(tuple(prompt), sampling, name, **given)
+
+
+@functools.cache
+def _answer(prompt: tuple[int, ...], sampling: Sampling, name: str, **given) -> Answer:
+    found = answer_of(prompt, sampling, ROWS_OF[name], **given)
+    shown = found.tokens[:-1] if found.finish_reason == "end" else found.tokens
+    for count in range(1, len(shown) + 1 if sampling.stop_strings else 0):
+        text = text_behind([*prompt], shown[:count])
+        if places := [text.find(stop) for stop in sampling.stop_strings if stop in text]:
+            found = answer_of(prompt, sampling, ROWS_OF[name], **given | dict(new_tokens=count))
+            return dataclasses.replace(found, finish_reason="stop", text=text[: min(places)])
+    return dataclasses.replace(found, text=text_behind([*prompt], shown))
+
+
+def requests_of(
+    prompts: Sequence[list[int]], samplings: Sequence[Sampling] | Sampling, *, copies: bool = False
+) -> list[Request]:
+    """Returns requests that come, each with its own sampling and the index of its place.
+
+    With `copies` each is a copy of its own, so that equal prompts draw differently.
+    """
+    given = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
+    return [
+        make_request(stories().config, prompt, own, index=index, seed=own.seed, copy=copies * index)
+        for index, (prompt, own) in enumerate(zip(prompts, given, strict=True))
+    ]
+
+
+def serve_arrivals(engine: Engine, looks: Sequence[list[Request]], on_tokens=None) -> None:
+    """Serves requests that come at the first looks for more, and none after them."""
+    left = iter(looks)
+    engine.serve([], GREEDY, on_tokens, incoming=lambda wait: next(left, None))
+
+
 @contextlib.contextmanager
 def squeezed(engine: Engine, pages: int) -> Iterator[None]:
     """The idle engine's pool has so many pages for a while: a smaller one has other programs."""
-    free = engine.runner.allocator._free
-    whole = list(free)
-    free[0] = whole[0][len(whole[0]) - pages :]
+    runner, restart = engine.runner, engine.runner.restart
+    runner.recover()
+    whole = list(runner.allocator._free[0])
+
+    def squeeze():
+        runner.allocator._free[0] = whole[len(whole) - pages :]
+
+    def restart_squeezed():  # after an error there is a new pool
+        restart()
+        squeeze()
+
+    squeeze()
+    runner.restart = restart_squeezed
     try:
         yield
-        assert engine.runner.allocator.pages_in_use == 0
-        assert len(free[0]) == pages
+        assert runner.allocator.pages_in_use == 0
+        assert len(runner.allocator._free[0]) == (len(whole) if runner.dirty else pages)
     finally:
-        free[:] = whole
+        del runner.restart
+        runner.allocator._free[0] = whole
 
 
 def every_shape(shapes: Shapes) -> list[Shape]:
     """Returns the shapes of all widths, the widest first."""
     return [shape for width in shapes.widths for shape in shapes.of_width(width)]
-
-
-class Unfiltered(LanesFilter):
-    """The filter of lanes that are greedy or draw from all tokens: nothing is searched for."""
-
-    def of(self, samplings: Mapping[int, Sampling]) -> Filter:
-        """Returns the filter for what the lanes ask now."""
-        assert not any(each.top_k or each.min_p or each.top_p < 1 for each in samplings.values())
-        switches = Switches(greedy=False, top_k=False, top_p=False, min_p=False, search=False)
-        return dataclasses.replace(super().of(samplings), searched=None, switches=switches)
 
 
 @functools.cache

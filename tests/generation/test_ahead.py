@@ -1,26 +1,26 @@
-"""The next chunk of steps runs on the device before the last one is read, and changes nothing."""
+"""The next programs are launched before the last ones are read, and that changes nothing."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 
-import dms_jax
-from dms_jax.generation import Engine, compiling, programs
+from dms_jax.generation import compiling, programs
 from dms_jax.generation.launched import LANES_AHEAD
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.shapes import Shape
 from tests.generation.support import (
     GREEDY,
-    POLICIES,
-    SHAPE,
-    engine_for,
-    model_for,
+    answer,
+    host_engine,
     prompts,
+    squeezed,
+    story_tokens,
 )
-from tests.support.instances import further
+from tests.support.fake_programs import ENDS
 
-pytestmark = pytest.mark.usefixtures("two_programs")
+pytestmark = pytest.mark.usefixtures("fakes")
 TWO = prompts((5, 13))
 SIX = prompts((5, 9, 13, 7, 11, 3))
 
@@ -62,31 +62,28 @@ IN_TURN = spelled("LL RR LL RR L R")
 REFILLED = spelled("LL R LL R R L R R")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
 def test_a_chunk_is_launched_before_the_last_one_is_read(name, monkeypatch):
     """Answers and every figure of usage are those of chunks that run in turn."""
-    engine = engine_for(name)
+    engine = host_engine(name)
     completions, order = in_order(monkeypatch, engine, TWO)
     assert order == AHEAD
     expected, order = in_order(monkeypatch, engine, TWO, on_tokens=lambda update: None)
     assert order == IN_TURN
     assert completions == expected
-    assert engine.runner.allocator.pages_in_use == 0
-    assert not engine.runner.unread.any()
+    for prompt, one in zip(TWO, completions, strict=True):
+        answer(prompt, name=name).check(one)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
 def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name, monkeypatch):
     """Two programs of prompts and the first chunk of steps, whatever a policy evicts."""
     engine, order, call, read = (
-        engine_for(name),
+        host_engine(name),
         [],
         compiling.Program.__call__,
         Runner.read_lengths,
     )
-    expected = engine.generate(TWO, sampling=GREEDY)
 
     def launched(program, *arguments):
         if program in (programs.extend, programs.decode):
@@ -97,30 +94,23 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
         order.append("lengths")
         return read(runner, *arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(compiling.Program, "__call__", launched)
-        patch.setattr(Runner, "read_lengths", fetched)
-        assert engine.generate(TWO, sampling=GREEDY) == expected
-    keeps_all = name in ("vanilla", "quest")
-    first = ["prompt", "prompt", *([] if keeps_all else ["lengths"]), "steps"]
+    monkeypatch.setattr(compiling.Program, "__call__", launched)
+    monkeypatch.setattr(Runner, "read_lengths", fetched)
+    engine.generate(TWO, sampling=GREEDY)
+    first = ["prompt", "prompt", *([] if name == "keeps" else ["lengths"]), "steps"]
     assert order[: len(first)] == first
 
 
 @pytest.mark.parametrize(
-    ("policy", "lengths", "new_tokens", "page_size"),
-    [
-        (POLICIES["dms"], (5, 13), 20, 16),
-        (POLICIES["dms"], (30, 30), 2, 2),
-        *further((dms_jax.SnapKV(budget=8, window=4), (30, 30), 2, 2)),
-    ],
+    ("name", "lengths", "new_tokens", "page_size"),
+    [("evicts", (5, 13), 20, 16), ("evicts", (30, 30), 2, 2), ("cuts", (30, 30), 2, 2)],
     ids=["answers take most", "prompts take most", "prompts that are cut take most"],
 )
 def test_prompts_evict_within_the_pages_that_they_took_in_turn(
-    policy, lengths, new_tokens, page_size, monkeypatch
+    name, lengths, new_tokens, page_size, monkeypatch
 ):
     """Peaks do not grow because lengths are read late, and a full pool waits for them."""
-    options = dict(max_tokens=64, **SHAPE | dict(page_size=page_size))
-    engine = Engine(model_for("vanilla", ends=False), policy, **options)
+    engine = host_engine(name, page_size=page_size)
     given, sampling = prompts(lengths), dataclasses.replace(GREEDY, max_new_tokens=new_tokens)
     runner, extend = engine.runner, Runner.extend
     expected = engine.generate(given, sampling=sampling)
@@ -134,17 +124,13 @@ def test_prompts_evict_within_the_pages_that_they_took_in_turn(
         patch.setattr(Runner, "extend", in_turn)
         assert engine.generate(given, sampling=sampling) == expected
     most = sum(each.usage.peak_cache_bytes - runner._state_bytes for each in expected)
-    whole = runner.allocator._free[0]
-    runner.allocator._free[0] = whole[len(whole) - most // runner.page_bytes :]
-    try:
+    with squeezed(engine, most // runner.page_bytes):
         assert engine.generate(given, sampling=sampling) == expected
-    finally:
-        runner.allocator._free[0] = whole
 
 
 def test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it(monkeypatch):
     """It is not waited for, and the lengths that its program returns later are nobody's."""
-    runner, given = Engine(model_for("dms", ends=False), max_tokens=64, **SHAPE).runner, [0, 1]
+    runner, given = host_engine("evicts").runner, [0, 1]
     waited, read = [], Runner.read_lengths
 
     def fetched(runner, *arguments):
@@ -152,6 +138,7 @@ def test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it(monk
         read(runner, *arguments)
 
     monkeypatch.setattr(Runner, "read_lengths", fetched)
+    runner.recover()
     with runner.working():
         runner.reserve(np.array([8, 5]), prompt=True)
         tokens = {lane: np.asarray(prompts((8, 5))[lane], np.int32) for lane in given}
@@ -165,95 +152,88 @@ def test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it(monk
         assert waited
         assert runner.lengths.max((0, 2)).tolist() == [0, 5]
         runner.clear([1])
-    assert runner.allocator.pages_in_use == 0
 
 
 def test_lanes_are_refilled_before_the_next_chunk(monkeypatch):
     """While a request waits for a lane, an answer that ended is read at once."""
-    engine = engine_for("dms")
-    given = prompts()
+    engine, given = host_engine("evicts"), prompts()
     completions, order = in_order(monkeypatch, engine, given)
     assert order == REFILLED + AHEAD
     assert completions == engine.generate(given, sampling=GREEDY, on_tokens=lambda update: None)
 
 
-def ending_with(tokens: tuple[int, ...], lanes: int) -> Engine:
-    model = model_for("dms", ends=False)
-    defaults = dataclasses.replace(model.generation, eos_token_ids=tokens)
-    model = dataclasses.replace(model, generation=defaults)
-    return Engine(model, max_tokens=64, **SHAPE | dict(num_lanes=lanes))
+@functools.cache
+def ending(name: str, least: int, most: int, reason: str = "end") -> list[list[int]]:
+    """Returns prompts whose answers end with the `least`-th to `most`-th token."""
+    text = story_tokens()
+    starts = [text[at : at + 5] for at in range(100)]
+    found = [answer(each, name=name, ends=ENDS) for each in starts]
+    return [
+        prompt
+        for prompt, each in zip(starts, found, strict=True)
+        if each.finish_reason == reason and least <= len(each.tokens) <= most
+    ]
 
 
-@pytest.mark.nightly
 def test_answers_that_end_at_a_token(monkeypatch):
     """Some end within a chunk behind which another one runs; with few of them left none is."""
-    plain = engine_for("dms").generate(SIX, sampling=GREEDY)
-    common = [token for answer in plain for token in set(answer.tokens[2:8])]
-    end = max(set(common), key=common.count)
-    engine = ending_with((end,), len(SIX))
-    completions, order = in_order(monkeypatch, engine, SIX)
-    ended = [each.tokens for each in completions if each.finish_reason == "end"]
-    assert 1 < len(ended) < len(SIX)
+    engine = host_engine("evicts", LANES_AHEAD, ends=ENDS)
+    given = [
+        *ending("evicts", 3, 8)[:1],
+        *ending("evicts", 12, 17)[:1],
+        *ending("evicts", 20, 20, "length")[:2],
+    ]
+    completions, order = in_order(monkeypatch, engine, given)
+    for prompt, one in zip(given, completions, strict=True):
+        answer(prompt, name="evicts", ends=ENDS).check(one)
+    assert len({each.finish_reason for each in completions}) == 2
     assert order[:5] == AHEAD[:5]
-    expected, in_turn = in_order(monkeypatch, engine, SIX, on_tokens=lambda update: None)
+    expected, in_turn = in_order(monkeypatch, engine, given, on_tokens=lambda update: None)
     assert completions == expected
     assert len(order) == len(in_turn)
-    assert engine.runner.allocator.pages_in_use == 0
-    few, order = in_order(monkeypatch, engine, SIX[: LANES_AHEAD - 1])
-    assert [each.tokens for each in few] == [each.tokens for each in expected[: len(few)]]
+    few, order = in_order(monkeypatch, engine, given[1:])
+    assert [each.tokens for each in few] == [each.tokens for each in expected[1:]]
     assert order[:4] == IN_TURN[:4]
     assert "launch launch launch" not in " ".join(order)
 
 
-@pytest.mark.nightly
 def test_answers_that_all_end_at_once(monkeypatch):
     """The chunk behind them runs for nobody, and is waited for."""
-    same = [TWO[0]] * LANES_AHEAD
-    (answer,) = engine_for("dms").generate(same[:1], sampling=GREEDY)
-    engine = ending_with((answer.tokens[5],), LANES_AHEAD)
+    same = ending("keeps", 5, 9)[:1] * LANES_AHEAD
+    engine = host_engine("keeps", LANES_AHEAD, ends=ENDS)
     completions, order = in_order(monkeypatch, engine, same)
     assert order == spelled("LLLL RRRR")
     assert completions == engine.generate(same, sampling=GREEDY, on_tokens=lambda update: None)
     assert not engine.runner.unread.any()
     assert engine.generate(same, sampling=GREEDY) == completions
+    for one in completions:
+        answer(same[0], ends=ENDS).check(one)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "dms"])
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_a_pool_without_room_for_two_chunks(name, monkeypatch):
     """Lengths are read before a request is put back: it is the same one, as often, as in turn."""
-    engine = engine_for(name)
+    engine = host_engine(name)
     expected = engine.generate(TWO, sampling=GREEDY)
-    runner, whole = engine.runner, engine.runner.allocator._free[0]
+    runner = engine.runner
     most = sum(each.usage.peak_cache_bytes - runner._state_bytes for each in expected)
     orders, prefilled = [], []
     for missing in (0, 4, 12):
-        runner.allocator._free[0] = whole[len(whole) + missing - most // runner.page_bytes :]
-        try:
+        with squeezed(engine, most // runner.page_bytes - missing):
             completions, order = in_order(monkeypatch, engine, TWO)
             in_turn = engine.generate(TWO, sampling=GREEDY, on_tokens=lambda update: None)
-        finally:
-            runner.allocator._free[0] = whole
         assert completions == in_turn
-        assert [each.tokens for each in completions] == [each.tokens for each in expected]
+        for prompt, one in zip(TWO, completions, strict=True):
+            answer(prompt, name=name).check(one)
         orders.append(order)
         prefilled.append(sum(each.usage.prefilled_tokens for each in completions))
     assert AHEAD not in orders[1:]
-    assert prefilled[-1] > prefilled[0] or name == "dms"
-
-
-@pytest.mark.nightly
-def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
-    policy = dms_jax.KCache(top=4, first_layers=1)
-    engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
-    _, order = in_order(monkeypatch, engine, TWO)
-    assert order == spelled("LR LR LR")
-    _, order = in_order(monkeypatch, engine, SIX)  # of which four wait
-    assert order == spelled("LR LR LR" * 3)
+    assert prefilled[-1] > prefilled[0] or name == "evicts"
 
 
 def test_a_wider_program_waits_for_the_lengths(monkeypatch):
     """The page table would be wider if nothing were evicted, and so compiled anew."""
-    engine = engine_for("dms")
+    engine = host_engine("evicts")
     monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
     _, order = in_order(monkeypatch, engine, TWO)
     assert order == IN_TURN
@@ -261,7 +241,7 @@ def test_a_wider_program_waits_for_the_lengths(monkeypatch):
 
 def test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs(monkeypatch):
     """12 tokens and a chunk of 8 take more than the narrowest 16 pages, whatever its programs."""
-    engine = Engine(model_for("vanilla", ends=False), max_tokens=64, **SHAPE | dict(page_size=1))
+    engine = host_engine(page_size=1)
     widths, call = [], compiling.Program.__call__
 
     def launched(program, *arguments):
@@ -276,9 +256,7 @@ def test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs(m
 
 def test_a_cancellation_waits_for_the_chunk_that_was_launched(monkeypatch):
     """It comes from elsewhere, while two chunks are on the device."""
-    engine = engine_for("dms")
-    expected = engine.generate(TWO, sampling=GREEDY)
-    read = Runner.read
+    engine, read = host_engine("evicts"), Runner.read
 
     def cancelled(runner, launched):
         engine.cancel([0])
@@ -286,10 +264,10 @@ def test_a_cancellation_waits_for_the_chunk_that_was_launched(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "read", cancelled)
-        completions, order = in_order(patch, engine, TWO)
+        (one, other), order = in_order(patch, engine, TWO)
     assert order == spelled("LLLL RRRR L R")
-    assert completions[0].finish_reason == "cancelled"
-    assert completions[0].tokens == expected[0].tokens[:17]  # the first one, and two chunks
-    assert completions[1].tokens == expected[1].tokens
-    assert engine.runner.allocator.pages_in_use == 0
-    assert engine.generate(TWO, sampling=GREEDY) == expected
+    assert one.finish_reason == "cancelled"
+    assert one.tokens == answer(TWO[0], name="evicts").tokens[:17]  # the first, and two chunks
+    answer(TWO[1], name="evicts").check(other)
+    again = engine.generate(TWO, sampling=GREEDY)
+    assert [each.finish_reason for each in again] == ["length"] * 2

@@ -6,11 +6,19 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Update
-from dms_jax.generation.requests import make_request, make_requests
 from dms_jax.generation.runner import Runner
-from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+from tests.generation.support import (
+    GREEDY,
+    SHAPE,
+    answer,
+    host_engine,
+    prompts,
+    requests_of,
+    serve_arrivals,
+)
 from tests.generation.test_streaming import Listener
 
+pytestmark = pytest.mark.usefixtures("fakes")
 CHUNK = SHAPE["chunk"]
 
 
@@ -27,54 +35,40 @@ class Cancel(Listener):
             self.engine.cancel(self.indices)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "dms"])
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_running_and_waiting_requests_end(name):
     """Four prompts over two lanes: the second runs and the third waits when the first reports."""
-    engine, given = engine_for(name), prompts()
-    expected = engine.generate(given, sampling=GREEDY)
+    engine, given = host_engine(name), prompts()
     listener = Cancel(engine, 4, at=0, indices=[1, 2], nth=2)
     completions = engine.generate(given, sampling=GREEDY, on_tokens=listener)
     listener.check(completions)
-    reasons = [completion.finish_reason for completion in completions]
-    assert reasons == ["length", "cancelled", "cancelled", "length"]
-    assert completions[0] == expected[0]
-    assert completions[3].tokens == expected[3].tokens
-    one, never = completions[1:3]
-    assert one.tokens == expected[1].tokens[: 1 + CHUNK]  # the prompt's token and one chunk
-    assert one.logprobs == expected[1].logprobs[: 1 + CHUNK]
-    assert one.usage.new_tokens == 1 + CHUNK
-    assert 0 < one.usage.kv_reads < expected[1].usage.kv_reads
+    first, one, never, last = completions
+    assert [each.finish_reason for each in (one, never)] == ["cancelled"] * 2
+    answer(given[0], name=name).check(first)
+    answer(given[3], name=name).check(last)
+    # The prompt's token and one chunk: as if no more had been asked for.
+    short = dataclasses.replace(GREEDY, max_new_tokens=1 + CHUNK)
+    want = answer(given[1], short, name)
+    dataclasses.replace(want, finish_reason="cancelled").check(one)
     assert (never.tokens, never.text, never.logprobs) == ([], "", [])
     assert (never.usage.kv_reads, never.usage.peak_tokens, never.usage.cache_bytes) == (0, 0, 0)
-    assert engine.runner.allocator.pages_in_use == 0
 
 
 def test_a_request_that_came_ends_though_steps_run_on():
     """While others may come the last program of a chunk is not waited for; for these ends it is."""
-    engine, given = engine_for("vanilla"), prompts((5, 9))
-    sampling = dataclasses.replace(GREEDY, max_new_tokens=50)
-    requests = make_requests(engine.model.config, given, sampling)
-    for index, request in enumerate(requests):
-        request.index = index
-    coming = [list(requests)]
-    listener = Cancel(engine, 2, at=1, indices=[0])
-    engine.serve([], GREEDY, listener, incoming=lambda wait: coming.pop() if coming else None)
-    assert [each.finish_reason for each in requests] == ["cancelled", "length"]
+    engine = host_engine()
+    requests = requests_of(prompts((5, 9)), dataclasses.replace(GREEDY, max_new_tokens=50))
+    serve_arrivals(engine, [requests], Cancel(engine, 2, at=1, indices=[0]))
+    assert requests[0].finish_reason == "cancelled"
     assert len(requests[0].generated) <= 1 + 2 * CHUNK
-    assert len(requests[1].generated) == 50
-    assert engine.runner.allocator.pages_in_use == 0
+    answer(requests[1].prompt, requests[1].sampling).check(requests[1])
 
 
 def test_a_request_whose_first_token_was_not_read_is_not_ended_without_it(monkeypatch):
     """Another thread cancels it as steps that ran on have been read, behind which it was drawn."""
-    engine, given = engine_for("vanilla"), prompts((5, 9))
-    sampling = dataclasses.replace(GREEDY, max_new_tokens=30)
-    requests = [
-        make_request(engine.model.config, prompt, sampling, index=index)
-        for index, prompt in enumerate(given)
-    ]
-    (whole,) = engine.generate(given[1:], sampling=sampling)
-    listener, trim, looks = Listener(2), Runner.trim, iter([requests[:1], [], requests[1:]])
+    engine, sampling = host_engine(), dataclasses.replace(GREEDY, max_new_tokens=30)
+    requests = requests_of(prompts((5, 9)), sampling)
+    listener, trim = Listener(2), Runner.trim
 
     def cancelled(runner):
         if engine._launched.drawn and requests[0].generated:
@@ -83,20 +77,21 @@ def test_a_request_whose_first_token_was_not_read_is_not_ended_without_it(monkey
 
     monkeypatch.setattr(Runner, "trim", cancelled)
     monkeypatch.setattr(Runner, "fits_table", lambda *_: False)  # which has the steps read
-    engine.serve([], sampling, listener, incoming=lambda wait: next(looks, None))
-    one = requests[1]
-    assert [each.finish_reason for each in requests] == ["length", "cancelled"]
-    assert one.generated == whole.tokens[: len(one.generated)]
+    serve_arrivals(engine, [requests[:1], [], requests[1:]], listener)
+    first, one = requests
+    answer(first.prompt, sampling).check(first)
+    assert one.finish_reason == "cancelled"
     assert one.generated == [token for each in listener.updates[1] for token in each.tokens]
+    count = len(one.generated)
+    want = answer(one.prompt, dataclasses.replace(sampling, max_new_tokens=count))
+    dataclasses.replace(want, finish_reason="cancelled").check(one)
     assert one.usage is not None
-    assert one.usage.new_tokens == len(one.generated)
-    assert one.usage.prefilled_tokens == len(given[1])
-    assert one.usage.peak_tokens == len(given[1]) + len(one.generated) - 1
+    assert one.usage.prefilled_tokens == len(one.prompt)
 
 
 def test_it_takes_effect_before_the_next_chunk():
     """After the tokens that the prompts gave, no chunk runs for what is cancelled."""
-    engine, given = engine_for("vanilla"), prompts()
+    engine, given = host_engine(), prompts()
     listener = Cancel(engine, 4, at=0, indices=range(4))
     completions = engine.generate(given, sampling=GREEDY, on_tokens=listener)
     listener.check(completions)
@@ -107,18 +102,18 @@ def test_it_takes_effect_before_the_next_chunk():
 
 
 def test_a_request_that_ends_by_itself_ends_so():
-    engine, given = engine_for("vanilla"), prompts((5, 13))
+    engine, given = host_engine(), prompts((5, 13))
     short = dataclasses.replace(GREEDY, max_new_tokens=1 + CHUNK)
-    expected = engine.generate(given, sampling=short)
     listener = Cancel(engine, 2, at=1, indices=[0, 1, 7], nth=2)
-    assert engine.generate(given, sampling=short, on_tokens=listener) == expected
+    for prompt, one in zip(
+        given, engine.generate(given, sampling=short, on_tokens=listener), strict=True
+    ):
+        answer(prompt, short).check(one)
 
 
 def test_a_preempted_request_keeps_what_it_generated(monkeypatch):
     """It was put back in the queue with a chunk of its answer, and is cancelled there."""
-    model, given = model_for("vanilla", ends=False), prompts((13, 13))
-    engine = Engine(model, POLICIES["vanilla"], max_tokens=64, **SHAPE)
-    expected = engine.generate(given, sampling=GREEDY)
+    engine, given = host_engine(), prompts((13, 13))
     put_back, fits = [], engine.runner.fits
 
     def full(extra, **options):
@@ -131,15 +126,14 @@ def test_a_preempted_request_keeps_what_it_generated(monkeypatch):
     listener = Cancel(engine, 2, at=0, indices=[1], nth=3)
     completions = engine.generate(given, sampling=GREEDY, on_tokens=listener)
     listener.check(completions)
-    assert completions[0] == expected[0]
-    assert completions[1].finish_reason == "cancelled"
+    answer(given[0]).check(completions[0])
     assert put_back
-    kept = completions[1].tokens
-    assert kept == expected[1].tokens[: len(kept)]
-    assert 1 + CHUNK <= len(kept) < len(expected[1].tokens)
-    assert completions[1].usage.peak_tokens == 13 + len(kept) - 1
+    kept = len(completions[1].tokens)
+    assert 1 + CHUNK <= kept < GREEDY.max_new_tokens
+    want = answer(given[1], dataclasses.replace(GREEDY, max_new_tokens=kept))
+    dataclasses.replace(want, finish_reason="cancelled").check(completions[1])
 
 
 def test_what_is_no_index_is_refused():
     with pytest.raises(ConfigError, match="cancel: index"):
-        engine_for("vanilla").cancel([-1])
+        host_engine().cancel([-1])

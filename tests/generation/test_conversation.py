@@ -11,16 +11,23 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.data.encoding import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
 from dms_jax.generation.runner import Runner
-from tests.generation.support import GREEDY, POLICIES, engine_for, model_for, prompts, stories
-from tests.support.instances import further, nightly_but
+from tests.generation.support import (
+    GREEDY,
+    MECHANISMS,
+    ROWS_OF,
+    answer,
+    engine_for,
+    model_for,
+    prompts,
+    stories,
+)
 
-pytestmark = pytest.mark.usefixtures("two_programs")
 SHAPE = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
 # The programs of conversations that are asked questions, too.
 BRANCHES = SHAPE | dict(branches=2)
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
-# RandomEviction is DMS with other decisions; Quest's turns differ from one run, see below.
-SPLIT_INVARIANT = ("vanilla", "dms", "dmc", "tova", "streaming")
+on_fakes = pytest.mark.usefixtures("fakes")
+every_row = pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
 
 
 @pytest.fixture
@@ -37,25 +44,43 @@ def fed(monkeypatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", nightly_but({"vanilla", "dms"}, SPLIT_INVARIANT))
+def begun(name="keeps", **options):
+    """Returns a conversation on the plain model."""
+    return dms_jax.Conversation(model_for("vanilla", ends=False), ROWS_OF[name], **options)
+
+
+def check_turn(completion, past, turn, name="keeps", sampling=SHORT) -> None:
+    """Compares a turn with the answer to all of its conversation, of which it reads its part."""
+    want = answer([*past, *turn], sampling, name)
+    own = dict(prompt_tokens=len(turn) + bool(past))  # the last token of an answer had not been run
+    dataclasses.replace(want, usage=want.usage | own).check(completion)
+
+
+@on_fakes
+@every_row
 def test_turns_equal_one_run_over_all_tokens(name, fed):
-    conversation = dms_jax.Conversation(model_for(name, ends=False), **BRANCHES)
-    turns = prompts([9, 4, 11])
-    past: list[int] = []
-    for turn in turns:
+    conversation, past = begun(name, **BRANCHES), []
+    for turn in prompts([9, 4, 11]):
         completion = conversation.say(turn, sampling=SHORT)
-        # Only the prompt and the last token of the last answer, which had not been run.
-        assert sum(fed) == len(turn) + (len(past) > 0)
-        assert completion.usage.prompt_tokens == sum(fed)
-        (whole,) = engine_for(name).generate([past + turn], sampling=SHORT)
-        assert completion.tokens == whole.tokens
-        assert completion.usage.live_tokens == pytest.approx(whole.usage.live_tokens)
-        assert completion.usage.kv_reads == pytest.approx(whole.usage.kv_reads)
-        assert completion.usage.compression_ratio == pytest.approx(whole.usage.compression_ratio)
-        assert completion.usage.cache_bytes == whole.usage.cache_bytes
+        assert sum(fed) == len(turn) + bool(past)
+        check_turn(completion, past, turn, name)
         past += turn + completion.tokens
         fed.clear()
     assert [len(turn.tokens) for turn in conversation.turns] == [9, 9, 9]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova"])
+def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):
+    conversation, past = dms_jax.Conversation(model_for(name, ends=False), **BRANCHES), []
+    for turn in prompts([9, 4, 11]):
+        completion = conversation.say(turn, sampling=SHORT)
+        (whole,) = engine_for(name).generate([past + turn], sampling=SHORT)
+        assert completion.tokens == whole.tokens
+        for figure in ("live_tokens", "kv_reads", "compression_ratio", "cache_bytes"):
+            found, want = (getattr(each.usage, figure) for each in (completion, whole))
+            assert found == pytest.approx(want)
+        past += turn + completion.tokens
 
 
 @pytest.mark.nightly
@@ -68,55 +93,43 @@ def test_quest_turns_keep_their_prompts_dense():
     assert len(completion.tokens) == 9
 
 
-@pytest.mark.nightly
+@on_fakes
 def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached(fed):
-    model = model_for("vanilla", ends=False)
-    (free,) = engine_for("vanilla").generate(prompts([9]), sampling=GREEDY)
-    stop = free.text[9:12]
-    sampling = dataclasses.replace(SHORT, stop=stop, max_new_tokens=20)
-    conversation = dms_jax.Conversation(model, **SHAPE)
-    first = conversation.say(prompts([9])[0], sampling=sampling)
+    prompt, turn = prompts([9, 3])
+    sampling = dataclasses.replace(SHORT, stop=answer(prompt).text[9:12], max_new_tokens=20)
+    conversation = begun(**SHAPE)
+    first = conversation.say(prompt, sampling=sampling)
     assert first.finish_reason == "stop"
-    assert first.text == free.text[: free.text.index(stop)]
-    assert first.tokens == free.tokens[: len(first.tokens)]
-    assert stop not in model.tokenizer.decode(first.tokens[:-1])
+    answer(prompt, sampling).check(first)
     fed.clear()
-    second = conversation.say([7, 8, 9], sampling=SHORT)
+    second = conversation.say(turn, sampling=SHORT)
     assert sum(fed) == 1 + 3  # the turn before it is not read again
-    whole = prompts([9])[0] + first.tokens + [7, 8, 9]
-    (expected,) = engine_for("vanilla").generate([whole], sampling=SHORT)
-    assert second.tokens == expected.tokens
-    assert second.usage.live_tokens == expected.usage.live_tokens
+    check_turn(second, prompt + first.tokens, turn)
 
 
-@pytest.mark.parametrize("name", ["dms", *further("quest")])
+@on_fakes
+@pytest.mark.parametrize("name", ["evicts", "bounded"])
 def test_an_interrupted_turn_leaves_the_conversation_as_it_was(name, fed):
-    model, options = model_for(name, ends=False), SHAPE if name == "dms" else BRANCHES
-    turns = prompts([9, 4, 11])
-    undisturbed = dms_jax.Conversation(model, **options)
-    expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
+    turns, past = prompts([9, 4, 11]), []
 
     def interrupt(update):
         raise KeyboardInterrupt
 
-    conversation = dms_jax.Conversation(model, **options)
-    for index, turn in enumerate(turns):
+    conversation = begun(name, **SHAPE)
+    for turn in turns:
         with pytest.raises(KeyboardInterrupt):
             conversation.say([5, 6, 7], sampling=SHORT, on_tokens=interrupt)
         fed.clear()
         completion = conversation.say(turn, sampling=SHORT)
-        assert completion.tokens == expected[index].tokens
-        assert completion.usage.live_tokens == expected[index].usage.live_tokens
-        past = sum(map(len, turns[:index])) + 9 * index
-        assert sum(fed) == past + len(turn)  # the past was recomputed, once
+        assert sum(fed) == len(past) + len(turn)  # the past was recomputed, once
+        check_turn(completion, past, turn, name)
+        past += turn + completion.tokens
     assert len(conversation.turns) == 3
 
 
-@pytest.mark.nightly
+@on_fakes
 def test_when_the_positions_run_out():
-    conversation = dms_jax.Conversation(
-        model_for("streaming", ends=False), page_size=16, chunk=8, prefill_chunk=512
-    )
+    conversation = begun("bounded", page_size=16, chunk=8, prefill_chunk=512)
     conversation.say(prompts([480])[0], sampling=SHORT)
     with pytest.raises(DataError, match=r"has 489 tokens and the new prompt 30.* at most 22"):
         conversation.say(prompts([30])[0], sampling=SHORT)
@@ -127,30 +140,25 @@ def test_when_the_positions_run_out():
     assert len(conversation.turns) == 2
 
 
-@pytest.mark.nightly
+@on_fakes
 def test_when_the_memory_runs_out():
-    model = model_for("vanilla", ends=False)
-    conversation = with_pages(dms_jax.Conversation(model, **SHAPE), 3 * 20)
-    first = conversation.say(prompts([9])[0], sampling=SHORT)
+    conversation, (prompt, long) = with_pages(begun(**SHAPE), 3 * 20), prompts([9, 29])
+    first = conversation.say(prompt, sampling=SHORT)
     with pytest.raises(CapacityError, match="cannot hold the sequence to its end"):
-        conversation.say(prompts([29])[0], sampling=SHORT)
+        conversation.say(long, sampling=SHORT)
     second = conversation.say([7, 8, 9], sampling=SHORT)  # a shorter turn still fits
-    whole = prompts([9])[0] + first.tokens + [7, 8, 9]
-    (expected,) = engine_for("vanilla").generate([whole], sampling=SHORT)
-    assert second.tokens == expected.tokens
+    check_turn(second, prompt + first.tokens, [7, 8, 9])
 
 
+@on_fakes
 def test_text_goes_on_without_a_beginning_token():
-    model = stories()
-    conversation = dms_jax.Conversation(model_for("vanilla", ends=False), **SHAPE)
+    tokenizer, conversation = stories().tokenizer, begun(**SHAPE)
     first = conversation.say("Once upon a time", sampling=SHORT)
     second = conversation.say(" and then", sampling=SHORT)
-    start = model.tokenizer.encode("Once upon a time")
-    more = model.tokenizer.encode(" and then", add_special_tokens=False)
-    assert start[0] == model.tokenizer.bos_token_id != more[0]
-    assert second.usage.prompt_tokens == len(more) + 1
-    (expected,) = engine_for("vanilla").generate([start + first.tokens + more], sampling=SHORT)
-    assert second.tokens == expected.tokens
+    start = tokenizer.encode("Once upon a time")
+    more = tokenizer.encode(" and then", add_special_tokens=False)
+    assert start[0] == tokenizer.bos_token_id != more[0]
+    check_turn(second, start + first.tokens, more)
 
 
 TEMPLATE = (
@@ -174,25 +182,24 @@ def user(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.nightly
+@on_fakes
 def test_chat_turns_are_written_once(chatting, fed):
     encode = chatting.tokenizer.encode
     conversation = dms_jax.Conversation(chatting, **(SHAPE | {"max_tokens": 128}))
     first = conversation.say(user("A cat"), sampling=SHORT)
-    assert sum(fed) == len(encode("<s>[user] A cat[assistant] ", False))
+    opening = encode("<s>[user] A cat[assistant] ", False)
+    assert sum(fed) == len(opening)
     fed.clear()
     second = conversation.say(user("sat"), sampling=SHORT)
     # The template closes the truncated answer; neither <s> nor the first turn is repeated.
     more = encode("</s>[user] sat[assistant] ", False)
     assert sum(fed) == 1 + len(more)
-    past = encode("<s>[user] A cat[assistant] ", False) + first.tokens
-    (expected,) = engine_for("vanilla").generate([past + more], sampling=SHORT)
-    assert second.tokens == expected.tokens
+    check_turn(second, opening + first.tokens, more)
     third = conversation.say(user("on it"), sampling=dataclasses.replace(SHORT, max_new_tokens=2))
     assert third.usage.prompt_tokens == 1 + len(encode("</s>[user] on it[assistant] ", False))
 
 
-@pytest.mark.nightly
+@on_fakes
 def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed):
     """Prompts, every turn of a conversation, and documents to train on."""
     chatting.tokenizer.chat_template = TEMPLATE + "{{ thinking | default('') }}"
@@ -221,7 +228,7 @@ def test_variables_that_no_template_takes_are_refused(chatting):
         chatting.with_template(enable_thinking=False)
 
 
-@pytest.mark.nightly
+@on_fakes
 def test_an_answer_that_ended_is_not_ended_twice(chatting):
     generation = dataclasses.replace(
         chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
@@ -236,6 +243,7 @@ def test_an_answer_that_ended_is_not_ended_twice(chatting):
     assert second.usage.prompt_tokens == len(more)
 
 
+@on_fakes
 def test_chat_after_plain_text_is_refused(chatting):
     conversation = dms_jax.Conversation(chatting, **SHAPE)
     conversation.say("A cat", sampling=SHORT)
@@ -249,66 +257,72 @@ def test_chat_after_plain_text_is_refused(chatting):
 
 
 def test_several_seeds_for_one_conversation_are_refused():
-    conversation = dms_jax.Conversation(model_for("vanilla", ends=False), **SHAPE)
+    conversation = begun(**SHAPE)
     with pytest.raises(ConfigError, match="2 seeds for 1 prompts"):
         conversation.say([5], sampling=dms_jax.Sampling(seed=[1, 2]))
 
 
 # -- questions about one context ---------------------------------------------------------------
 
-# Of the policies, those that keep all, evict as they learned, merge, and know something of a page.
-CASES = {name: POLICIES[name] for name in ("vanilla", "dms", "dmc", "quest")} | {
-    "snapkv": dms_jax.SnapKV(budget=12, window=4, interval=4),
-    "kcache": dms_jax.KCache(top=4, first_layers=1),
-}
 
-
-def said(model, policy, context, *turns):
-    """Returns the last answer of a conversation of its own, by the programs of two branches."""
-    conversation = dms_jax.Conversation(model, policy, **BRANCHES)
-    conversation.read(context)
-    for turn in turns:
-        completion = conversation.say(turn, sampling=SHORT)
-    return completion
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
+@on_fakes
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_questions_about_one_context_read_it_once(name, fed):
     """Three questions in two branches equal three conversations, and the context stays."""
-    model, policy = model_for("vanilla", ends=False), CASES[name]
     context, *questions = prompts([17, 4, 9, 6])
-    expected = [said(model, policy, context, question) for question in questions]
-    conversation = dms_jax.Conversation(model, policy, **BRANCHES)
+    conversation = begun(name, **BRANCHES)
     conversation.read(context)
     fed.clear()
+
+    def check(found, past, question):
+        want = answer([*past, *question], SHORT, name)
+        own = want.usage | dict(prompt_tokens=len(question) + (past != context))
+        dataclasses.replace(want, usage=own).check(found)
+
     for _ in range(2):  # what is asked leaves nothing behind
         answers = conversation.ask(questions, sampling=SHORT)
-        for found, want in zip(answers, expected, strict=True):
-            assert found.tokens == want.tokens
-            assert found.logprobs == pytest.approx(want.logprobs, abs=1e-4)
-            for figure in ("kv_reads", "peak_tokens", "live_tokens", "prompt_tokens"):
-                assert getattr(found.usage, figure) == getattr(want.usage, figure)
+        for found, question in zip(answers, questions, strict=True):
+            check(found, context, question)
     assert sum(fed) == 2 * sum(map(len, questions))
     assert conversation.turns == []
     turn = conversation.say(questions[0], sampling=SHORT)
-    assert turn.tokens == expected[0].tokens
-    last = conversation.ask(questions[1:2], sampling=SHORT)
-    assert last[0].tokens == said(model, policy, context, *questions[:2]).tokens
+    check(turn, context, questions[0])
+    (last,) = conversation.ask(questions[1:2], sampling=SHORT)
+    check(last, context + questions[0] + turn.tokens, questions[1])
     assert len(conversation.turns) == 1
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "quest", "snapkv", "kcache"])
+def test_questions_about_one_context_are_answered_as_alone_with_real_programs(name):
+    model, policy = model_for("vanilla", ends=False), MECHANISMS[name]
+    context, *questions = prompts([17, 4, 9, 6])
+    conversation = dms_jax.Conversation(model, policy, **BRANCHES)
+    conversation.read(context)
+    answers = conversation.ask(questions, sampling=SHORT)
+    for found, question in zip(answers, questions, strict=True):
+        alone = dms_jax.Conversation(model, policy, **BRANCHES)
+        alone.read(context)
+        want = alone.say(question, sampling=SHORT)
+        assert found.tokens == want.tokens
+        assert found.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        for figure in ("kv_reads", "peak_tokens", "live_tokens", "prompt_tokens"):
+            assert getattr(found.usage, figure) == getattr(want.usage, figure)
+
+
+@on_fakes
 def test_chains_of_one_question_read_it_once(fed):
-    conversation = dms_jax.Conversation(model_for("dms", ends=False), **BRANCHES)
+    conversation = begun("evicts", **BRANCHES)
     context, question = prompts([17, 6])
     conversation.read(context)
     fed.clear()
-    sampling = dataclasses.replace(SHORT, temperature=3.0)  # at 1 the model is all but certain
+    sampling = dataclasses.replace(SHORT, temperature=1.0)
     answers = conversation.ask([question] * 2, sampling=sampling)
     assert sum(fed) == len(question)
-    assert [answer.usage.prefilled_tokens for answer in answers] == [6, 0]
-    assert len({tuple(answer.tokens) for answer in answers}) > 1
+    assert [each.usage.prefilled_tokens for each in answers] == [6, 0]
+    for copy, found in enumerate(answers):
+        want = answer(context + question, sampling, "evicts", copy=copy)
+        assert found.tokens == want.tokens
 
 
 def with_pages(conversation, pages: int):
@@ -318,37 +332,36 @@ def with_pages(conversation, pages: int):
     return conversation
 
 
-@pytest.mark.nightly
+@on_fakes
 def test_questions_that_do_not_fit_together_wait():
     """Memory for the context and one question, though there are two branches."""
-    model = model_for("vanilla", ends=False)
     context, *questions = prompts([17, 4, 9])
-    expected = [said(model, None, context, question) for question in questions]
-    conversation = with_pages(dms_jax.Conversation(model, **BRANCHES), 7 * 20)
+    conversation = with_pages(begun(**BRANCHES), 7 * 20)
     conversation.read(context)
     answers = conversation.ask(questions, sampling=SHORT)
-    assert [answer.tokens for answer in answers] == [each.tokens for each in expected]
-    small = with_pages(dms_jax.Conversation(model, **BRANCHES), 3 * 20)
+    expected = [answer(context + question, SHORT).tokens for question in questions]
+    assert [each.tokens for each in answers] == expected
+    small = with_pages(begun(**BRANCHES), 3 * 20)
     small.read(context)
     with pytest.raises(CapacityError, match=r"the prompt of prompt 1 \(26 tokens so far\)"):
         small.ask(questions, sampling=SHORT)
-    assert small.say(questions[0], sampling=SHORT).tokens == expected[0].tokens
+    assert small.say(questions[0], sampling=SHORT).tokens == expected[0]
 
 
+@on_fakes
 def test_an_interrupted_question_leaves_the_conversation_as_it_was():
     def interrupt(update):
         raise KeyboardInterrupt
 
-    conversation = dms_jax.Conversation(model_for("dms", ends=False), **BRANCHES)
-    context, question = prompts([17, 4])
+    conversation, (context, question) = begun("evicts", **BRANCHES), prompts([17, 4])
     conversation.read(context)
-    (expected,) = conversation.ask([question], sampling=SHORT)
     with pytest.raises(KeyboardInterrupt):
         conversation.ask([question], sampling=SHORT, on_tokens=interrupt)
     (found,) = conversation.ask([question], sampling=SHORT)
-    assert found.tokens == expected.tokens
+    assert found.tokens == answer(context + question, SHORT, "evicts").tokens
 
 
+@on_fakes
 def test_what_cannot_be_asked_or_read(chatting):
     conversation = dms_jax.Conversation(chatting, **SHAPE)
     with pytest.raises(ConfigError, match="branches="):
@@ -364,6 +377,7 @@ def test_what_cannot_be_asked_or_read(chatting):
         conversation.say(user("sat"), sampling=SHORT)
 
 
+@on_fakes
 def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
     """A text is read when `read` returns: its errors are not those of the next turn."""
     context, question = prompts([7, 6])
@@ -371,14 +385,11 @@ def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
     def refuse(runner, *_):
         raise KeyboardInterrupt
 
-    def answered(interrupted):
-        conversation = dms_jax.Conversation(model_for("dms", ends=False), **SHAPE)
-        with monkeypatch.context() as patch:
-            if interrupted:
-                patch.setattr(Runner, "read_lengths", refuse)
-                with pytest.raises(KeyboardInterrupt):
-                    conversation.read(context)
-        conversation.read(context)
-        return conversation.say(question, sampling=SHORT)
-
-    assert answered(interrupted=True) == answered(interrupted=False)
+    conversation = begun("evicts", **SHAPE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "read_lengths", refuse)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.read(context)
+    conversation.read(context)
+    found = conversation.say(question, sampling=SHORT)
+    assert found.tokens == answer(context + question, SHORT, "evicts").tokens

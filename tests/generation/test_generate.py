@@ -1,6 +1,7 @@
-"""Greedy answers are the argmax of the logits, whatever the lanes, pages, chunks and pressure."""
+"""The real engine under each mechanism: the argmax of the logits, also of what was put back."""
 
 import dataclasses
+import functools
 
 import chex
 import numpy as np
@@ -8,29 +9,26 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import CapacityError
-from dms_jax.generation import Engine
-from dms_jax.generation.runner import Runner
+from dms_jax.generation import Completion, Engine
+from dms_jax.generation.room import Room
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from tests.generation.support import (
     GREEDY,
     LENGTHS,
+    MECHANISMS,
     NEW_TOKENS,
-    POLICIES,
     SHAPE,
+    answer,
     engine_for,
+    host_engine,
     log_softmax,
     model_for,
     prompts,
+    stories,
     text_behind,
 )
-from tests.support.instances import nightly_but
+from tests.generation.test_ahead import in_order, spelled
 from tests.support.models import random_model, tiny_config
-
-pytestmark = pytest.mark.usefixtures("two_programs")
-EVERY_POLICY = pytest.mark.parametrize(
-    "name", nightly_but({"vanilla", "dms", "streaming"}, POLICIES)
-)
-
 
 # These depend on chunks, pages and preemption.
 COSTS = ("cache_bytes", "peak_cache_bytes", "host_bytes", "peak_held_tokens", "prefilled_tokens")
@@ -43,11 +41,24 @@ def same_usage(left, right) -> None:
             assert left[field] == pytest.approx(right[field]), field
 
 
-@EVERY_POLICY
+@functools.cache
+def in_float8() -> Engine:
+    """Returns the plain engine with keys and values in eight bits."""
+    model = model_for("vanilla", ends=False)
+    return Engine(model, kv_dtype="float8_e4m3", max_tokens=64, **SHAPE)
+
+
+@functools.cache
+def undisturbed(name: str) -> list[Completion]:
+    """Returns the answers to four prompts of different lengths over two lanes."""
+    engine = in_float8() if name == "float8" else engine_for(name)
+    return engine.generate(prompts(), sampling=GREEDY)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_answers_are_the_argmax_of_the_logits(name):
     """Four prompts of different lengths over two lanes."""
-    model, given = model_for(name, ends=False), prompts()
-    completions = engine_for(name).generate(given, sampling=GREEDY)
+    model, given, completions = model_for(name, ends=False), prompts(), undisturbed(name)
     assert [completion.finish_reason for completion in completions] == ["length"] * len(given)
     sequences = np.zeros((len(given), max(LENGTHS) + NEW_TOKENS), np.int32)
     for row, (prompt, completion) in enumerate(zip(given, completions, strict=True)):
@@ -62,43 +73,55 @@ def test_answers_are_the_argmax_of_the_logits(name):
         )
 
 
-@EVERY_POLICY
-def test_under_pressure_nothing_changes(name):
-    """A pool for little more than one sequence: requests wait, are preempted and recomputed."""
-    engine, given = engine_for(name), prompts()
-    expected = engine.generate(given, sampling=GREEDY)
-    runner, whole = engine.runner, engine.runner.allocator._free[0]
-    rows = runner.lengths[:, 0].size
-    # The longest sequence alone, under this policy, and half a page per row.
-    longest = max(
-        completion.usage.peak_cache_bytes - runner._state_bytes for completion in expected
-    )
-    pages = longest // runner.page_bytes + rows // 2
-    fed = []
-    extend = Runner.extend
+@pytest.mark.parametrize("name", [*MECHANISMS, "float8"])
+def test_what_is_put_back_answers_as_if_nothing_had_happened(name, monkeypatch):
+    """The pool is full once both lanes have a chunk of their answers: the younger one leaves."""
+    expected = undisturbed(name)
+    engine = in_float8() if name == "float8" else engine_for(name)
+    fits, put_back, left = engine.runner.fits, Room.put_back, []
 
-    def counted(self, tokens, **options):
-        fed.append(sum(map(len, tokens.values())))
-        return extend(self, tokens, **options)
-
-    runner.allocator._free[0] = whole[len(whole) - pages :]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Runner, "extend", counted)
-            squeezed = engine.generate(given, sampling=GREEDY)
-        assert runner.allocator.pages_in_use == 0
-        assert len(runner.allocator._free[0]) == pages
-    finally:
-        runner.allocator._free[0] = whole
-    for left, right in zip(expected, squeezed, strict=True):
-        assert left.tokens == right.tokens
-        chex.assert_trees_all_close(
-            np.array(left.logprobs), np.array(right.logprobs), rtol=1e-7, atol=1e-4
+    def full_once(extra, **options):
+        both = [len(each.generated) for each in engine.running]
+        return not (len(both) == 2 and min(both) > SHAPE["chunk"] and not left) and fits(
+            extra, **options
         )
-        same_usage(left.usage, right.usage)
-    assert sum(fed) >= sum(LENGTHS)
-    if name in ("vanilla", "quest"):
-        assert sum(fed) > sum(LENGTHS)  # a request was preempted and recomputed
+
+    def counted(room, running, waiting):
+        left.append(put_back(room, running, waiting))
+        return left[-1]
+
+    monkeypatch.setattr(engine.runner, "fits", full_once)
+    monkeypatch.setattr(Room, "put_back", counted)
+    found = engine.generate(prompts(), sampling=GREEDY)
+    assert len(left) == 1
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        chex.assert_trees_all_close(one.logprobs, other.logprobs, rtol=1e-7, atol=1e-4)
+        same_usage(one.usage, other.usage)
+    again = sum(one.usage.prefilled_tokens for one in found)
+    assert again > sum(LENGTHS) + SHAPE["chunk"]
+    assert engine.runner.allocator.pages_in_use == 0
+
+
+@pytest.mark.parametrize("name", ["dms", "dmc", "quest", "kcache"])
+def test_chains_of_one_prompt_answer_as_it_does_alone(name):
+    """It is read once: pages, what a policy keeps of rows and pages, and host values are copied."""
+    engine, prompt, alone = engine_for(name), prompts()[1], undisturbed(name)[1]
+    found = engine.generate([prompt] * 2, sampling=GREEDY)
+    assert [one.usage.prefilled_tokens for one in found] == [len(prompt), 0]
+    for one in found:
+        assert one.tokens == alone.tokens
+        chex.assert_trees_all_close(one.logprobs, alone.logprobs, rtol=1e-7, atol=1e-4)
+        same_usage(one.usage, alone.usage)
+
+
+def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
+    """The next steps would read them before they are there."""
+    engine = engine_for("kcache")
+    _, order = in_order(monkeypatch, engine, prompts((5, 13)))
+    assert order == spelled("LR LR LR")
+    _, order = in_order(monkeypatch, engine, prompts((5, 9, 13, 7)))  # of which two wait
+    assert order == spelled("LR LR LR" * 2)
 
 
 @pytest.mark.nightly
@@ -106,7 +129,6 @@ def test_under_pressure_nothing_changes(name):
 def test_chunks_pages_and_lanes_change_nothing(name):
     """Quest selects pages, so the page size is part of the method."""
     given = prompts()
-    expected = engine_for(name).generate(given, sampling=GREEDY)
     page_size = 16 if name == "quest" else 8
     other = dms_jax.generate(
         model_for(name, ends=False),
@@ -116,28 +138,13 @@ def test_chunks_pages_and_lanes_change_nothing(name):
         page_size=page_size,
         prefill_chunk=64,
     )
-    for left, right in zip(expected, other.completions, strict=True):
+    for left, right in zip(undisturbed(name), other.completions, strict=True):
         assert left.tokens == right.tokens
         same_usage(left.usage, right.usage)
 
 
-@pytest.mark.nightly
-def test_memory_that_holds_less_than_the_batch():
-    """The same through the public arguments: bytes for about one and a half sequences."""
-    given = prompts()
-    expected = engine_for("vanilla").generate(given, sampling=GREEDY)
-    model = model_for("vanilla", ends=False)
-    longest = expected[int(np.argmax(LENGTHS))].usage.peak_cache_bytes
-    out = dms_jax.generate(
-        model, given, sampling=GREEDY, memory=int(1.5 * longest), page_size=16, chunk=8
-    )
-    assert out.tokens == [completion.tokens for completion in expected]
-    for left, right in zip(expected, out.completions, strict=True):
-        same_usage(left.usage, right.usage)
-
-
 def test_usage_of_a_plain_cache_is_counted_by_hand():
-    completions = engine_for("vanilla").generate(prompts(), sampling=GREEDY)
+    completions = undisturbed("vanilla")
     config = model_for("vanilla").config
     row_bytes = 2 * 16 * config.head_dim * 4  # one page of keys and values in float32
     rows = config.num_layers * config.num_kv_heads
@@ -157,30 +164,9 @@ def test_usage_of_a_plain_cache_is_counted_by_hand():
     assert out.usage.compression_ratio == 1
 
 
-@pytest.mark.nightly
-def test_ends_at_an_end_token_and_at_the_last_position():
-    model = model_for("vanilla", ends=False)
-    (free,) = engine_for("vanilla").generate(prompts([13]), sampling=GREEDY)
-    end = free.tokens[11]
-    ended = dataclasses.replace(
-        model, generation=dataclasses.replace(model.generation, eos_token_ids=(end, 511))
-    )
-    (completion,) = dms_jax.generate(ended, prompts([13]), sampling=GREEDY).completions
-    stop = free.tokens.index(end) + 1
-    assert completion.finish_reason == "end"
-    assert completion.tokens == free.tokens[:stop]
-    assert completion.usage.kv_reads == sum(range(14, 13 + stop))
-    assert completion.text == text_behind(*prompts([13]), free.tokens[: stop - 1])
-    # 512 positions: a prompt of 505 tokens leaves seven.
-    long = dataclasses.replace(GREEDY, max_new_tokens=100)
-    (completion,) = dms_jax.generate(model, prompts([505]), sampling=long).completions
-    assert (len(completion.tokens), completion.finish_reason) == (7, "length")
-
-
-@pytest.mark.nightly
 def test_a_first_token_can_end_a_request():
     """It is read when the steps after it have been launched, and they must not run."""
-    free = engine_for("vanilla").generate(prompts(), sampling=GREEDY)
+    free = undisturbed("vanilla")
     end = free[1].tokens[0]
     model = dataclasses.replace(
         model_for("vanilla"), generation=GenerationDefaults(eos_token_ids=(end,))
@@ -193,47 +179,6 @@ def test_a_first_token_can_end_a_request():
     assert (found[1].tokens, found[1].text) == ([end], "")
     assert found[1].usage.kv_reads == 0
     assert found[1].usage.live_tokens == LENGTHS[1]
-
-
-@pytest.mark.nightly
-def test_a_single_sequence_that_cannot_fit():
-    model = model_for("vanilla", ends=False)
-    rows = model.config.num_layers * model.config.num_kv_heads
-    page = 2 * 16 * model.config.head_dim * 4
-    engine = Engine(model, memory=2 * rows * page, max_tokens=64, **SHAPE)
-    with pytest.raises(CapacityError, match=r"prompt 0 .* even alone: it has 40 pages of 16"):
-        engine.generate(prompts([30]), sampling=GREEDY)
-    # Nothing is left in the cache, and requests that fit run.
-    short = dataclasses.replace(GREEDY, max_new_tokens=4)
-    (completion,) = engine.generate(prompts([5]), sampling=short)
-    (expected,) = engine_for("vanilla").generate(prompts([5]), sampling=short)
-    assert completion.tokens == expected.tokens
-    with pytest.raises(CapacityError, match=r"at least .* 20 rows \(layers x KV heads\)"):
-        Engine(model, memory=rows * page - 1, **SHAPE)
-
-
-def test_a_sequence_beyond_those_that_the_pool_is_made_for():
-    """More memory would add no page to such a pool, so the error names what would."""
-    model = model_for("vanilla", ends=False)
-    small = Engine(model, max_tokens=16, **SHAPE)
-    with pytest.raises(CapacityError, match=r"Give it a larger max_tokens \(it is 16\), more mem"):
-        small.generate(prompts([50]), sampling=GREEDY)
-    rows = model.config.num_layers * model.config.num_kv_heads
-    poor = Engine(model, memory=2 * rows * small.runner.page_bytes, max_tokens=64, **SHAPE)
-    with pytest.raises(CapacityError, match=r"Give it more memory \(memory=\)"):
-        poor.generate(prompts([42]), sampling=GREEDY)
-
-
-@pytest.mark.nightly
-def test_strings_and_token_lists_are_the_same_prompts():
-    model = model_for("vanilla")
-    texts = ["Once upon a time", "Lily and Tom went"]
-    tokens = [model.tokenizer.encode(text) for text in texts]
-    mixed = [texts[0], np.array(tokens[1])]
-    out = dms_jax.generate(model, mixed, sampling=GREEDY)
-    assert out.tokens == dms_jax.generate(model, tokens, sampling=GREEDY).tokens
-    for prompt, text, new in zip(tokens, out.texts, out.tokens, strict=True):
-        assert text == text_behind(prompt, new)
 
 
 @pytest.mark.nightly
@@ -259,20 +204,60 @@ def test_an_adapter_model_without_a_tokenizer():
     assert out.usage.compression_ratio > 1.05
 
 
-@pytest.mark.nightly
+# -- what the host alone decides ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fakes")
+def test_ends_at_the_last_position():
+    """512 positions: a prompt of 505 tokens leaves seven, however many are asked for."""
+    (prompt,) = prompts([505])
+    engine = host_engine(lanes=1, max_tokens=512, prefill_chunk=512)
+    for most in (100, 2**62):
+        long = dataclasses.replace(GREEDY, max_new_tokens=most)
+        (completion,) = engine.generate([prompt], sampling=long)
+        answer(prompt, GREEDY, new_tokens=7).check(completion)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_single_sequence_that_cannot_fit():
+    page = 2 * 16 * 8 * 4
+    engine = Engine(host_engine().model, memory=2 * 20 * page, max_tokens=64, **SHAPE)
+    with pytest.raises(CapacityError, match=r"prompt 0 .* even alone: it has 40 pages of 16"):
+        engine.generate(prompts([30]), sampling=GREEDY)
+    # Nothing is left in the cache, and requests that fit run.
+    short = dataclasses.replace(GREEDY, max_new_tokens=4)
+    (completion,) = engine.generate(prompts([5]), sampling=short)
+    answer(*prompts([5]), short).check(completion)
+    with pytest.raises(CapacityError, match=r"at least .* 20 rows \(layers x KV heads\)"):
+        Engine(host_engine().model, memory=20 * page - 1, **SHAPE)
+    with pytest.raises(CapacityError, match=r"Give it more memory \(memory=\)"):
+        engine.generate(prompts([42]), sampling=GREEDY)
+    # More memory would add no page to a pool that is made for less, so the error names what would.
+    small = Engine(host_engine().model, max_tokens=16, **SHAPE)
+    with pytest.raises(CapacityError, match=r"Give it a larger max_tokens \(it is 16\), more mem"):
+        small.generate(prompts([50]), sampling=GREEDY)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_strings_and_token_lists_are_the_same_prompts():
+    texts = ["Once upon a time", "Lily and Tom went"]
+    tokens = [stories().tokenizer.encode(text) for text in texts]
+    out = host_engine().generate([texts[0], np.array(tokens[1])], sampling=GREEDY)
+    assert out == host_engine().generate(tokens, sampling=GREEDY)
+    for prompt, each in zip(tokens, out, strict=True):
+        assert each.text == text_behind(prompt, each.tokens)
+
+
+@pytest.mark.usefixtures("fakes")
 def test_numbers_that_only_bound_something_may_be_as_large_as_they_like():
     """The largest accepted options: a chunk is no longer than an answer can be."""
-    given, most = prompts([5]), 2**31 - 1
-    model = model_for("vanilla", ends=False)
-    expected = engine_for("vanilla").generate(given, sampling=GREEDY)
+    given, most, model = prompts([5]), 2**31 - 1, host_engine().model
     out = dms_jax.generate(
         model, given, sampling=GREEDY, chunk=most, prefill_chunk=most, page_size=16
     )
-    assert out.tokens == [expected[0].tokens]
+    answer(given[0]).check(*out.completions)
     engine = Engine(model, num_lanes=1, max_tokens=2**62, chunk=most, prefill_tokens=most)
     assert engine.chunk == model.config.max_position_embeddings
-    (scored,) = dms_jax.score(model, prompts([13]), chunk=most, max_length=most, num_lanes=2**62)
-    assert len(scored.logprobs) == 12
     unbounded = dataclasses.replace(GREEDY, max_new_tokens=2**62, top_k=2**62)
     (completion,) = dms_jax.generate(model, prompts([505]), sampling=unbounded).completions
     assert len(completion.tokens) == 7

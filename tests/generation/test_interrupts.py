@@ -2,7 +2,8 @@
 
 CPython handles signals after calls and at the end of loop iterations. The tests raise more often:
 at every line of this library that runs while an interrupt propagates. They leave out lines that
-release a lock, because a signal cannot arrive at such a line before it has run.
+release a lock, because a signal cannot arrive at such a line before it has run. Every line is
+struck at night, and every few of them before.
 """
 
 import dataclasses
@@ -17,27 +18,24 @@ import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Completion, Engine
 from dms_jax.generation.runner import Runner
-from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts
+from tests.generation.support import (
+    GREEDY,
+    MECHANISMS,
+    ROWS_OF,
+    SHAPE,
+    host_engine,
+    model_for,
+    prompts,
+)
 
-pytestmark = pytest.mark.usefixtures("two_programs")
 LIBRARY = str(Path(dms_jax.__file__).parent)
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 # By the programs of engines of that shape.
 TALK = dict(max_tokens=64, branches=1, page_size=16, chunk=8, prefill_chunk=8)
-CASES = {name: POLICIES[name] for name in ("dms", "quest")} | {
-    "kcache": dms_jax.KCache(top=4, first_layers=1)
-}
-
-
-def every_case(**lines: tuple[int, int]):
-    """Parametrizes a test with policies and which lines of the cleanup are struck: first and step.
-
-    Most lines are the same for all: each policy takes some, and between them they take each. Lines
-    of values in the host's memory are KCache's alone: the two tests between them take each.
-    """
-    return pytest.mark.parametrize(
-        ("policy", "lines"), [(CASES[name], which) for name, which in lines.items()], ids=lines
-    )
+fakes = pytest.mark.usefixtures("fakes")
+every_few_lines = pytest.mark.parametrize(
+    "step", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["some lines", "every line"]
+)
 
 
 class Strike:
@@ -104,31 +102,42 @@ def model():
     return model_for("vanilla", ends=False)
 
 
-@pytest.mark.nightly
-@every_case(dms=(1, 4), quest=(3, 4), kcache=(2, 2))
-def test_answers_after_an_interrupted_cleaning(policy, lines):
+def struck_while_it_cleans_up(engine, lines):
+    """Makes calls whose cleanup is interrupted at each of some lines; returns the last line."""
     given = prompts((5, 9, 13))
-    expected = Engine(model(), policy, max_tokens=64, **SHAPE).generate(given, sampling=SHORT)
-    engine = Engine(model(), policy, max_tokens=64, **SHAPE)
-    for nth in itertools.count(*lines):
+    expected = engine.generate(given, sampling=SHORT)
+    for nth in lines:
         struck = interrupted(
             lambda listen: engine.generate(given, sampling=SHORT, on_tokens=listen), nth
         )
         assert engine.generate(given, sampling=SHORT) == expected, nth
         assert engine.runner.allocator.pages_in_use == 0
         if not struck:
-            break
-    assert nth > 40  # the cleanup has that many lines
+            return nth
+    raise AssertionError("there was no last line")
+
+
+@fakes
+@every_few_lines
+def test_answers_after_an_interrupted_cleaning(step):
+    assert struck_while_it_cleans_up(host_engine("evicts"), itertools.count(1, step)) > 40
 
 
 @pytest.mark.nightly
-@every_case(dms=(2, 2), kcache=(1, 2))
-def test_a_conversation_after_an_interrupted_cleaning(policy, lines, monkeypatch):
+def test_answers_with_values_in_host_memory_after_an_interrupted_cleaning():
+    """Their lines are those of no other cache."""
+    engine = Engine(model(), MECHANISMS["kcache"], max_tokens=64, **SHAPE)
+    assert struck_while_it_cleans_up(engine, itertools.count(1, 2)) > 40
+
+
+@fakes
+@every_few_lines
+def test_a_conversation_after_an_interrupted_cleaning(step, monkeypatch):
     """The turn is interrupted before it reaches the cache, which then equals the history."""
-    turns = prompts((9, 4))
+    turns, policy = prompts((9, 4)), ROWS_OF["evicts"]
     undisturbed = dms_jax.Conversation(model(), policy, **TALK)
     expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
-    for nth in itertools.count(*lines):
+    for nth in itertools.count(1, step):
         conversation = dms_jax.Conversation(model(), policy, **TALK)
         conversation.say(turns[0], sampling=SHORT)
         strike = Strike(nth)
@@ -151,13 +160,13 @@ def test_a_conversation_after_an_interrupted_cleaning(policy, lines, monkeypatch
     assert nth > 40
 
 
-@pytest.mark.nightly
-def test_starting_over_before_the_next_call_may_be_interrupted_too():
+@fakes
+@every_few_lines
+def test_starting_over_before_the_next_call_may_be_interrupted_too(step):
     """A restart is interrupted at every line: the cache counts as valid only once it is."""
-    given = prompts((5, 13))
-    engine = Engine(model(), CASES["kcache"], max_tokens=64, **SHAPE)
+    given, engine = prompts((5, 13)), host_engine("evicts")
     expected = engine.generate(given, sampling=SHORT)
-    for nth in itertools.count(1):
+    for nth in itertools.count(1, step):
         interrupted(lambda listen: engine.generate(given, sampling=SHORT, on_tokens=listen), 8)
         assert engine.runner.dirty
         strike = Strike(nth)
@@ -180,16 +189,17 @@ def test_starting_over_before_the_next_call_may_be_interrupted_too():
         assert engine.generate(given, sampling=SHORT) == expected, nth
         if first is not None:
             break
-    assert nth > 30
+    assert nth > 25
 
 
-@pytest.mark.nightly
-def test_a_turn_is_there_or_not():
+@fakes
+@every_few_lines
+def test_a_turn_is_there_or_not(step):
     """Interrupts at the lines that record a turn, after its answer."""
     turns = prompts((9, 4))
     undisturbed = dms_jax.Conversation(model(), **TALK)
     expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
-    for nth in itertools.count(1):
+    for nth in itertools.count(1, min(step, 4)):
         conversation = dms_jax.Conversation(model(), **TALK)
         strike = Strike(nth)
 
@@ -213,9 +223,9 @@ def test_a_turn_is_there_or_not():
     assert nth > 10
 
 
+@fakes
 def test_no_room_for_a_new_cache_does_not_hide_what_went_wrong(monkeypatch):
-    given = prompts((5, 13))
-    engine = Engine(model(), max_tokens=64, **SHAPE)
+    given, engine = prompts((5, 13)), host_engine()
     expected = engine.generate(given, sampling=SHORT)
 
     def refuse(self):

@@ -1,47 +1,138 @@
-"""The last steps of a chunk run on while lanes are given away, and change nothing."""
+"""Steps run behind stop strings, late listeners and lanes that are given away; nothing changes."""
 
+import collections
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 
 from dms_jax.generation import compiling, programs
 from dms_jax.generation import launched as launched_programs
 from dms_jax.generation.launched import Launched
 from dms_jax.generation.reporting import Reporter
-from dms_jax.generation.requests import NotNumbersError, make_request, make_requests
+from dms_jax.generation.requests import NotNumbersError, make_requests
 from dms_jax.generation.runner import Runner
 from tests.generation.support import (
     GREEDY,
-    POLICIES,
     SHAPE,
-    engine_for,
+    answer,
+    host_engine,
     prompts,
+    requests_of,
+    serve_arrivals,
+    stories,
     text_behind,
 )
 from tests.generation.test_ahead import SIX, TWO, noted, spelled
-from tests.generation.test_generate import same_usage
-from tests.support.instances import further
 
-pytestmark = pytest.mark.usefixtures("two_programs", "unfiltered")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
-def arrived(engine, requests, on_tokens=None):
-    """Serves requests that come together while the engine waits for some."""
-    coming = [requests]
-    engine.serve([], GREEDY, on_tokens, incoming=lambda wait: coming.pop() if coming else None)
+def ends_at_its_third_to_fifth(prompt, name):
+    """Returns greedy sampling that stops at those tokens of the answer, or where it has them."""
+    tokens = answer(prompt, name=name).tokens[2:5]
+    return dataclasses.replace(GREEDY, stop=stories().tokenizer.decode(tokens).strip())
 
 
-@pytest.mark.nightly
+# -- a call whose requests are all known -------------------------------------------------------
+
+
+def test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to(monkeypatch):
+    """Answers, log-probabilities and what they used are those of chunks in turn."""
+    engine, name = host_engine("evicts"), "evicts"
+    stops = tuple(ends_at_its_third_to_fifth(SIX[place], name).stop for place in (1, 4))
+    sampling = dataclasses.replace(GREEDY, stop=stops)
+    order = noted(monkeypatch)
+    found = engine.generate(SIX, sampling=sampling)
+    ahead = list(order)
+    order.clear()
+    told = engine.generate(SIX, sampling=sampling, on_tokens=lambda update: None)
+    assert {each.finish_reason for each in found} == {"stop", "length"}
+    for prompt, *both in zip(SIX, found, told, strict=True):
+        for one in both:
+            answer(prompt, sampling, name).check(one)
+    unread = np.cumsum([1 if each == "launch" else -1 for each in ahead])
+    assert unread.max() > 2  # programs of a chunk
+    assert unread[-1] == 0
+    assert np.cumsum([1 if each == "launch" else -1 for each in order]).max() == 2
+
+
+def test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_stop_string():
+    """Nobody listens, so that steps ran behind it, whose rows are not those of the answer."""
+    engine, prompt = host_engine("cuts"), SIX[2]
+    stop = text_behind(prompt, answer(prompt, name="cuts").tokens[:1])
+    assert stop.strip()
+    sampling = dataclasses.replace(GREEDY, stop=stop)
+    found = engine.generate([prompt] * 2, sampling=sampling)  # a prompt, and a copy of it
+    told = engine.generate([prompt] * 2, sampling=sampling, on_tokens=lambda update: None)
+    for one in (*found, *told):
+        answer(prompt, sampling, "cuts").check(one)
+        assert (len(one.tokens), one.usage.live_tokens) == (1, 8)
+        assert one.usage.compression_ratio == len(prompt) / 8
+
+
+def test_who_may_be_late_is_told_while_the_next_steps_run(monkeypatch):
+    """The same is told of the same answers: of six over two lanes, and of two."""
+    engine, launched, launch, read = (
+        host_engine("evicts"),
+        [],
+        compiling.Program.__call__,
+        Runner.read,
+    )
+
+    def launching(program, *arguments):
+        launched.append(program)
+        return launch(program, *arguments)
+
+    def reading(runner, chunk):
+        steps = read(runner, chunk)
+        if not runner.unread.any():  # the device has nothing to do
+            launched.clear()
+        return steps
+
+    monkeypatch.setattr(compiling.Program, "__call__", launching)
+    monkeypatch.setattr(Runner, "read", reading)
+    for given in (SIX, TWO):
+        tokens, busy = collections.defaultdict(list), []
+
+        def listen(update, tokens=tokens, busy=busy):
+            tokens[update.index] += update.tokens
+            busy.append(bool(launched))
+
+        requests = make_requests(engine.model.config, given, GREEDY)
+        found = engine.serve(requests, GREEDY, listen, streaming=False, late=True)
+        for index, (prompt, one) in enumerate(zip(given, found, strict=True)):
+            answer(prompt, name="evicts").check(one)
+            assert tokens[index] == one.tokens
+        assert busy.index(False) == len(busy) - 2  # behind the last steps of all
+        assert len(busy) >= 2 * len(given)
+
+
+def test_what_a_listener_cancels_who_is_late_ends_behind_the_steps_that_run():
+    engine = host_engine("evicts")
+    requests = make_requests(engine.model.config, SIX, GREEDY)
+
+    def cancel(update):
+        if update.index == 0:
+            engine.cancel([0, 1, 5])  # two in lanes, and one that waits
+
+    found = engine.serve(requests, GREEDY, cancel, streaming=False, late=True)
+    cancelled = [each.finish_reason == "cancelled" for each in found]
+    assert cancelled == [True, True, False, False, False, True]
+    for prompt, one in zip(SIX, found, strict=True):
+        assert one.tokens == answer(prompt, name="evicts").tokens[: len(one.tokens)]
+    assert [len(each.tokens) for each in found][2:] == [20, 20, 20, 0]
+
+
 @pytest.mark.parametrize(
-    ("name", "fewest"),
-    [*((name, 4) for name in POLICIES), ("vanilla", 8), ("dms", 8)],
-    ids=[*POLICIES, "vanilla in one program", "dms in one program"],
+    ("name", "fewest"), [("keeps", 4), ("evicts", 4), ("cuts", 4), ("evicts", 8)]
 )
 def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(
     name, fewest, monkeypatch
 ):
     """Answers and every figure of usage are those of chunks that run in turn."""
-    engine, order = engine_for(name), []
+    engine, order = host_engine(name), []
     lengths = (3, 9, 20, 6, 17, 12, 1, 20, 11)
     launch, read = compiling.Program.__call__, Runner.read
     known = {programs.extend: "prompts", programs.first_tokens: "first", programs.decode: "steps"}
@@ -64,83 +155,66 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(
             request.max_new_tokens = count
         return engine.serve(requests, GREEDY, on_tokens)
 
-    expected = answers(lambda update: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(launched_programs, "_FEWEST_STEPS", fewest)
-        patch.setattr(compiling.Program, "__call__", launched)
-        patch.setattr(Runner, "read", fetched)
-        found = answers(None)
-    for one, other in zip(found, expected, strict=True):  # prompts were read beside others
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        assert dataclasses.replace(one, logprobs=other.logprobs) == other
+    in_turn = answers(lambda update: None)
+    monkeypatch.setattr(launched_programs, "_FEWEST_STEPS", fewest)
+    monkeypatch.setattr(compiling.Program, "__call__", launched)
+    monkeypatch.setattr(Runner, "read", fetched)
+    found = answers(None)
+    assert found == in_turn
+    for prompt, count, one in zip(prompts(lengths), lengths[::-1], found, strict=True):
+        answer(prompt, name=name, new_tokens=count).check(one)
     # A lane was given away, and its first token and next ones drawn, while steps ran.
     assert {name for name, before in order if before} == set(known.values())
     assert unread == 0  # nothing is left on the device
-    assert engine.runner.allocator.pages_in_use == 0
-    assert not engine.runner.unread.any()
 
 
-@pytest.mark.parametrize("name", ["dms", *further("quest", "vanilla")])
-def test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on(name, monkeypatch):
+# -- requests that come ------------------------------------------------------------------------
+
+
+def test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on(monkeypatch):
     """The device does not know that it has ended: what it gives there is nobody's."""
-    engine, given_away, settle, clear = engine_for(name), [], Reporter.settle, Runner.clear
-    text = engine.model.tokenizer.decode
-    alone = [engine.generate([prompt], sampling=GREEDY)[0] for prompt in SIX]
-    running_on = []
+    engine, settle, clear = host_engine("evicts"), Reporter.settle, Runner.clear
+    given_away, running_on = [], []
 
     def cleared(runner, lanes):
         given_away.extend(lane for lane in lanes if runner.unread[lane])
         clear(runner, lanes)
 
-    def settled(reporter, *arguments):
+    def settled(reporter, *arguments, **options):
         running_on.append(bool(reporter.runner.unread.any()))
-        settle(reporter, *arguments)
+        settle(reporter, *arguments, **options)
 
     monkeypatch.setattr(Reporter, "settle", settled)
     monkeypatch.setattr(Runner, "clear", cleared)
-    # The third to fifth token of each is the end of its answer.
-    stops = [text(each.tokens[2:5]).strip() for each in alone]
-    samplings = [dataclasses.replace(GREEDY, stop=stop) for stop in stops]
-    want = [engine.generate([SIX[i]], sampling=each)[0] for i, each in enumerate(samplings)]
-    assert {each.finish_reason for each in want} == {"stop"}
-    requests = [
-        make_request(engine.model.config, prompt, sampling, index=index)
-        for index, (prompt, sampling) in enumerate(zip(SIX, samplings, strict=True))
-    ]
-    given_away.clear()
-    running_on.clear()
-    arrived(engine, requests, lambda update: None)
+    samplings = [ends_at_its_third_to_fifth(prompt, "evicts") for prompt in SIX]
+    requests = requests_of(SIX, samplings)
+    serve_arrivals(engine, [requests], lambda update: None)
     assert any(running_on)
     assert given_away
-    for request, one in zip(requests, want, strict=True):
-        assert (request.generated, request.text) == (one.tokens, one.text)
+    for request in requests:
         assert request.finish_reason == "stop"
-        same_usage(request.usage, one.usage)
-    assert engine.runner.allocator.pages_in_use == 0
-    assert not engine.runner.unread.any()
+        answer(request.prompt, request.sampling, "evicts").check(request)
 
 
 def test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run(monkeypatch):
     """An answer that ends with a chunk is not told behind the next one."""
-    engine, order = engine_for("vanilla"), noted(monkeypatch)
-    requests = make_requests(engine.model.config, prompts((5, 7)), GREEDY)
-    requests[0].max_new_tokens = 1 + SHAPE["chunk"]
+    engine, order = host_engine(), noted(monkeypatch)
+    one_chunk = dataclasses.replace(GREEDY, max_new_tokens=1 + SHAPE["chunk"])
+    requests = requests_of(prompts((5, 7)), [one_chunk, GREEDY])
 
     def told(update):
         if update.finished:
             order.append(f"end {update.index}")
 
-    arrived(engine, requests, told)
+    serve_arrivals(engine, [requests], told)
     assert order == [*spelled("LL R LL R"), "end 0", *spelled("R L R R"), "end 1"]
 
 
 def test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends(monkeypatch):
     """A stop string has ended the only answer, of which is told first."""
-    engine = engine_for("vanilla")
-    (whole,) = engine.generate(TWO[:1], sampling=GREEDY)
-    stop = text_behind(TWO[0], whole.tokens[:4])[-3:]
-    sampling = dataclasses.replace(GREEDY, stop=stop)
-    requests = [make_request(engine.model.config, TWO[0], sampling, index=i) for i in range(2)]
+    engine = host_engine()
+    stop = text_behind(TWO[0], answer(TWO[0]).tokens[:4])[-3:]
+    requests = requests_of([TWO[0]] * 2, dataclasses.replace(GREEDY, stop=stop))
     coming, order = list(requests), noted(monkeypatch)
 
     def incoming(wait):
@@ -158,24 +232,22 @@ def test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends(m
     assert order == ["wait", *[*spelled("LL R"), "end", "read", "wait"] * 2]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("wider", [False, True])
 def test_a_wider_program_waits_for_the_steps_that_run_on(wider, monkeypatch):
     """The table would be wider than that of exact lengths: they are read first."""
-    engine, order = engine_for("dms"), noted(monkeypatch)
+    engine, order = host_engine("evicts"), noted(monkeypatch)
     if wider:
         monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
-    arrived(engine, make_requests(engine.model.config, prompts((5, 7)), GREEDY))
+    serve_arrivals(engine, [requests_of(prompts((5, 7)), GREEDY)])
     assert order == spelled("LL RR LL RR L R" if wider else "LL R LL RR L RR")
 
 
 def test_an_answer_that_has_ended_reads_its_whole_prompt_again_after_an_error(monkeypatch):
     """It was drawn, and before anybody was told, steps of another one failed that ran on."""
-    engine, (short, prompt) = engine_for("vanilla"), prompts((5, 20))
-    (alone,) = engine.generate([prompt], sampling=GREEDY)
-    wrong, ended, other = make_requests(engine.model.config, [short, prompt, short], GREEDY)
-    ended.max_new_tokens = 1
-    read_chunk = Launched.read_chunk
+    engine, (short, prompt) = host_engine(), prompts((5, 20))
+    one = dataclasses.replace(GREEDY, max_new_tokens=1)
+    wrong, ended, other = requests_of([short, prompt, short], [GREEDY, one, GREEDY])
+    read_chunk, expected = Launched.read_chunk, answer(prompt, one)
 
     def failing(launched):
         if ended.generated and not other.generated:
@@ -184,11 +256,14 @@ def test_an_answer_that_has_ended_reads_its_whole_prompt_again_after_an_error(mo
 
     monkeypatch.setattr(Launched, "read_chunk", failing)
     with pytest.raises(NotNumbersError):
-        arrived(engine, [wrong, ended])
-    assert (ended.generated, ended.finish_reason) == (alone.tokens[:1], None)
-    coming = [[ended], [other]]  # which decodes while the prompt is read
-    engine.serve([], GREEDY, incoming=lambda wait: coming.pop() if coming else None)
-    assert (ended.generated, ended.finish_reason) == (alone.tokens[:1], "length")
-    assert ended.usage is not None
+        serve_arrivals(engine, [[wrong, ended]])
+    assert (ended.generated, ended.finish_reason) == (expected.tokens, None)
+    # Which decodes while the prompt is read; more may come all the time.
+    looks = itertools.chain([[ended], [other]], itertools.repeat([]))
+    engine.serve(
+        [],
+        GREEDY,
+        incoming=lambda wait: None if wait and other.finish_reason else next(looks),
+    )
+    expected.check(ended)
     assert ended.usage.prefilled_tokens == 2 * len(prompt)
-    assert engine.runner.allocator.pages_in_use == 0

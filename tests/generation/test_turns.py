@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine, compiling, programs, reporting
+from dms_jax.generation import compiling, programs, reporting
 from dms_jax.generation.requests import make_requests, record_usage
 from dms_jax.generation.runner import Runner
-from tests.generation.support import POLICIES, SHAPE, model_for, prompts
-from tests.support.instances import further
+from tests.generation.support import host_engine, prompts
 
-pytestmark = pytest.mark.usefixtures("two_programs")
+pytestmark = pytest.mark.usefixtures("fakes")
 SAMPLED = dms_jax.Sampling(temperature=0.8, max_new_tokens=20, logprobs=True)
 NAMES = {"extend": "prompts", "first_tokens": "first", "decode": "steps"}
 
@@ -90,16 +89,15 @@ def turns_of(order: list[str]) -> list[list[str]]:
     return turns
 
 
-@pytest.mark.parametrize("name", ["vanilla", *further("dms", "tova", "streaming")])
+@pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
 @pytest.mark.parametrize("joined", [False, True], ids=["call", "arrivals"])
 def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joined, monkeypatch):
     """Not for keys of newcomers, nor lengths; and those that ended are accounted for later."""
-    model = model_for(name, ends=False)
-    engine = Engine(model, POLICIES[name], max_tokens=64, **SHAPE | dict(prefill_chunk=32))
+    engine = host_engine(name, prefill_chunk=32)
     given = prompts((5, 30, 1, 13, 9, 7))
 
     def call():
-        requests = make_requests(model.config, given, SAMPLED)
+        requests = make_requests(engine.model.config, given, SAMPLED)
         for request, count in zip(requests, (9, 20, 12, 7, 17, 20), strict=True):
             request.max_new_tokens = count
         if not joined:

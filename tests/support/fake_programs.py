@@ -38,7 +38,8 @@ from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, Streamin
 # Tokens that are drawn: short words of the shipped tokenizer. A few may be end tokens of a model.
 FIRST_WORD, WORDS = 259, 128
 ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
-# Of requests with a seed from here on, logits behind this token are not numbers. They draw it, too.
+# Of requests with one of 1,024 seeds from here on, logits behind this token are not numbers. They
+# draw it, too.
 BROKEN_TOKEN, BREAKS = 3, 2**30
 _HALF_OF_DMS = 0.5
 _MANTISSA = 2**20  # a hash that float32 holds exactly
@@ -121,12 +122,16 @@ def _draw(read, positions, seeds, rule):
     seed, copy = (jnp.where(greedy, 0, each) for each in jnp.moveaxis(seeds, -1, 0))
     chance = _mix(read, positions, seed, copy, asked)
     tokens = FIRST_WORD + (chance % WORDS).astype(jnp.int32)
-    tokens = jnp.where((seed >= BREAKS) & (chance % 8 == 0), BROKEN_TOKEN, tokens)
+    tokens = jnp.where(_breaks(seed) & (chance % 8 == 0), BROKEN_TOKEN, tokens)
     return tokens, -(positions % 64) - tokens / 512 if rule.logprobs else None
 
 
 def _broken(tokens):
     return tokens == BROKEN_TOKEN
+
+
+def _breaks(seed):
+    return seed >> 10 == BREAKS >> 10
 
 
 def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, one_pass, places):
@@ -169,7 +174,7 @@ def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, to
     del transformer
     read, broken = hidden[sources, 0].astype(jnp.uint32), hidden[sources, 1] > 0
     drawn, logprobs = _draw(read, positions, seeds, rule)
-    return jnp.where(fresh, drawn, tokens), logprobs, ~(broken & (seeds[:, 0] >= BREAKS))
+    return jnp.where(fresh, drawn, tokens), logprobs, ~(broken & _breaks(seeds[:, 0]))
 
 
 def decode(
@@ -189,7 +194,7 @@ def decode(
         out = programs.Steps(
             tokens=new,
             logprobs=logprobs,
-            finite=~(_broken(tokens) & (seeds[:, 0] >= BREAKS)),
+            finite=~(_broken(tokens) & _breaks(seeds[:, 0])),
             ran=active,
             live=live,
             reads=2 * live + 1,
@@ -229,6 +234,7 @@ class Answer:
       finish_reason: "end" or "length".
       usage: figures of `Usage` that depend on neither chunks nor pages.
       broken: position of the first token whose logits are not numbers; None if all are.
+      text: of the tokens, if somebody knows it.
     """
 
     tokens: list[int]
@@ -236,6 +242,16 @@ class Answer:
     finish_reason: str
     usage: dict[str, float]
     broken: int | None = None
+    text: str | None = None
+
+    def check(self, found: Any) -> None:
+        """Compares a request that has ended, or a completion, with what it is to be answered."""
+        tokens = found.tokens if hasattr(found, "tokens") else found.generated
+        assert (tokens, found.finish_reason) == (self.tokens, self.finish_reason)
+        assert found.logprobs in (None, [], self.logprobs)
+        assert self.text in (None, found.text)
+        usage = dataclasses.asdict(found.usage)
+        assert {name: usage[name] for name in self.usage} == self.usage
 
 
 def answer_of(
@@ -262,7 +278,7 @@ def answer_of(
       new_tokens: the most new tokens, if not those of the sampling.
     """
     greedy, most = sampling.temperature == 0, new_tokens or sampling.max_new_tokens
-    breaks = sampling.seed >= BREAKS
+    breaks = _breaks(sampling.seed)
     seed, copy = (0, 0) if greedy else (sampling.seed, copy)
     asked = _mix_of(round(1000 * sampling.temperature), sampling.top_k or 2**31 - 1)
     rows, tokens, live = [[] for _ in range(num_rows)], list(prompt), []
@@ -287,7 +303,7 @@ def answer_of(
         read = _mix_of(read % 2**32, newest) % _MANTISSA
         chance = _mix_of(read, position + 1, seed, copy, asked)
         drawn = FIRST_WORD + chance % WORDS
-        tokens.append(BROKEN_TOKEN if seed >= BREAKS and chance % 8 == 0 else drawn)
+        tokens.append(BROKEN_TOKEN if _breaks(seed) and chance % 8 == 0 else drawn)
         new = len(tokens) - len(prompt)
         if tokens[-1] in ends or new == most:
             reason = "end" if tokens[-1] in ends else "length"
@@ -299,17 +315,8 @@ def answer_of(
         kv_reads=sum(reads) / num_rows,
         peak_tokens=max(live) / num_rows,
         live_tokens=left / num_rows,
-        compression_ratio=len(live) * num_rows / left,
+        compression_ratio=len(live) / (left / num_rows),
     )
     made = tokens[len(prompt) :]
     logprobs = [-(p % 64) - t / 512 for p, t in enumerate(made, len(prompt))]
     return Answer(made, logprobs, reason, usage, broken)
-
-
-def same(found: Any, answer: Answer) -> None:
-    """Compares a request that has ended, or a completion, with what it is to be answered."""
-    tokens = found.tokens if hasattr(found, "tokens") else found.generated
-    assert (tokens, found.finish_reason) == (answer.tokens, answer.finish_reason)
-    assert found.logprobs in (None, [], answer.logprobs)
-    usage = dataclasses.asdict(found.usage)
-    assert {name: usage[name] for name in answer.usage} == answer.usage

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/generation/"
 AHEAD = "tests/generation/test_ahead.py"
 RUNNING_ON = "tests/generation/test_running_on.py"
-LATE = "tests/generation/test_late.py"
+GENERATE = "tests/generation/test_generate.py"
 STOPPED = (
     f"{RUNNING_ON}::test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on"
 )
@@ -59,7 +59,7 @@ MUTANTS = [
         "lengths=extension.lengths if self.policy.shrinks else None",
         "lengths=None",
         (
-            f"{LATE}::test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_"
+            f"{RUNNING_ON}::test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_"
             "stop_string",
         ),
     ),
@@ -75,7 +75,7 @@ MUTANTS = [
         FOLDER + "launched.py",
         "return self.runner.host is None and",
         "return",
-        (f"{AHEAD}::test_values_in_host_memory_are_written_between_chunks",),
+        (f"{GENERATE}::test_values_in_host_memory_are_written_between_chunks",),
     ),
     Mutant(
         "generation: first tokens wait for the steps that run on",
@@ -193,20 +193,20 @@ MUTANTS = [
         FOLDER + "engine.py",
         "(on_tokens is not None and not late)",
         "on_tokens is not None",
-        (f"{LATE}::test_who_may_be_late_is_told_while_the_next_steps_run[dms]",),
+        (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(
         "generation: who may be late is told of a chunk before the next one is launched",
         FOLDER + "engine.py",
         "if joined or not awaited:",
         "if joined:",
-        (f"{LATE}::test_who_may_be_late_is_told_while_the_next_steps_run[dms]",),
+        (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(
         "generation: whoever has stop strings waits for whole chunks",
         FOLDER + "engine.py",
         "awaited = joined or by_step or ",
         "awaited = joined or bool(sampling.stop_strings) or ",
-        (f"{LATE}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to[dms]",),
+        (f"{RUNNING_ON}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to",),
     ),
 ]
