@@ -70,7 +70,7 @@ release: $(STAMP)
 	$(MAKE) --no-print-directory docs wheel newest mutants steady
 
 mutants: $(STAMP)
-	$(RUN) -m tests.mutants --workers $(WORKERS) --out runs/mutants.json --resume
+	$(RUN) -m tests.mutants --workers $(WORKERS)
 
 steady: $(STAMP)
 	@failed=; for each in $(VARIATIONS); do \

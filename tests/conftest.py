@@ -13,6 +13,7 @@ What is set already stays. `--compiler` chooses another compiler, `--reseed` oth
 another number of threads: no verdict may depend on them (`make steady`).
 """
 
+import functools
 import gc
 import os
 import sys
@@ -38,9 +39,10 @@ OLD_EMITTER = (
 # Where a test runs for longer than it compiles (`optimized`), LLVM's first level makes its programs
 # as quick as the third does, in half of the time; without that fixture no level is asked for.
 QUICK_FLAGS = f"{OLD_EMITTER} --xla_backend_optimization_level=1"
-# XLA_FLAGS, and whether XLA takes little care, for `--compiler`.
+# Whether XLA takes little care.
+CARELESS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+# XLA_FLAGS, and the value of CARELESS, for `--compiler`.
 COMPILERS = {
-    "quick": (QUICK_FLAGS, "1"),
     # Other orders of the same sums: what the compiler fuses, vectorizes and unrolls.
     "optimized": ("", "0"),
     "new-emitter": ("", "1"),
@@ -84,28 +86,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "jax" in sys.modules:
-        raise pytest.UsageError("jax was imported before tests/conftest.py could set it up")
     # Containers often keep Python from writing what it compiled: then every process of the tests
     # compiles all of the sources again.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    if config.getoption("--costs") and not hasattr(config, "workerinput"):
+    worker, cores = hasattr(config, "workerinput"), config.getoption("--cores")
+    if config.getoption("--costs") and not worker:
         config.pluginmanager.register(costs.Recorder(Path(config.getoption("--costs"))))
-    if config.getoption("--gpu"):
+    prepare_jax(config.getoption("--gpu"), config.getoption("--compiler"), cores)
+    if cores and (worker or not config.getoption("numprocesses", 0)):
+        use_cores(cores)
+    if number := config.getoption("--reseed"):
+        config.stash[RESEEDING] = Reseeding(number)
+        config.stash[RESEEDING].install()
+        hypothesis.settings.register_profile("reseeded", derandomize=False)
+        hypothesis.settings.load_profile("reseeded")
+        config.option.hypothesis_seed = number
+
+
+@functools.cache
+def prepare_jax(gpu: bool = False, compiler: str | None = None, cores: int | None = None) -> None:
+    """Puts what jax reads when it is imported into the environment."""
+    if "jax" in sys.modules:
+        raise pytest.UsageError("jax was imported before tests/conftest.py could set it up")
+    if gpu:
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
         # Several processes share the card, so none may take all of its memory at the start.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(FAKE_DEVICES)
-        flags, quick = COMPILERS[config.getoption("--compiler") or "quick"]
-        if config.getoption("--compiler"):
-            os.environ.pop("XLA_FLAGS", None)
-            os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
-        os.environ.setdefault("XLA_FLAGS", flags)
-        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", quick)
-    cores = config.getoption("--cores")
+        if compiler:
+            os.environ["XLA_FLAGS"], os.environ[CARELESS] = COMPILERS[compiler]
+        os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
+        os.environ.setdefault(CARELESS, "1")
     # The key of a compiled function does not hold how many threads it was compiled for.
     kept = CHECKOUT / ".jax_cache" / (f"{cores}-cores" if cores else "")
     environment = {
@@ -125,14 +139,6 @@ def pytest_configure(config: pytest.Config) -> None:
     }
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    if cores and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):
-        use_cores(cores)
-    if number := config.getoption("--reseed"):
-        config.stash[RESEEDING] = Reseeding(number)
-        config.stash[RESEEDING].install()
-        hypothesis.settings.register_profile("reseeded", derandomize=False)
-        hypothesis.settings.load_profile("reseeded")
-        config.option.hypothesis_seed = number
 
 
 def use_cores(count: int) -> None:

@@ -10,15 +10,13 @@ a file of the tree changes; `runs/nightly` holds what ran, and when.
 
 import argparse
 import datetime
-import hashlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.support import costs
+from tests.support.tree import ROOT, digest, files
 
-ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "nightly"
 MEASURED = RUNS / "costs.json"
 
@@ -34,34 +32,20 @@ def shards(count: int) -> list[list[str]]:
     return filled
 
 
-def tree() -> str:
-    """Returns a hash of the files that git does not ignore, as they stand."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    found = hashlib.sha256()
-    for name in sorted(set(listed.stdout.decode().split("\0")) - {""}):
-        path = ROOT / name
-        found.update(f"{name}\0{path.stat().st_size if path.is_file() else None}\0".encode())
-        if path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()
-
-
 def run(number: int, count: int, workers: int) -> bool:
     """Runs a shard, unless it passed in this tree: whether it did."""
     record = RUNS / f"{number}-of-{count}.json"
-    before = tree()
+    before = digest(files())
     if record.exists() and (passed := json.loads(record.read_text()))["tree"] == before:
         print(f"shard {number}/{count} passed on {passed['date']}", flush=True)
         return True
     record.unlink(missing_ok=True)
     print(f"shard {number}/{count}", flush=True)
-    options = ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"]
-    options += ["-m", "not release", f"--costs={MEASURED}"]
+    options = ["-n", str(workers), "-m", "not release", f"--costs={MEASURED}"]
     options += ["--jaxtyping-packages=dms_jax,pallas_kernels,beartype.beartype"]
-    files = shards(count)[number - 1]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT)
-    if done.returncode == 0 and tree() == before:
+    command = [sys.executable, "-m", "pytest", *options, *shards(count)[number - 1]]
+    done = subprocess.run(command, cwd=ROOT)
+    if done.returncode == 0 and digest(files()) == before:
         date = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")
         record.write_text(json.dumps({"tree": before, "date": date}) + "\n")
     return done.returncode == 0

@@ -1,103 +1,122 @@
-"""Plants mutants one by one and says which of them the tests notice.
+"""Plants mutants and says which of them the tests notice: those of the gate, or of the night.
 
-    python -m tests.mutants                              all of them, one after another
-    python -m tests.mutants --only adakv pyramid         those whose name holds one of the words
-    python -m tests.mutants --missing --out FILE.json    those that the file has no verdict of
-    python -m tests.mutants --unplanted                  their tests without any mutant: all green?
-    python -m tests.mutants --out FILE.json --column after
+    python -m tests.mutants --workers 2             all of them
+    python -m tests.mutants --only adakv pyramid    those whose name holds one of the words
+    python -m tests.mutants --unplanted             their tests without any mutant: all green?
 
-Each is planted alone, in a copy of the tree; the checkout is never touched. The exit status is the
-number of mutants that were not killed. This is no part of continuous integration: `test_table`
-only checks there that every mutant can still be planted.
+Each stands alone in a copy of the tree; the checkout is never touched. Verdicts go into --out as
+they fall. A run that was interrupted goes on there, until a file of the tree changes. The exit
+status is the number of mutants that were not killed.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import pathlib
 import platform
+import queue
 import sys
 import tempfile
+import time
 from typing import Any
 
 from tests.mutants.mutant import Mutant
 from tests.mutants.planting import Tree
 from tests.mutants.table import MUTANTS
+from tests.support.tree import RESULTS, ROOT, digest, files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "pytest")
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Plants mutants and runs their tests.")
-    parser.add_argument("--only", nargs="+", default=[""], help="words that names must hold")
-    parser.add_argument("--missing", action="store_true", help="leave out those with a verdict")
-    parser.add_argument("--unplanted", action="store_true", help="run the tests with no mutant")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds of a mutant's tests")
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file that the verdicts go into")
-    parser.add_argument("--column", choices=("before", "after"), default="after")
-    return parser.parse_args()
-
-
-def merged(path: pathlib.Path, verdicts: dict[str, dict[str, Any]], column: str) -> dict[str, Any]:
-    """What the file holds, with these verdicts in one of its columns."""
-    data = read(path)
-    versions = {"python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
-    run = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
-    data.setdefault(column, run)  # of the first; a later one says itself what differs
-    differs = {name: value for name, value in run.items() if data[column][name] != value}
-    for mutant in MUTANTS:
-        if mutant.name in verdicts:
-            entry = data["mutants"].setdefault(mutant.name, {})
-            entry["file"] = mutant.file
-            entry[column] = verdicts[mutant.name] | differs
-    return data
-
-
-def without_verdict(path: pathlib.Path | None, column: str) -> list[Mutant]:
-    """The mutants of the table that a file says nothing of."""
-    known = read(path)["mutants"] if path is not None else {}
-    return [mutant for mutant in MUTANTS if column not in known.get(mutant.name, {})]
-
-
-def read(path: pathlib.Path) -> dict[str, Any]:
-    """What a file of verdicts holds."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"mutants": {}}
+KILLED = ("killed by the gate", "killed at night")
 
 
 def main() -> int:
-    options = arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        return work(options, Tree(pathlib.Path(folder)))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="words that names must hold")
+    parser.add_argument("--unplanted", action="store_true", help="run the tests with no mutant")
+    parser.add_argument("--workers", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds of a mutant's tests")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "runs" / "mutants.json")
+    options = parser.parse_args()
+    chosen = [each for each in MUTANTS if any(word in each.name for word in options.only)]
+    with contextlib.ExitStack() as stack:
+
+        def tree() -> Tree:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            return stack.enter_context(contextlib.closing(Tree(pathlib.Path(folder))))
+
+        if options.unplanted:
+            return without_mutants(tree(), chosen, options.timeout)
+        record = Record(options.out)
+        left = [mutant for mutant in chosen if record.verdict(mutant) not in KILLED]
+        judge_all([tree() for _ in range(min(options.workers, len(left)))], left, options, record)
+    survivors = [mutant.name for mutant in chosen if record.verdict(mutant) not in KILLED]
+    at_night = sum(record.verdict(mutant) == KILLED[1] for mutant in chosen)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed, {at_night} of them at night")
+    print(f"left: {', '.join(survivors) or '-'}")
+    return len(survivors)
 
 
-def work(options: argparse.Namespace, tree: Tree) -> int:
-    among = without_verdict(options.out, options.column) if options.missing else MUTANTS
-    chosen = [each for each in among if any(word in each.name for word in options.only)]
-    if options.unplanted:
-        tests = sorted({test for mutant in chosen for test in mutant.tests})
-        verdict, output, seconds = tree.judge(None, tests, options.timeout * len(chosen))
-        print(output, f"{seconds:.0f} s", sep="\n")
-        return int(verdict != "survived")
-    verdicts: dict[str, dict[str, Any]] = {}
-    for mutant in chosen:
-        verdict, output, seconds = tree.judge(mutant, mutant.tests, options.timeout)
-        print(f"{verdict:16}{seconds:6.1f} s  {mutant.name}", flush=True)
-        if verdict not in ("killed", "survived"):
-            print(output, flush=True)
-        verdicts[mutant.name] = {
-            "verdict": verdict,
-            "seconds": round(seconds, 1),
-            "tests": list(mutant.tests),
-        }
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            data = merged(options.out, verdicts, options.column)
-            options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    left = [name for name, found in verdicts.items() if found["verdict"] != "killed"]
-    print(f"{len(verdicts) - len(left)} of {len(verdicts)} killed; left: {', '.join(left) or '-'}")
-    return len(left)
+class Record:
+    """The verdicts of one state of the tree, in a file."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        versions = {"python": platform.python_version()}
+        versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+        tree = digest(files(without=RESULTS))
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.data: dict[str, Any] = kept
+        if (kept.get("tree"), kept.get("versions")) != (tree, versions):
+            date = datetime.datetime.now(datetime.UTC).date().isoformat()
+            self.data = {"date": date, "tree": tree, "versions": versions, "verdicts": {}}
+
+    def verdict(self, mutant: Mutant) -> str | None:
+        return self.data["verdicts"].get(mutant.name)
+
+    def add(self, mutant: Mutant, verdict: str) -> None:
+        if verdict == "killed":
+            verdict = KILLED[mutant.night]
+        self.data["verdicts"][mutant.name] = verdict
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
+
+
+def judge_all(
+    trees: list[Tree], mutants: list[Mutant], options: argparse.Namespace, record: Record
+) -> None:
+    """Judges mutants, as many at a time as there are trees."""
+    idle: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+    for tree in trees:
+        idle.put(tree)
+
+    def judge(mutant: Mutant) -> tuple[str, str, float]:
+        tree, begin = idle.get(), time.monotonic()
+        try:
+            verdict, output = tree.judge(mutant, options.timeout)
+        finally:
+            idle.put(tree)
+        return verdict, output, time.monotonic() - begin
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(trees))) as pool:
+        running = {pool.submit(judge, mutant): mutant for mutant in mutants}
+        for done in concurrent.futures.as_completed(running):
+            mutant, (verdict, output, seconds) = running[done], done.result()
+            record.add(mutant, verdict)
+            print(f"{record.verdict(mutant):20}{seconds:6.1f} s  {mutant.name}", flush=True)
+            if verdict not in ("killed", "survived"):
+                print(output, flush=True)
+
+
+def without_mutants(tree: Tree, chosen: list[Mutant], timeout: float) -> int:
+    """Runs the tests of mutants while none is planted: 0 where all pass."""
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
+    night = any(mutant.night for mutant in chosen)
+    verdict, output = tree.run(tests, timeout * len(chosen), night, options=())
+    print(output)
+    return int(verdict != "survived")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ class Mutant:
       find: the text that is right; it occurs in the file exactly once.
       replace: the text that is wrong.
       tests: arguments of pytest, of which at least one test must fail: the narrowest choice.
+      night: whether tests of the night are needed; otherwise those of the gate notice it.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Mutant:
     find: str
     replace: str
     tests: tuple[str, ...]
+    night: bool = False
 
     def plant(self, text: str) -> str:
         """The file's text with the mistake in it.

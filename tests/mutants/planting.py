@@ -1,34 +1,27 @@
 """Plants a mutant in a copy of the tree and runs its tests there."""
 
+import contextlib
+import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tests.mutants.mutant import Mutant
+from tests.support.tree import RESULTS, ROOT, files
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-# What no test of a mutant reads: figures that scripts wrote.
-LEFT_OUT = "experiments/results/"
-# Of pytest: all tests passed; some failed.
-PASSED, FAILED = 0, 1
+# Of pytest: all tests passed; some failed; none was collected.
+VERDICTS = {0: "survived", 1: "killed", 5: "has no test", None: "timed out"}
 
 
 def copy_tree(target: pathlib.Path) -> None:
-    """Copies the files of the checkout that git does not ignore, as they stand."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in set(listed.stdout.decode().split("\0")) - {""}:
-        if (ROOT / name).is_file() and not name.startswith(LEFT_OUT):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, target / name)
+    """Copies the files of the checkout but the figures that scripts wrote."""
+    for name in files(without=RESULTS):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, target / name)
 
 
 class Tree:
@@ -39,30 +32,64 @@ class Tree:
     """
 
     def __init__(self, root: pathlib.Path):
-        self.root = root.resolve()
+        self.root = root.resolve() / "tree"
+        self._scratch = root.resolve() / "scratch"
+        self._output = root.resolve() / "output.txt"
         self._writes = 0
         copy_tree(self.root)
+        # Programs that are compiled already are kept with those of the checkout.
+        environment = os.environ | {
+            "PYTHONPATH": str(self.root),
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.warm"],
+            cwd=self.root,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout.readline() == "ready\n"
 
-    def judge(
-        self, mutant: Mutant | None, tests: Sequence[str], timeout: float
-    ) -> tuple[str, str, float]:
-        """Runs tests with a mutant planted, or with none: (verdict, output, seconds)."""
-        begin = time.perf_counter()
-        if mutant is None:
-            verdict, output = run_tests(self.root, tests, timeout)
-            return verdict, output, time.perf_counter() - begin
-        path = self.root / mutant.file
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def judge(self, mutant: Mutant, timeout: float) -> tuple[str, str]:
+        """Runs the tests that must notice a mutant: (verdict, the end of their output).
+
+        Verdicts: killed, survived, timed out, has no test, could not plant, could not run.
+        """
         try:
-            right = path.read_text(encoding="utf-8")
-            wrong = mutant.plant(right)
+            with self._planted(mutant):
+                return self.run(mutant.tests, timeout, night=mutant.night)
         except (OSError, ValueError) as error:
-            return "could not plant", str(error), time.perf_counter() - begin
-        self._write(path, wrong)
+            return "could not plant", str(error)
+
+    def run(
+        self, tests: Sequence[str], timeout: float, night: bool, options: Sequence[str] = ("-x",)
+    ) -> tuple[str, str]:
+        """Runs tests as they stand: of the gate, or also of the night."""
+        chosen = "not release" if night else "not nightly and not release"
+        arguments = ["-n", "0", "-q", "-p", "no:cacheprovider", f"--basetemp={self._scratch}"]
+        arguments += ["-m", chosen, *options, *tests]
+        asked = {"arguments": arguments, "timeout": timeout, "output": str(self._output)}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        verdict = VERDICTS.get(json.loads(self._process.stdout.readline()), "could not run")
+        said = self._output.read_text(errors="replace").splitlines()
+        return verdict, "\n".join(said[-12:])
+
+    @contextlib.contextmanager
+    def _planted(self, mutant: Mutant) -> Iterator[None]:
+        path = self.root / mutant.file
+        right = path.read_text(encoding="utf-8")
+        self._write(path, mutant.plant(right))
         try:
-            verdict, output = run_tests(self.root, tests, timeout)
+            yield
         finally:
             self._write(path, right)
-        return verdict, output, time.perf_counter() - begin
 
     def _write(self, path: pathlib.Path, text: str) -> None:
         """With a time of its own: Python tells compiled files by the second of their sources."""
@@ -70,29 +97,3 @@ class Tree:
         self._writes += 1
         stamp = time.time() + 2 * self._writes
         os.utime(path, (stamp, stamp))
-
-
-def run_tests(tree: pathlib.Path, tests: Sequence[str], timeout: float) -> tuple[str, str]:
-    """Runs tests of a tree: (verdict, the end of their output).
-
-    The verdict is "survived", "killed", "timed out" or "could not run". Compiled functions are kept
-    with those of the checkout.
-    """
-    environment = os.environ | {
-        "PYTHONPATH": str(tree),
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-    }
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
-    try:
-        done = subprocess.run(
-            [*command, *tests],
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired:
-        return "timed out", f"the tests did not end within {timeout:g} s"
-    verdict = {PASSED: "survived", FAILED: "killed"}.get(done.returncode, "could not run")
-    return verdict, "\n".join((done.stdout + done.stderr).splitlines()[-12:])
