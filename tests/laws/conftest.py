@@ -3,30 +3,7 @@
 Tests record their largest difference; the summary of a run of this directory lists them by test.
 """
 
-from pathlib import Path
-
 import pytest
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests that have a row in common one after another, those of other files too.
-
-    They share programs and simulations, which workers and emptied caches would otherwise make anew.
-    """
-    places, own = [], []
-    for place, item in enumerate(items):
-        row = item.callspec.params.get("row") if hasattr(item, "callspec") else None
-        if row is not None and item.path.parent == HERE:
-            places.append(place)
-            own.append((row.name, item))
-    first = {}
-    for name, _ in own:
-        first.setdefault(name, len(first))
-    own.sort(key=lambda one: first[one[0]])
-    for place, (_, item) in zip(places, own, strict=True):
-        items[place] = item
 
 
 @pytest.fixture(autouse=True)

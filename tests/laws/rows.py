@@ -33,7 +33,7 @@ from dms_jax.policies import (
     StreamingLLM,
     Vanilla,
 )
-from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.periodic_eviction import PeriodicEviction, Scorer
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.values import AdapterShape
 from dms_jax.policies.victims import VictimEviction
@@ -42,6 +42,7 @@ from tests.oracles.trace import Trace
 from tests.support.models import random_model, tiny_config
 
 DENSE = "dense_then_evict"
+PLENTY = 64  # longer than every sequence of the tests
 LOW_OFFSET = dict(alpha_scale=2.0, alpha_offset=0.5)
 # Options by mechanism. Numbers alone are varied where no further program is needed for them.
 OPTIONS = {
@@ -195,6 +196,64 @@ def of_other_groups(rows: Iterable[Row]) -> list[Row]:
         for group, page_size in zip(FACTORS["group"], FACTORS["page_size"], strict=True)
         if (name, group) not in met
     ]
+
+
+# Other values of numbers that are arguments of programs.
+OTHER = {
+    "budget": lambda value: value + 2,
+    "compression_ratio": lambda value: value + 0.9,
+    "interval": lambda value: value + 1,
+    "sinks": lambda value: value + 1,
+    "seed": lambda value: value + 1,
+    "alpha_scale": lambda value: 0.6 * value,
+    "alpha_offset": lambda value: -0.4 * value,
+    "offset": lambda value: value + 0.3,
+    "epsilon": lambda value: value + 0.1,
+    "threshold": lambda value: value - 1.5,
+    "rate": lambda value: value - 0.3,
+    "spread": lambda value: value + 0.1,
+    "alpha": lambda value: value / 2,
+    "beta": lambda value: value + 1,
+    "over": lambda value: with_other_numbers(value) or value,
+    "scorer": lambda value: with_other_numbers(value),
+}
+SHAPES = {StreamingLLM: {"budget", "sinks"}}  # which are sizes of its window
+
+
+def with_other_numbers(policy: Policy) -> Policy | None:
+    """Returns the policy with other arguments of its programs; None if it has none."""
+    fields = {field.name for field in dataclasses.fields(policy)} - SHAPES.get(type(policy), set())
+    old = {name: getattr(policy, name) for name in OTHER if name in fields}
+    new = {name: OTHER[name](value) for name, value in old.items() if value is not None}
+    if isinstance(policy, Quest) and new["budget"] > policy.bound("budget"):
+        new["budget"] = policy.budget - 1  # not beyond the power of two that sizes page tables
+    if getattr(policy, "compression_ratio", None):
+        new.pop("budget", None)
+    changed = dataclasses.replace(policy, **new)
+    return None if changed == policy else changed
+
+
+def with_nothing_to_evict(policy: Policy) -> Policy | None:
+    """Returns the policy with numbers by which it is vanilla attention, in the same programs."""
+    if getattr(policy, "compression_ratio", None):
+        whole = not isinstance(policy, Quest)  # which reads whole pages alone
+        return dataclasses.replace(policy, compression_ratio=1) if whole else None
+    match policy:
+        case DMS():
+            return dataclasses.replace(policy, alpha_offset=1e6)
+        case DMC():
+            return dataclasses.replace(policy, offset=1e6)
+        case KVzap():
+            return dataclasses.replace(policy, threshold=-1e6)
+        case RandomEviction():
+            return dataclasses.replace(policy, rate=0, spread=0)
+        case VictimEviction() | Scorer():
+            return dataclasses.replace(policy, budget=PLENTY)
+        case PyramidKV():
+            return dataclasses.replace(policy, beta=1, scorer=with_nothing_to_evict(policy.scorer))
+        case AdaKV():
+            return dataclasses.replace(policy, scorer=with_nothing_to_evict(policy.scorer))
+    return None
 
 
 def layer_law(start: str) -> str:

@@ -35,6 +35,7 @@ from dms_jax.policies import (
 )
 from dms_jax.policies.merging import Merging
 from dms_jax.policies.periodic_eviction import PeriodicEviction
+from tests.laws.rows import PLENTY
 from tests.oracles import (
     dmc,
     dms,
@@ -57,7 +58,6 @@ from tests.oracles.transformer import LayerInput, unchanged
 from tests.support.chunks import tokens_of
 from tests.support.models import tiny_config
 
-PLENTY = 64  # longer than every sequence of the tests
 LAYERS = 2
 THETA = tiny_config().rope.theta
 # What a cache returns of the vectors that it is given.

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from dms_jax.model.attention import attend_sequences
-from dms_jax.policies import POLICIES, Policy, Vanilla
+from dms_jax.policies import DMC, DMS, POLICIES, Policy, Vanilla
 from dms_jax.policies.values import Static, Tokens
 from tests.laws.expected import (
     HEAD_DIM,
@@ -35,8 +35,18 @@ from tests.laws.expected import (
     read_totals,
 )
 from tests.laws.pairwise import pairs
-from tests.laws.rows import FACTORS, OPTIONS, ROWS, Row, of_other_groups
-from tests.laws.simulations import LAYERS, THETA, stored_keys
+from tests.laws.rows import (
+    FACTORS,
+    OPTIONS,
+    ROWS,
+    Row,
+    of_other_groups,
+    with_nothing_to_evict,
+    with_other_numbers,
+)
+from tests.laws.simulations import LAYERS, THETA, dmc_neuron, dms_decisions, stored_keys
+from tests.oracles import dmc, vanilla
+from tests.oracles.transformer import LayerInput
 from tests.support.cached_runs import Part, drive, of_layers, poisoned_cache, ragged_parts
 from tests.support.instances import further
 from tests.support.models import tiny_config
@@ -46,10 +56,6 @@ TOLERANCE = 1e-10
 # prompt, one all answer.
 SPLITS = (5, 19, 0), (13, 1, 22)
 FREQUENCIES = tuple((THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist())
-
-every_row = pytest.mark.parametrize(
-    "row", [*ROWS, *further(*of_other_groups(ROWS))], ids=lambda row: row.name
-)
 
 
 def static_of(row: Row) -> Static:
@@ -121,11 +127,24 @@ def parts_of(row: Row, prompts, seed: int) -> list[Part]:
     return [*parts, *ragged_parts(seed + 2, rest - chunks, nothing, width=1)]
 
 
-@every_row
+def with_numbers(rows: list[Row]) -> list[Row]:
+    """Returns each row, followed by those that differ in the arguments of its programs alone."""
+    changes = (lambda policy: policy, with_other_numbers, with_nothing_to_evict)
+    policies = [(row, {change(row.policy): None for change in changes}) for row in rows]
+    return [
+        dataclasses.replace(row, policy=each) for row, some in policies for each in some if each
+    ]
+
+
+@pytest.mark.parametrize(
+    "row", [*with_numbers(ROWS), *further(*of_other_groups(ROWS))], ids=lambda row: row.name
+)
 def test_prompts_and_answers(row, record_property):
+    """Rows whose numbers alone differ run in the same programs."""
+    splits = SPLITS if row in ROWS else SPLITS[1:]
     largest = max(
         check_run(row, prompts, parts_of(row, prompts, seed), seed=seed)
-        for seed, prompts in enumerate(SPLITS)
+        for seed, prompts in enumerate(splits)
     )
     record_property("largest", largest)
 
@@ -168,6 +187,29 @@ def test_one_pass_over_a_whole_sequence(row, record_property):
         largest = max(largest, float(np.abs(np.asarray(out)[0] - want).max()))
     assert largest < TOLERANCE
     record_property("largest", largest)
+
+
+def test_simulations_with_nothing_to_evict_are_vanilla_attention():
+    """Over what a policy leaves of queries and keys: the borrowed neurons are zeroed."""
+    for row in ROWS:
+        if (policy := with_nothing_to_evict(row.policy)) is None:
+            continue
+        row = dataclasses.replace(row, policy=policy)
+        for layer, trace in zip(layer_inputs(row, 0), layer_traces(row, 0, 9), strict=True):
+            want = vanilla.simulate(*seen_tensors(policy, layer))
+            chex.assert_trees_all_close(trace.outputs, want.outputs, rtol=0, atol=1e-12)
+            assert trace.kept == want.kept
+
+
+def seen_tensors(policy: Policy, layer: LayerInput) -> tuple:
+    """Returns the queries, keys and values that attention sees."""
+    if isinstance(policy, DMS):
+        return dms_decisions(policy, layer)[1]
+    if not isinstance(policy, DMC):
+        return layer.rotated
+    clear = functools.partial(dmc.without_neuron, neuron=dmc_neuron(policy))
+    q, k, _ = dataclasses.replace(layer, q=clear(layer.q), k=clear(layer.k), stored=clear).rotated
+    return clear(q), layer.stored(k), layer.stored(layer.v)
 
 
 # -- the rows -------------------------------------------------------------------------------------

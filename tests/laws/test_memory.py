@@ -198,7 +198,9 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
     assert num_pages * per_page + state <= 40_000
     limit = bound(row.policy, row.page_size)
     by_length = getattr(row.policy, "compression_ratio", None) is not None
-    if limit is None or by_length or row.policy.shrinks:  # it could need more: nothing is left unused
+    if (
+        limit is None or by_length or row.policy.shrinks
+    ):  # it could need more: nothing is left unused
         assert num_pages * per_page + state > 40_000 - per_page
     else:
         assert num_pages >= 3 * rows * -(-limit // row.page_size)

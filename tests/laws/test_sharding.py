@@ -12,6 +12,7 @@ tokens decide and one that selects pages, run each in each.
 import dataclasses
 import functools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -43,6 +44,8 @@ from dms_jax.training.parameters import parameters, rebuilder, shardings
 from tests.laws.expected import LOGITS_PAGE_SIZE, Difference, simulate
 from tests.laws.rows import DENSE, Row
 from tests.laws.serving import ALMOST_GREEDY, check_completion, check_score, engine_of
+from tests.laws.test_shared_prompts import LONG, SAMPLED, one_by_one, prefilled
+from tests.laws.test_shared_prompts import PROMPTS as CHAINS
 from tests.support.instances import nightly_but
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
@@ -200,3 +203,23 @@ def test_score(row, layout, record_property):
         for index, result in enumerate(results)
     ]
     record_property("largest", float(max(differences)))
+
+
+@pytest.mark.parametrize("row", nightly_but([AVERAGES], ROWS), ids=lambda row: row.name)
+def test_on_a_mesh_every_device_reads_a_prompt_once(row):
+    """On a (2, 4) mesh two lanes of four have their pages on the same devices.
+
+    All lanes take part in every program there, so several prompts run in one.
+    """
+    model = on_mesh(row, 4)
+    engine = engine_of(model, row)
+    expected = one_by_one(engine, CHAINS, SAMPLED)
+    found = engine.generate(CHAINS, sampling=SAMPLED)
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        chex.assert_trees_all_close(one.logprobs, other.logprobs, rtol=0, atol=1e-10)
+        assert one.usage.kv_reads == other.usage.kv_reads
+        assert one.usage.live_tokens == other.usage.live_tokens
+    assert sum(prefilled(found)) < sum(map(len, CHAINS))
+    assert prefilled(engine.generate([LONG] * 4, sampling=SAMPLED)) == [19, 19, 0, 0]
+    assert engine.runner.allocator.pages_in_use == 0

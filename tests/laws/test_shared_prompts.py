@@ -7,7 +7,6 @@ log-probability and figure be, except for how many tokens were prefilled and for
 
 import dataclasses
 
-import chex
 import pytest
 
 from dms_jax.generation import Completion, Engine, Sampling, sharing
@@ -15,11 +14,11 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import H2O, ExpectedAttention, KVpop
 from tests.laws.rows import MODEL_ROWS, Row, model_for
 from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, engine_of
-from tests.laws.test_sharding import ROWS as MESH_ROWS
-from tests.laws.test_sharding import on_mesh
-from tests.support.instances import further, nightly_but
+from tests.support.instances import nightly_but
 from tests.support.models import random_tokens
 
+# A ring of each row, a window of queries with cuts, and bounds of each page.
+STATES = [MODEL_ROWS[1], MODEL_ROWS[4], MODEL_ROWS[5]]
 # States that no row of a mechanism has: a number of each slot, and statistics of queries.
 OTHER_STATES = [
     Row(H2O(budget=8), 2, 5),
@@ -57,13 +56,13 @@ def prefilled(completions: list[Completion]) -> list[int]:
     return [completion.usage.prefilled_tokens for completion in completions]
 
 
-@pytest.mark.parametrize("row", [*MODEL_ROWS, *further(*OTHER_STATES)], **by_name)
+@pytest.mark.parametrize("row", nightly_but(STATES, [*MODEL_ROWS, *OTHER_STATES]), **by_name)
 def test_chains_of_one_prompt_equal_prompts_read_one_by_one(row):
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = engine_of(model, row, prefill_tokens=PREFILL_CHUNK)
     # Programs that take the most likely token differ in what follows the logits, which no policy
     # has a part in: one row runs them.
-    greedy = dataclasses.replace(GREEDY, temperature=0) if row is MODEL_ROWS[0] else GREEDY
+    greedy = dataclasses.replace(GREEDY, temperature=0) if row is STATES[0] else GREEDY
     for sampling in (SAMPLED, greedy):
         expected = one_by_one(engine, PROMPTS, sampling)
         assert prefilled(expected) == [len(prompt) for prompt in PROMPTS]
@@ -73,23 +72,3 @@ def test_chains_of_one_prompt_equal_prompts_read_one_by_one(row):
         assert prefilled(found) == [19, 0, 5, 0, 5, 0, 19]
         assert engine.runner.allocator.pages_in_use == 0
     assert len({tuple(completion.tokens) for completion in expected}) == 2
-
-
-@pytest.mark.parametrize("row", nightly_but(MESH_ROWS[1:2], MESH_ROWS), **by_name)
-def test_on_a_mesh_every_device_reads_a_prompt_once(row):
-    """On a (2, 4) mesh two lanes of four have their pages on the same devices.
-
-    All lanes take part in every program there, so several prompts run in one.
-    """
-    model = on_mesh(row, 4)
-    engine = engine_of(model, row)
-    expected = one_by_one(engine, PROMPTS, SAMPLED)
-    found = engine.generate(PROMPTS, sampling=SAMPLED)
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens == other.tokens
-        chex.assert_trees_all_close(one.logprobs, other.logprobs, rtol=0, atol=1e-10)
-        assert one.usage.kv_reads == other.usage.kv_reads
-        assert one.usage.live_tokens == other.usage.live_tokens
-    assert sum(prefilled(found)) < sum(map(len, PROMPTS))
-    assert prefilled(engine.generate([LONG] * 4, sampling=SAMPLED)) == [19, 19, 0, 0]
-    assert engine.runner.allocator.pages_in_use == 0

@@ -5,7 +5,6 @@ relaxation of the paper that tends to the hard form.
 """
 
 import dataclasses
-import functools
 
 import chex
 import jax
@@ -44,12 +43,12 @@ def model_for(policy):
     return model_of(2, policy.retrofit.adapter)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@jax.jit
 def soft(model, policy, tokens, relaxation):
     return model(tokens, policy, relaxation=relaxation)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@jax.jit
 def hard(model, policy, tokens):
     return model(tokens, policy)
 
@@ -143,7 +142,7 @@ def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
 
 @pytest.mark.parametrize("policy", ONE_OF_EACH, ids=repr)
 def test_the_soft_form_tends_to_the_hard_one(policy, record_property):
-    """The limits themselves are below, of every form; each temperature is a program."""
+    """The limits themselves are below, of every form."""
     model = model_for(policy)
     want = np.asarray(hard(model, policy, TOKENS).hidden)
     differences = []
