@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Vanilla
@@ -14,7 +13,6 @@ from dms_jax.training.parameters import add_adapter, parameters, rebuilder, shar
 from tests.training.tiny import ADAPTER, language_model, recipe
 
 
-@pytest.mark.nightly
 def test_it_is_of_every_weight_however_they_are_split():
     transformer = add_adapter(language_model().transformer)
     places = shardings(transformer, make_mesh(4, 2), TRAINING_RULES)

@@ -45,7 +45,6 @@ def run(tmp_path_factory):
     return model, records, out
 
 
-@pytest.mark.nightly
 def test_the_stages_come_in_order(run):
     _, records, _ = run
     assert [record["stage"] for record in records] == (
@@ -61,7 +60,6 @@ def test_the_stages_come_in_order(run):
     assert 1e-3 < rates[-1] < rates[0] < 1.01e-2
 
 
-@pytest.mark.nightly
 def test_it_learns_to_merge(run):
     """Over seven seeds of weights, data and noise the share is 0.632, standard deviation 0.030."""
     _, records, _ = run

@@ -74,7 +74,6 @@ class Disk:
         self.write(tensors, directory, files)
 
 
-@pytest.mark.nightly
 def test_steps_go_on_while_an_export_is_written(model, reference, tmp_path, monkeypatch):
     """Its bits are those of the step at which it began, though later steps took its place."""
     disk, copied = Disk(monkeypatch), tmp_path / "copied"
@@ -95,7 +94,6 @@ def test_steps_go_on_while_an_export_is_written(model, reference, tmp_path, monk
     assert (tmp_path / "run" / "model" / TENSORS).read_bytes() == reference[1] != reference[0]
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_is_not_complete_before_the_export_that_it_follows(
     model, reference, tmp_path, monkeypatch
 ):
@@ -114,7 +112,6 @@ def test_a_checkpoint_is_not_complete_before_the_export_that_it_follows(
     assert exported(tmp_path) == reference[0]
 
 
-@pytest.mark.nightly
 def test_an_export_that_fails_ends_the_run_and_is_made_when_it_goes_on(
     model, reference, tmp_path, monkeypatch
 ):
@@ -134,7 +131,6 @@ def test_an_export_that_fails_ends_the_run_and_is_made_when_it_goes_on(
     assert (exported(tmp_path), (tmp_path / "model" / TENSORS).read_bytes()) == reference
 
 
-@pytest.mark.nightly
 def test_an_export_of_the_last_step_that_fails_is_an_error(model, tmp_path, monkeypatch):
     disk = Disk(monkeypatch, fails=True)
     disk.go.set()
@@ -147,7 +143,6 @@ def test_an_export_of_the_last_step_that_fails_is_an_error(model, tmp_path, monk
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.nightly
 def test_sigterm_waits_for_the_export_that_is_being_written(
     model, reference, tmp_path, monkeypatch
 ):
@@ -167,7 +162,6 @@ def test_sigterm_waits_for_the_export_that_is_being_written(
     assert (tmp_path / "model" / TENSORS).read_bytes() == reference[1]
 
 
-@pytest.mark.nightly
 def test_a_run_that_diverges_waits_for_the_export(model, reference, tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
 
@@ -183,7 +177,6 @@ def test_a_run_that_diverges_waits_for_the_export(model, reference, tmp_path, mo
     assert load(tmp_path / "snapshots" / "2.5").policy == EAGER
 
 
-@pytest.mark.nightly
 def test_at_most_one_export_waits_on_the_host(model, tmp_path, monkeypatch):
     """The arrays of the second are moved once the first is written."""
     events, begin, write = [], loop.begin_save, saving.write_tensors
@@ -208,7 +201,6 @@ def test_at_most_one_export_waits_on_the_host(model, tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.nightly
 def test_frozen_arrays_stay_on_the_device_until_they_are_written(model, tmp_path, monkeypatch):
     """The host holds what is trained, while the run goes on."""
     moved, get, begin = [], jax.device_get, loop.begin_save

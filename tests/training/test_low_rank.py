@@ -42,7 +42,6 @@ def arrays_of(model):
     return jax.device_get(parameters(model.transformer))
 
 
-@pytest.mark.nightly
 def test_only_the_factors_and_the_adapter_move(model, trained):
     result, _ = trained
     before, after = arrays_of(model), arrays_of(result)
@@ -88,7 +87,6 @@ def test_the_optimizer_remembers_only_what_is_trained(model):
     assert held == 3 * sum(sizes.values())
 
 
-@pytest.mark.nightly
 def test_two_rates(model):
     """The factors take the rate of the weights, the adapter its own."""
     for rates, moved in (((0.0, 1e-2), is_adapter), ((1e-2, 0.0), is_low_rank)):
@@ -124,7 +122,6 @@ def test_a_mesh_changes_nothing():
         chex.assert_trees_all_close(arrays_of(many), arrays_of(one), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.nightly
 def test_factors_and_moments_are_spread_over_the_mesh():
     mesh = make_mesh(2, 4)
     model = language_model(adapter=True, num_heads=8, num_kv_heads=4)
@@ -138,7 +135,6 @@ def test_factors_and_moments_are_spread_over_the_mesh():
         chex.assert_shape(b.addressable_shards[0].data, (2, 2, 16))
 
 
-@pytest.mark.nightly
 def test_a_stopped_run_ends_in_the_same_bits(model, trained, tmp_path):
     def stop(record):
         if record["step"] == 1:
@@ -159,7 +155,6 @@ def test_a_stopped_run_ends_in_the_same_bits(model, trained, tmp_path):
     chex.assert_trees_all_equal(arrays_of(whole), jax.device_get(parameters(merged)))
 
 
-@pytest.mark.nightly
 def test_trained_further_and_merged(model, trained):
     """From factors that a model brings; the teacher is the base, whatever is trained."""
     result, _ = trained
@@ -184,7 +179,6 @@ def test_trained_further_and_merged(model, trained):
         retrofit(result, EAGER, recipe=other, **COMMON)
 
 
-@pytest.mark.nightly
 def test_the_control_is_low_rank_too(model):
     control = LOW_RANK.control(EAGER)
     assert control.trainable == "low_rank"
@@ -201,7 +195,6 @@ def test_borrowed_neurons_are_refused(model, policy):
         retrofit(model, policy, recipe=LOW_RANK, **COMMON)
 
 
-@pytest.mark.nightly
 def test_the_adapter_file_is_what_was_trained(tmp_path):
     save(language_model(), Vanilla(), tmp_path / "base")
     base = load(tmp_path / "base")
@@ -211,7 +204,6 @@ def test_the_adapter_file_is_what_was_trained(tmp_path):
     chex.assert_trees_all_equal(arrays_of(again), arrays_of(result))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("trainable", ["low_rank", "adapter"])
 def test_a_run_that_writes_adapters_alone(tmp_path, trainable):
     """Its model and its snapshots; what could not be written so is refused before a step."""

@@ -17,7 +17,6 @@ from tests.support.models import random_model, random_tokens, tiny_config
 from tests.training.tiny import ADAPTER, NEURON
 
 
-@pytest.mark.nightly
 def test_rebuilding_gives_the_same_function():
     model = random_model(tiny_config(tied=False, biases=True), dtype=jnp.float32)
     again = rebuilder(model)(parameters(model))
@@ -27,7 +26,6 @@ def test_rebuilding_gives_the_same_function():
     chex.assert_trees_all_equal(again(tokens, Vanilla()).hidden, hidden)
 
 
-@pytest.mark.nightly
 def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
     model = random_model(tiny_config(biases=True), dtype=jnp.bfloat16)
     grafted = add_adapter(model)

@@ -23,7 +23,6 @@ def model():
     return language_model()
 
 
-@pytest.mark.nightly
 def test_a_restart_that_fails_has_removed_nothing(model, tmp_path):
     """From a damaged checkpoint, or with a recipe that takes another state or other data."""
     with saved(tmp_path / "arrays", 2, 4, 6, keep=3):

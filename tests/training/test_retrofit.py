@@ -55,7 +55,6 @@ def log(out):
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.nightly
 def test_a_run_reports_every_step(reference):
     _, records = reference
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
@@ -72,7 +71,6 @@ def test_a_run_reports_every_step(reference):
     assert 0 < records[0]["evicted"] < 1
 
 
-@pytest.mark.nightly
 def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
     """Ctrl-C twice: at a checkpoint's step and between checkpoints."""
     expected, records = reference
@@ -116,7 +114,6 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
         run(language_model(num_layers=1), out=tmp_path / "run")
 
 
-@pytest.mark.nightly
 def test_snapshots_are_the_models_on_the_way(model, reference, tmp_path):
     """The snapshot at ratio 2.5 equals a run of the first three of the six steps."""
     snapshots = {}
@@ -141,7 +138,6 @@ def test_snapshots_are_the_models_on_the_way(model, reference, tmp_path):
     assert result.policy == EAGER
 
 
-@pytest.mark.nightly
 def test_the_borrowed_neuron_decays_and_starts_from_nothing(model):
     """If its weights were not zeroed, half of the decisions would be saturated."""
     options = recipe(Stage("neuron_decay", 3, 1e-4), Stage("ramp", 3, 1e-4, 4.0), trainable="auto")
@@ -160,7 +156,6 @@ def test_the_borrowed_neuron_decays_and_starts_from_nothing(model):
         run(result, NEURON, recipe=options)
 
 
-@pytest.mark.nightly
 def test_the_data_may_be_an_iterator(model):
     records = []
     run(model, data=forever(), on_step=records.append)
@@ -171,7 +166,6 @@ def test_the_data_may_be_an_iterator(model):
         run(model, data=iter([{"tokens": random_tokens(0, 4, 5)}]))
 
 
-@pytest.mark.nightly
 def test_a_run_without_a_resumable_iterator_is_not_resumed(model, tmp_path):
     run(model, data=forever(), out=tmp_path)
     with pytest.raises(DataError, match="no set_state"):
@@ -193,7 +187,6 @@ def broken_at(model, token=None):
     return dataclasses.replace(model, transformer=broken)
 
 
-@pytest.mark.nightly
 def test_divergence_is_an_error(model, tmp_path):
     message = r"Step 4 is not finite: .*loss nan.* The 3 before it were skipped"
     with pytest.raises(TrainingDivergedError, match=message):
@@ -211,7 +204,6 @@ def test_divergence_is_an_error(model, tmp_path):
     assert not (tmp_path / "steep" / "model").exists()
 
 
-@pytest.mark.nightly
 def test_a_step_that_is_not_finite_is_skipped_and_counted():
     broken = broken_at(language_model(tied=False), token=30)
     tokens = random_tokens(0, 4, LENGTH) % 30
@@ -231,7 +223,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
         assert (array[kernel] != arrays[2][kernel]).any()
 
 
-@pytest.mark.nightly
 def test_skipped_steps_are_counted_over_all_calls_of_a_run(model, tmp_path):
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=tmp_path, stop_after=1e-9)
@@ -242,7 +233,6 @@ def test_skipped_steps_are_counted_over_all_calls_of_a_run(model, tmp_path):
     assert [line["skipped_steps"] for line in log(tmp_path)] == [1] * 6
 
 
-@pytest.mark.nightly
 def test_the_log_is_json_whatever_was_measured(model, tmp_path):
     measured = {"loss": math.nan, "accuracy": 0.5, "divergence": math.inf}
     run(model, out=tmp_path, evaluate=lambda _: measured)
@@ -251,7 +241,6 @@ def test_the_log_is_json_whatever_was_measured(model, tmp_path):
     assert last["evaluation"] == {"loss": None, "accuracy": 0.5, "divergence": None}
 
 
-@pytest.mark.nightly
 def test_a_skipped_step_changes_nothing_but_its_number():
     broken = broken_at(language_model(tied=False), token=30)
     trainer = Trainer(broken, EAGER, RECIPE, seed=0, mesh=None)
@@ -290,7 +279,6 @@ def test_what_cannot_work_is_refused(model, policy, changes, message):
         run(model, policy, recipe=recipe(**changes))
 
 
-@pytest.mark.nightly
 def test_a_progress_bar_is_shown_in_80_columns(model, capsys):
     options = recipe(Stage("ramp", 2, 1e-3, 4.0), batch_size=4)
     run(model, recipe=options, progress=True)
@@ -300,7 +288,6 @@ def test_a_progress_bar_is_shown_in_80_columns(model, capsys):
     assert "of 2.50" in shown
 
 
-@pytest.mark.nightly
 def test_a_retrofit_reaches_its_target(model):
     """A new adapter learns to evict about as much as its target says: half of the tokens.
 

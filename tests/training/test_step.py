@@ -14,6 +14,7 @@ from dms_jax.training.parameters import add_adapter, parameters, rebuilder
 from dms_jax.training.recipe import Stage
 from dms_jax.training.step import Constants, Passes, ScheduleValues, make_gradients
 from dms_jax.training.trainer import Trainer
+from tests.support.instances import further
 from tests.support.models import random_tokens
 from tests.training.tiny import ADAPTER, EAGER, LENGTH, NEURON, language_model, recipe
 
@@ -57,7 +58,6 @@ def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradie
         chex.assert_trees_all_close(pieces, whole, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.nightly
 def test_padding_changes_nothing():
     """A document of 7 tokens and 5 of padding: every loss, share and gradient ignores padding."""
     with jax.enable_x64(True):
@@ -73,7 +73,6 @@ def test_padding_changes_nothing():
         chex.assert_trees_all_close(found, want, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.nightly
 def test_passes_of_a_step_have_noise_of_their_own():
     """Two passes of the same tokens draw different noise, so their mean differs from the first."""
     model = language_model(adapter=True)
@@ -107,8 +106,7 @@ def test_a_fresh_adapter_starts_at_the_teacher():
     chex.assert_trees_all_close(parts["lm_loss"], total / count, rtol=1e-5)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("positions", ["targets", "inputs"])
+@pytest.mark.parametrize("positions", ["targets", *further("inputs")])
 def test_answers_are_distilled_where_they_are_predicted(positions):
     """Prompt, answer, end token, padding: the mean divergence against float64, token by token.
 

@@ -74,7 +74,6 @@ def mean_loss(transformer, batch):
     return -jnp.sum(jnp.where(counts, likelihood, 0)) / counts.sum()
 
 
-@pytest.mark.nightly
 def test_a_run_is_adamw_on_the_language_modelling_loss():
     """Four steps against optax's own clipping, AdamW and schedules, in float64."""
     with jax.enable_x64(True):
@@ -108,7 +107,6 @@ def test_a_run_is_adamw_on_the_language_modelling_loss():
         chex.assert_trees_all_close(parameters(result.transformer), arrays, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.nightly
 def test_a_run_reports_a_plain_cache(reference):
     _, records = reference
     assert [record["step"] for record in records] == [1, 2, 3, 4]
@@ -147,7 +145,6 @@ def test_a_model_from_scratch_learns(capsys):
     assert "CR" not in shown
 
 
-@pytest.mark.nightly
 def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
     expected, records = reference
     for done in (1, 2, 3):
@@ -188,7 +185,6 @@ def test_the_control_sees_the_tokens_of_the_retrofit(model, policy):
         assert (plain["target_ratio"], plain["compression_ratio"]) == (1, 1)
 
 
-@pytest.mark.nightly
 def test_every_step_is_timed_by_itself(model):
     """Steps in flight at the end are read together, but each has its own duration."""
     wait, records = 0.1, []
@@ -198,7 +194,7 @@ def test_every_step_is_timed_by_itself(model):
             time.sleep(wait)
             yield batch
 
-    options = recipe(dataclasses.replace(STAGE, steps=6), loss="language_modeling")
+    options = dataclasses.replace(RECIPE, stages=(dataclasses.replace(STAGE, steps=6),))
     run(model, recipe=options, data=slow(), on_step=records.append)
     # A busy machine may see one step end late, at the cost of the next, but not most of them.
     assert np.median([record["seconds"] for record in records]) > 0.7 * wait
@@ -207,14 +203,13 @@ def test_every_step_is_timed_by_itself(model):
         assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
 
 
-@pytest.mark.nightly
 def test_end_tokens_are_ignored_wherever_batches_come_from(model):
     ends = dataclasses.replace(model.generation, eos_token_ids=(7, 11))
     ending = dataclasses.replace(model, generation=ends)
     tokens = random_tokens(3, 4, LENGTH)
     counted = ~np.isin(tokens, (7, 11))
     assert 0 < counted.mean() < 1
-    options = recipe(dataclasses.replace(STAGE, steps=2, warmup_steps=0), loss="language_modeling")
+    options = dataclasses.replace(RECIPE, stages=(Stage("train", 2, 1e-2),))
     ignoring = dataclasses.replace(options, ignore_end_token=True)
     losses = {}
     for name, own, mask in (
@@ -229,7 +224,6 @@ def test_end_tokens_are_ignored_wherever_batches_come_from(model):
     assert losses["iterator"] == losses["mask"] != losses["all"]
 
 
-@pytest.mark.nightly
 def test_a_run_is_measured_on_the_way(model, reference):
     expected, _ = reference
     seen, records = [], []
@@ -249,7 +243,6 @@ def test_a_run_is_measured_on_the_way(model, reference):
     assert any((seen[0][name] != expected[name]).any() for name in expected)
 
 
-@pytest.mark.nightly
 def test_the_held_out_loss_is_that_of_each_part(model):
     parts = {"two": batches(2), "one": batches(1, seed=9)}
     found = held_out_loss(model, parts, compute_dtype=None)

@@ -1,5 +1,6 @@
 """A tiny model to retrofit, recipes of a few steps, and batches of random tokens."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ NEURON = DMS(window=3, source="query_neuron")
 EAGER = DMS(window=3, source="adapter", alpha_scale=2.0, alpha_offset=0.5)
 
 
+@functools.cache
 def language_model(*, adapter: bool = False, dtype: Any = jnp.float32, **fields: Any):
     model = random_model(tiny_config(**fields), adapter=adapter, dtype=dtype)
     return LanguageModel(transformer=model)
