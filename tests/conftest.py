@@ -13,6 +13,7 @@ What is set already stays. `--compiler` chooses another compiler, `--reseed` oth
 another number of threads: no verdict may depend on them (`make steady`).
 """
 
+import dataclasses
 import functools
 import gc
 import os
@@ -63,6 +64,16 @@ MEMORY_MAPS = Path("/proc/self/maps")
 # Counting 20,000 maps takes longer than most tests.
 TESTS_BETWEEN_COUNTS = 10
 
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """What was collected: the tests of the gate, and the files of all tests."""
+
+    tests: frozenset[str]
+    files: frozenset[str]
+
+
+GATE = pytest.StashKey[Gate]()
 RESEEDING = pytest.StashKey[Reseeding]()
 TESTS_DONE = pytest.StashKey[int]()
 
@@ -171,6 +182,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(needs_gpu)
+    gate = [item.nodeid for item in items if not {"nightly", "release"} & set(item.keywords)]
+    files = {item.nodeid.partition("::")[0] for item in items}
+    config.stash[GATE] = Gate(frozenset(gate), frozenset(files))
     yield  # `-m` and `-k` choose
     if job := config.getoption("--job"):
         typed = typed_job(items)

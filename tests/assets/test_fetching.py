@@ -7,7 +7,7 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.assets import fetching
-from tests.test_architecture import ROOT
+from tests.support.tree import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCE = PROJECT["urls"]["Source"]

@@ -16,7 +16,7 @@ import pytest
 import dms_jax
 from dms_jax.command_line import COMMANDS, main, policy_options, reports, running
 from dms_jax.policies import POLICIES
-from tests.test_architecture import ROOT
+from tests.support.tree import ROOT
 
 # What a command wants before its options: one of its starting points.
 FIRST = {"retrofit": ["stories260k"]}

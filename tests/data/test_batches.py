@@ -14,7 +14,7 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import Documents, batches, encode_document
 from dms_jax.errors import ConfigError, DataError
 from tests.support.instances import further
-from tests.test_architecture import ROOT
+from tests.support.tree import ROOT
 
 DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
 

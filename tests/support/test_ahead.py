@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.ahead import compile_ahead
 
+pytestmark = pytest.mark.nightly
 SHAPE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
 

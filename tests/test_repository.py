@@ -1,0 +1,403 @@
+"""The repository about itself: imports, names, wheel, mutants, seeds; documents at a release."""
+
+import ast
+import dataclasses
+import importlib
+import os
+import pathlib
+import pkgutil
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.assets import fetching
+from dms_jax.command_line import COMMANDS, main, running
+from tests.conftest import GATE
+from tests.mutants.table import MUTANTS
+from tests.support.reseeding import Reseeding
+from tests.support.tree import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
+LONGEST_IMPORT_SECONDS = 2.0
+LARGEST_WHEEL = 3_000_000  # bytes
+MOST_MUTANTS_OF_THE_NIGHT = 20
+
+# From the bottom up. A module may import modules of earlier lines, its own package, and
+# `pallas_kernels`; modules on one line may not import each other.
+IMPORT_ORDER = """
+errors
+checks
+assets compilation config_checks devices helper_process json_text processes ranking terminal
+config sharding
+cache
+policies
+model
+checkpoint
+data
+training generation
+evaluation serving
+analysis
+command_line
+"""
+RANKS = {
+    name: rank
+    for rank, line in enumerate(IMPORT_ORDER.strip().splitlines())
+    for name in line.split()
+}
+
+
+def python_files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Returns the absolute dotted names that a file imports anywhere.
+
+    `from x.y import z` gives `x.y` and `x.y.z`; `from x import z` gives `x.z` alone.
+    """
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # In a/b/c.py, `from ..x` starts from package a, whether c is a module or __init__.
+            base = ".".join(parts[: -node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+            names |= {module} if "." in module else set()
+    return names
+
+
+def import_order_violations(path: Path) -> Iterator[str]:
+    here, own = path.relative_to(ROOT), path.relative_to(ROOT / "dms_jax").parts[0]
+    own = own.removesuffix(".py")
+    if own == "__init__":
+        return
+    if own not in RANKS:
+        yield f"{here}: dms_jax.{own} has no place in the import order"
+        return
+    for head, *rest in sorted({tuple(name.split(".")[:2]) for name in imported_modules(path)}):
+        target = rest[0] if rest else "itself"
+        if head in ("experiments", "tests", "colab"):
+            yield f"{here} imports {head}"
+        elif head != "dms_jax" or (own, target) == ("command_line", "itself"):
+            continue  # commands use the library as its users do
+        elif target not in RANKS:
+            yield f"{here}: dms_jax.{target} has no place in the import order"
+        elif target != own and RANKS[target] >= RANKS[own]:
+            yield f"{here} imports dms_jax.{target}, which is not below it"
+
+
+def test_imports_run_one_way():
+    found = [line for path in python_files("dms_jax") for line in import_order_violations(path)]
+    found += [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in python_files("pallas_kernels")
+        for name in sorted(imported_modules(path))
+        if name.split(".")[0] in ("dms_jax", "experiments", "tests")
+    ]
+    assert not found, "\n".join(found)
+
+
+def import_seconds(modules: str) -> tuple[float, str]:
+    """Returns the processor seconds of an import, and the heavy packages that it imports."""
+    script = (
+        f"import sys, time; start = time.process_time(); import {modules}; "
+        "print(time.process_time() - start); "
+        f"print(sorted({HEAVY_PACKAGES} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, heavy = done.stdout.splitlines()
+    return float(seconds), heavy
+
+
+def test_import_is_quick_and_light():
+    """Under two seconds, or hardly longer than jax, flax and optax on the same busy cores."""
+    ours = dependencies = float("inf")
+    for _ in range(5):  # the best of a few: the other workers of the run share the cores
+        seconds, heavy = import_seconds("dms_jax")
+        assert heavy == "[]", f"import dms_jax also imports {heavy}"
+        ours = min(ours, seconds)
+        if ours < LONGEST_IMPORT_SECONDS:
+            return
+        dependencies = min(dependencies, import_seconds("jax, flax.nnx, optax")[0])
+        if ours < 1.4 * dependencies:
+            return
+    pytest.fail(f"import dms_jax takes {ours:.1f} s, its dependencies {dependencies:.1f} s")
+
+
+def test_public_names_and_those_in_messages_are_there():
+    names = {f"dms_jax.{name}" for name in dms_jax.__all__}
+    assert len(names) == len(dms_jax.__all__)
+    texts = (
+        node.value
+        for path in python_files("dms_jax")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    names |= {name for text in texts for name in re.findall(r"\bdms_jax(?:\.[A-Za-z_]+)+", text)}
+    missing = []
+    for name in sorted(names):
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            missing.append(name)
+    assert not missing
+
+
+# Runs without the import hook of the tests, so that warnings name the real caller, and as if
+# dms_jax were not installed.
+CALLER = """
+import importlib.metadata
+import warnings
+
+real = importlib.metadata.distribution
+
+
+def without_us(name):
+    if name == "dms-jax":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+
+
+importlib.metadata.distribution = without_us
+
+import dms_jax
+from dms_jax import assets
+
+model = dms_jax.load(assets.path("stories260k"))
+policy = dms_jax.DMS(window=8)
+sampling = dms_jax.Sampling(max_new_tokens=1)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model.logits([[1, 2]], policy=policy)  # warns
+    dms_jax.generate(model, [[1, 2]], policy=policy, sampling=sampling)  # warns
+    dms_jax.score(model, [[1, 2]], policy=policy)  # warns
+    model.resolve_policy(policy)  # warns
+print(dms_jax.__version__)
+for one in caught:
+    print(one.filename, one.lineno)
+"""
+
+
+@pytest.mark.nightly
+def test_a_checkout_that_is_not_installed_has_a_version_and_warnings_blame_the_caller(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    version, *blamed = done.stdout.splitlines()
+    assert version == "0+checkout"
+    lines = [number for number, line in enumerate(CALLER.splitlines(), 1) if "# warns" in line]
+    assert set(blamed) == {f"{script} {line}" for line in lines}
+
+
+def test_the_wheel_holds_both_packages_and_leaves_out_what_is_fetched(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (path,) = tmp_path.glob("*.whl")
+    assert path.stat().st_size < LARGEST_WHEEL
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        (entries,) = (name for name in names if name.endswith("entry_points.txt"))
+        assert "dms-jax = dms_jax.command_line:main" in wheel.read(entries).decode()
+    packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert packages == {"dms_jax", "pallas_kernels"}
+    assert {f"{package}/py.typed" for package in packages} <= set(names)
+    prefix = "dms_jax/assets/"
+    inside = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    command = ["git", "ls-files", "."]
+    lies = subprocess.run(command, cwd=fetching.OWN, capture_output=True, text=True, check=True)
+    assert inside | set(fetching.listed()) == set(lies.stdout.split())
+    assert not inside & set(fetching.listed())
+
+
+def test_every_mutant_can_be_planted_and_names_tests():
+    """Change the table together with the code, or drop what has no place any more."""
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) > 40
+    assert sum(mutant.night for mutant in MUTANTS) <= MOST_MUTANTS_OF_THE_NIGHT
+    wrong = []
+    for mutant in MUTANTS:
+        try:
+            text = mutant.plant((ROOT / mutant.file).read_text(encoding="utf-8"))
+            compile(text, mutant.file, "exec")
+        except (OSError, ValueError, SyntaxError) as error:
+            wrong.append(f"{mutant.name}: {error}")
+        for test in mutant.tests:
+            path, *names = test.split("::")
+            source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
+            defined = [rf"^ *(def|class) {name.split('[')[0]}\(" for name in names]
+            if not source or not all(re.search(each, source, re.MULTILINE) for each in defined):
+                wrong.append(f"{mutant.name}: there is no {test}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_gate_has_a_test_of_every_mutant(pytestconfig):
+    """Judged where all of the tests are collected; `make mutants` runs them."""
+    gate = pytestconfig.stash[GATE]
+    if not {mutant.tests[0].split("::")[0] for mutant in MUTANTS} <= gate.files:
+        pytest.skip("needs every file of tests collected, as `make test` does")
+    present = set(gate.tests)
+    for test in {test.partition("[")[0] for test in gate.tests}:
+        parts = test.split("::")  # a file, perhaps a class, a function
+        present |= {"::".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    lost = [
+        f"{mutant.name}: the gate has none of {mutant.tests}"
+        for mutant in MUTANTS
+        if not mutant.night and not present & set(mutant.tests)
+    ]
+    assert not lost, "\n".join(lost)
+
+
+@pytest.mark.own_seeds("compares streams by name")
+def test_seeds_of_the_checkout_are_shifted(monkeypatch):
+    monkeypatch.setattr(np.random, "default_rng", np.random.default_rng)
+    monkeypatch.setattr(jax.random, "key", jax.random.key)
+    reseeding = Reseeding(2)
+    seeds = (7, [7, 8], np.uint32(7))
+    before = [np.random.default_rng(seed).normal() for seed in seeds]
+    key = jax.random.key(7)
+    reseeding.install()
+    after = [np.random.default_rng(seed).normal() for seed in seeds]
+    assert not set(before) & set(after)
+    assert after == [np.random.default_rng(seed).normal() for seed in seeds]
+    assert jax.random.key(7) != key
+    chex.assert_trees_all_equal(jax.random.key(7), jax.jit(lambda seed: jax.random.key(seed))(7))
+    # Programs of other packages draw as before, and so do tests that have seeds of their own.
+    names = {"draw": np.random.default_rng}
+    exec(compile("found = draw(7).normal()", "/usr/lib/other.py", "exec"), names)
+    assert names["found"] == before[0]
+    reseeding.active = False
+    assert np.random.default_rng(7).normal() == before[0]
+
+
+def blocks(language: str) -> dict[str, str]:
+    """Returns the code blocks of a language in the README and the documentation, by place."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "experiments" / "docs").rglob("*.md"))]
+    fenced = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return {
+        f"{path.relative_to(ROOT)}:{number}": text
+        for path in pages
+        for number, (kind, text) in enumerate(fenced.findall(path.read_text(encoding="utf-8")))
+        if kind == language
+    }
+
+
+# What blocks and commands of a shipped reasoning model say, and what they run with here: answers of
+# fewer tokens, to fewer problems, are of the same programs.
+SHORTER = {
+    "experiments/docs/pages/evaluating.md:1": {
+        "problems=4": "problems=2",
+        "max_new_tokens=192": "max_new_tokens=16",
+    },
+    "experiments/docs/pages/evaluating.md:3": {
+        "lengths=(128, 192)": "lengths=(8, 16)",
+        "problems=8": "problems=2",
+    },
+    "experiments/docs/pages/evaluating.md:0": {
+        "--problems 8": "--problems 2",
+        "--max-new-tokens 256": "--max-new-tokens 16",
+    },
+}
+# Options that name what a reader has, and the tests have not.
+OF_OTHERS = {"--model", "--adapter"}
+PYTHON = blocks("python")
+LINES = {  # several pages begin with the same commands
+    line.partition("#")[0].strip(): place
+    for place, text in reversed(blocks("sh").items())
+    for line in text.replace("\\\n", " ").splitlines()
+    if line.partition("#")[0].strip()
+}
+
+
+def shorter(text: str, place: str) -> str:
+    """Returns a block or a command with smaller numbers in it, each of which it has once."""
+    for said, small in SHORTER.get(place, {}).items():
+        assert text.count(said) == 1, said
+        text = text.replace(said, small)
+    return text
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("place", PYTHON)
+def test_every_block_of_python_runs(place, tmp_path, monkeypatch, capsys):
+    whole = dms_jax.recipes.dms_quickstart
+
+    def short_training(*given, **options):
+        recipe = whole(*given, steps_per_ratio=2, **options)
+        return dataclasses.replace(recipe, sequence_length=64)
+
+    monkeypatch.setattr(dms_jax.recipes, "dms_quickstart", short_training)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "block.py"
+    path.write_text(shorter(PYTHON[place], place), encoding="utf-8")
+    runpy.run_path(str(path))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("line", LINES)
+def test_every_command_is_understood(line, tmp_path, monkeypatch, capsys):
+    """It runs where it takes seconds; else its options are parsed, or its target is there."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(shorter(line, LINES[line]))
+    match words:
+        case ["dms-jax", "policies", *_]:
+            assert main(words[1:]) == 0
+        case ["dms-jax", "generate" | "evaluate", *given] if not OF_OTHERS & set(given):
+            assert main(words[1:]) == 0
+        case ["dms-jax", command, *options]:
+            assert command in COMMANDS
+            for left in filter(None, (re.fullmatch(r"[\w@.]+=(mine/.+)", word) for word in words)):
+                pathlib.Path(left[1]).mkdir(parents=True, exist_ok=True)  # an earlier command did
+            module = importlib.import_module(f"dms_jax.command_line.{command}")
+            settings, parsed = getattr(module, "PRESETS", module.Config), []
+            assert running.run(parsed.append, settings, description="", arguments=options) == 0
+            assert len(parsed) == 1
+        case [("python" | ".venv/bin/python"), "-m", module, *options]:
+            assert module.startswith("experiments.")
+            assert options[-1] == "--help"
+            monkeypatch.setattr(sys, "argv", [module, *options])
+            with pytest.raises(SystemExit) as end:
+                runpy.run_module(module, run_name="__main__")
+            assert end.value.code == 0
+        case ["make", target, *variables]:
+            call = ["make", "-n", target, *variables]
+            subprocess.run(call, cwd=ROOT, check=True, capture_output=True, timeout=60)
+        case ["pip", "install", what]:
+            (extras,) = re.findall(r"^\.(?:\[([\w,]+)\])?$", what)
+            assert set(extras.split(",")) - {""} <= PROJECT["optional-dependencies"].keys()
+        case _:
+            pytest.fail(f"{LINES[line]}: no test knows {line!r}")
+
+
+@pytest.mark.release
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    site = tmp_path / "site"
+    config = ["--config-file", "experiments/docs/mkdocs.yml", "--site-dir", str(site)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", *config],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = (site / "reference" / "policies" / "index.html").read_text()
+    assert all(f'id="dms_jax.policies.{name}"' in reference for name in dms_jax.policies.POLICIES)
