@@ -76,7 +76,7 @@ class Traced:
       leaf: turns the number into what the program takes: `float`, `int`, a NumPy type, or a
         function that returns a pytree.
       number: turns that back into the number, wherever it holds one and not arrays.
-      bounded: whether the next power of two is static (`Policy.bound`), for the size of an array.
+      bounded: whether an upper bound is static (`Policy.bound`), for the size of an array.
     """
 
     leaf: Callable[[Any], Any]

@@ -50,6 +50,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Pool
+from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import Options, Traced, kinds, show, traced
 from dms_jax.errors import ConfigError
 from dms_jax.policies.values import (
@@ -272,12 +273,9 @@ class Policy(Options):
     # -- as data ----------------------------------------------------------------------------------
 
     def bound(self, field: str) -> int:
-        """Returns the power of two that is next to a bounded field's value; static in programs.
-
-        # 1000: 1024
-        """
+        """Returns a bounded field's value rounded up to one of `few_sizes`; static in programs."""
         bounds = self.__dict__.get("_bounds", {})
-        return bounds.get(field) or 1 << (getattr(self, field) - 1).bit_length()
+        return bounds.get(field) or few_sizes(getattr(self, field))
 
     def replaced(self, **changes: Any) -> "Policy":
         """Returns the policy with some fields replaced, unchecked; also inside programs."""

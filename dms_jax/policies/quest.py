@@ -148,7 +148,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
         selected = num_pages  # at most
         if self.compression_ratio is None:
             bound = self.bound("budget")
-            if bound // 2 >= num_pages * page_size:  # the budget is above that
+            if bound // 2 >= num_pages * page_size:  # the budget is above half of its bound
                 return Reading(page_table, lengths)
             selected = min(max(bound // page_size, floor), num_pages)
         count = jnp.maximum(self.budget_of(chunk)[..., None] // page_size, floor)  # [B, 1, 1]

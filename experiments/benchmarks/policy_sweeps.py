@@ -28,7 +28,7 @@ SWEEPS: dict[str, list[Policy]] = {
     "TOVA, ten budgets": [TOVA(budget=40 + 2 * step) for step in range(10)],
     "TOVA, ten ratios": [TOVA(compression_ratio=2 + step / 8) for step in range(10)],
     "DMS, five offsets": [DMS(window=16, alpha_offset=offset) for offset in (-50.0, -5.0, 0.0, 5.0, 50.0)],
-    "Quest, four budgets": [Quest(budget=budget) for budget in (80, 96, 112, 128)],
+    "Quest, four budgets": [Quest(budget=budget) for budget in (104, 112, 120, 128)],
     "SnapKV, four budgets, two intervals": [
         SnapKV(budget=budget, window=8, interval=interval)
         for budget in (36, 40, 44, 48)
@@ -42,9 +42,9 @@ PROMPT = "Once upon a time there was a little girl who had a red ball and a big 
 class Config:
     """Count the programs of sweeps over policies."""
 
-    new_tokens: int = 96
+    new_tokens: int = 160
     """Tokens of each answer."""
-    page_size: int = 16
+    page_size: int = 8
     """Slots per page."""
     out: pathlib.Path = pathlib.Path("runs/policy_sweeps.json")
     """JSON file for the figures."""

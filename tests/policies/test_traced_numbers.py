@@ -33,7 +33,7 @@ from dms_jax.policies import (
     SnapKV,
 )
 from dms_jax.policies.budget import LONGEST, share, shares
-from tests.laws.row import model_of
+from tests.laws.rows import model_of
 from tests.support.chunks import chunk_of
 from tests.support.compilations import Compilations
 from tests.support.models import random_tokens
@@ -104,14 +104,14 @@ def test_what_chooses_code_is_part_of_the_structure():
     assert structure(SnapKV()) != structure(SnapKV(interval=None))
     assert structure(DMS(window=3)) != structure(DMS(window=4))
     assert structure(Quest(over=DMS())) != structure(Quest(over=DMS(shift=0)))
-    # A page table has a size: budgets share a program up to the next power of two.
-    assert structure(Quest(budget=513)) == structure(Quest(budget=1024))
-    assert structure(Quest(budget=512)) != structure(Quest(budget=513))
+    # A page table has a size: budgets share a program up to the next of 512, 768, 1024, 1536, ...
+    assert structure(Quest(budget=769)) == structure(Quest(budget=1024))
+    assert structure(Quest(budget=768)) != structure(Quest(budget=769))
 
 
 def test_a_bound_follows_its_field():
     inside = jax.tree.unflatten(*reversed(jax.tree.flatten(Quest(budget=600))))
-    assert inside.bound("budget") == 1024
+    assert inside.bound("budget") == 768
     assert inside.replaced(budget=LONGEST).bound("budget") == LONGEST
     assert dataclasses.replace(inside, budget=64).bound("budget") == 64
 
