@@ -18,7 +18,6 @@ from dms_jax.command_line import main, serve
 from dms_jax.serving.server import Server, take_address
 
 SHAPE = ["--lanes", "2", "--max-tokens", "64", "--page-size", "16", "--chunk", "4"]
-# As those of the server in tests/experiments/benchmarks/test_serving.py: its programs are these.
 POLICY = ["--policy", "TOVA", "--options", "budget=16"]
 
 

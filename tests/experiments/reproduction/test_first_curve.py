@@ -116,7 +116,7 @@ def test_a_retrofit_also_answers_the_problems_that_a_variant_is_chosen_by(tmp_pa
     assert Paths(config).done(job)
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_a_whole_run_and_a_second_one_that_has_nothing_to_do(tmp_path):
     config = small(
         tmp_path / "run",
