@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.memory import pool_pages
-from tests.generation.support import stories
+from tests.generation.support import GREEDY, answer, host_engine, prompts, stories
 from tests.support.instances import nightly_but
 
 SAMPLING = Sampling(temperature=0, max_new_tokens=16, logprobs=True)
@@ -29,28 +29,26 @@ READS = {
         **(dict(top=budget) if budget else dict(compression_ratio=compression_ratio)),
     ),
 }
-CUTS = dms_jax.SnapKV(budget=16, window=4, interval=8)
 # The programs of a batch of two, of a conversation with a branch, and of both with any budgets.
 BOTH = SHARED | dict(num_lanes=2, max_tokens=128)
 TURNS = SHARED | dict(branches=1, max_tokens=128)
-QUICK = [KINDS["tova"]]
-every_kind = pytest.mark.parametrize("kind", nightly_but(QUICK, KINDS.values()), ids=KINDS)
-every_share = pytest.mark.parametrize(
-    "kind", nightly_but(QUICK, (KINDS | READS).values()), ids=KINDS | READS
-)
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+every_share = pytest.mark.parametrize("kind", (KINDS | READS).values(), ids=KINDS | READS)
 
 
 def answers(policy, prompts):
     return Engine(stories(), policy, **BOTH).generate(prompts, sampling=SAMPLING)
 
 
-@pytest.mark.nightly
-@every_share
+@pytest.mark.parametrize(
+    "kind",
+    nightly_but([READS["kcache"]], (KINDS | READS).values()),
+    ids=KINDS | READS,
+)
 def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
     """In company and alone the same, which for one of them is that of a budget in tokens."""
     policy, (one, other) = kind(compression_ratio=2), PROMPTS[1:]
     together = answers(policy, [one, other])
-    # Every budget in tokens is a program of its own.
     fixed = kind(budget=(len(other) + SAMPLING.max_new_tokens) // 2)
     separate = [*answers(policy, [one]), *answers(fixed, [other])]
     for completion, alone in zip(together, separate, strict=True):
@@ -159,23 +157,14 @@ def test_scores_have_the_share_of_a_max_length_that_is_given():
         dms_jax.score(stories(), tokens, policy=share, max_length=0)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("policy", "left"),
-    [
-        (CUTS, 16),
-        (dms_jax.H2O(budget=16, prefill="dense_then_evict"), 16),
-        (dms_jax.H2O(budget=16, prefill="evict_past_budget"), 17),
-    ],
-    ids=["cut", "dense_then_evict", "evict_past_budget"],
-)
-def test_what_is_left_after_a_cut_is_what_counts(policy, left):
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize(("name", "left"), [("cuts", 8), ("bounded", 20)])
+def test_what_is_left_after_a_cut_is_what_counts(name, left):
     """An answer of one token: no token was run after the eviction."""
-    one = dataclasses.replace(SAMPLING, max_new_tokens=1)
-    engine = Engine(stories(), policy, num_lanes=1, max_tokens=96, **SHARED)
-    (made,) = engine.generate([list(range(3, 67))], sampling=one)
-    assert made.usage.live_tokens == left
-    assert made.usage.compression_ratio == 64 / left
+    one, (prompt,) = dataclasses.replace(GREEDY, max_new_tokens=1), prompts([40])
+    (made,) = host_engine(name, 1).generate([prompt], sampling=one)
+    answer(prompt, one, name).check(made)
+    assert (made.usage.live_tokens, made.usage.compression_ratio) == (left, 40 / left)
 
 
 @pytest.mark.nightly
@@ -185,22 +174,19 @@ def test_a_score_that_ends_with_a_cut_says_what_is_left():
     assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_a_prompt_that_is_cut_gives_its_pages_back():
-    engine = Engine(stories(), CUTS, num_lanes=1, max_tokens=96, **SHARED)
-    held = []
+    """In a pool that is sized for it: the prompt is in it in full."""
+    engine, held = host_engine("cuts", 1), []
     engine.generate(
-        [list(range(3, 67))],
-        sampling=SAMPLING,
+        prompts([50]),
+        sampling=dataclasses.replace(GREEDY, max_new_tokens=9),
         on_tokens=lambda update: held.append(engine.runner.allocator.pages_in_use),
     )
-    config = stories().config
-    rows = config.num_layers * config.num_kv_heads
-    assert held[0] == rows * 2  # 16 of 64 tokens
-    assert max(held) <= rows * 3  # and 8 more until the next eviction
+    assert held[0] == 20  # 8 of 50 tokens, and not yet a chunk of steps
+    assert max(held) <= 2 * 20
 
 
-@pytest.mark.nightly
 def test_the_pool_is_sized_by_what_a_share_can_come_to():
     sized = functools.partial(
         pool_pages, stories(), num_lanes=2, max_tokens=128, page_size=8, memory=None

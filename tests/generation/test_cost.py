@@ -16,11 +16,13 @@ from dms_jax.generation.reading import Reading
 from dms_jax.generation.reporting import Reporter
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.text import TextTracker
-from tests.generation.support import engine_for, model_for, prompts
+from tests.generation.support import host_engine, model_for, prompts
 from tests.support.compilations import Compilations
 
+fakes = pytest.mark.usefixtures("fakes")
 
-@pytest.mark.nightly
+
+@fakes
 def test_a_repeated_call_compiles_nothing():
     compilations = Compilations()
     model = model_for("vanilla", ends=False)
@@ -41,7 +43,7 @@ def test_a_repeated_call_compiles_nothing():
     assert compilations.of(call([10, 13], on_tokens=lambda update: None)) == 0
 
 
-@pytest.mark.nightly
+@fakes
 def test_another_temperature_compiles_nothing():
     compilations = Compilations()
     model = model_for("vanilla", ends=False)
@@ -63,7 +65,7 @@ def test_another_temperature_compiles_nothing():
     assert compilations.of(call(temperature=1, top_p=0.8, min_p=0.1)) > 0
 
 
-@pytest.mark.nightly
+@fakes
 def test_growing_sequences_compile_few_programs():
     """From 1 to 16 pages per row: one program for each power of two from four on."""
     compilations = Compilations()
@@ -75,6 +77,7 @@ def test_growing_sequences_compile_few_programs():
     assert compilations.of(call) <= 5 + 3
 
 
+@fakes
 def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
     """A step scores, and gathers before a cut, as many slots as its table has."""
     compilations = Compilations()
@@ -103,7 +106,7 @@ def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
     assert compilations.of(lambda: engine.generate(prompts([139]), sampling=sampling)) == 0
 
 
-@pytest.mark.nightly
+@fakes
 def test_traffic_of_any_kind_compiles_a_handful_of_programs():
     """Prompts of all lengths, together and one by one, answers of all lengths, refilled lanes."""
     compilations = Compilations()
@@ -163,7 +166,7 @@ def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
             looked.append(super().popleft())
             return looked[-1]
 
-    runner, tracker = engine_for("vanilla").runner, TextTracker(None, ())
+    runner, tracker = host_engine().runner, TextTracker(None, ())
     requests = make_requests(model_for("vanilla").config, [[1, 2]] * 1000, dms_jax.Sampling())
     waiting, cancelled = Queue(requests), {7}
     reading = Reading(runner.prompt_shapes(8, 64), takes_turns=False)

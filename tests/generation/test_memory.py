@@ -74,7 +74,6 @@ def test_llama_8b_under_dms_by_hand():
     assert busy.step_seconds == pytest.approx(512 * operations / 1e12)
 
 
-@pytest.mark.nightly
 def test_what_other_policies_keep_and_read():
     def live(policy, **options):
         return dms_jax.estimate(LLAMA_8B, policy, tokens=8192, **options).live_tokens
@@ -136,10 +135,8 @@ def test_against_the_bytes_of_a_real_cache(name):
     (score,) = dms_jax.score(model, [tokens], chunk=41, page_size=1)
     # The compression ratio past the window that was measured on these tokens.
     ratio, window = 1.0, policy.visible_window + 1
-    if policy.retrofit.needed or name == "random":
+    if policy.retrofit.needed:
         ratio = (41 - window) / (score.usage.live_tokens - window)
-    if name == "random":
-        policy, ratio = dms_jax.RandomEviction(window=10, rate=1 - 1 / ratio), 1.0
     guess = dms_jax.estimate(
         model.config,
         policy,
@@ -175,7 +172,6 @@ def test_the_pool_holds_what_the_accounting_says():
     assert runner.cache_bytes()[1] == 2 * 20 * runner.page_bytes
 
 
-@pytest.mark.nightly
 def test_pools_come_in_few_sizes():
     sizes = {
         pool_pages(
@@ -250,6 +246,7 @@ def test_running_out_of_memory_while_it_runs(call, monkeypatch):
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), Strange()])
 def test_what_failed_leaves_no_memory_taken(error, monkeypatch):
     """Neither while the error is kept, as a notebook keeps it, nor until cycles are collected."""
@@ -319,6 +316,7 @@ def test_a_cache_takes_no_more_than_is_free_in_one_piece(stats, most):
     assert free == (most, 80_000)
 
 
+@pytest.mark.usefixtures("fakes")
 def test_a_cache_that_does_not_fit_is_refused_when_it_is_made(monkeypatch):
     """A device allocates behind the call that asks for it."""
     engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64, page_size=16)

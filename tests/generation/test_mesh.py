@@ -11,10 +11,10 @@ from dms_jax import assets
 from dms_jax.generation import Engine
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+from tests.support.instances import further
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("lanes", "shards"), [(4, 4), (3, 2)])
+@pytest.mark.parametrize(("lanes", "shards"), [(4, 4), *further((3, 2))])
 def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     """Three lanes do not divide over two devices; two of them would, but must not be split."""
     mesh = dms_jax.make_mesh(2, 2)

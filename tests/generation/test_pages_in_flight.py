@@ -5,27 +5,17 @@ writes what is not its own; XLA on a CPU would clamp the number and say nothing.
 looked at: at the launch of every chunk, and again when it is read.
 """
 
-import dataclasses
-import functools
-
 import numpy as np
 import pytest
 
-import dms_jax
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
-from dms_jax.model.language_model import GenerationDefaults
-from tests.generation.support import stories, story_tokens
+from tests.generation.support import answer, host_engine, squeezed, story_tokens
+from tests.support.fake_programs import ENDS
 
-PAGE, CHUNK, LANES = 4, 8, 12
-# Every kind of row: it grows by each token, by some, to a budget, or is cut after the prompt.
-ROWS = {
-    "vanilla": dms_jax.Vanilla(),
-    "dms": dms_jax.DMS(window=6, alpha_offset=0.0),
-    "tova": dms_jax.TOVA(budget=12),
-    "snapkv": dms_jax.SnapKV(budget=10, window=4),
-}
+pytestmark = pytest.mark.usefixtures("fakes")
+PAGE, CHUNK = 4, 8
 
 
 class Watch:
@@ -78,67 +68,48 @@ class Watch:
         assert len(free) + runner.allocator.pages_in_use == self.pages
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ROWS)
+def engine_with_ends(name: str) -> Engine:
+    """Returns an engine some of whose answers end at a token."""
+    return host_engine(name, 12, ends=ENDS, page_size=PAGE, prefill_chunk=16, max_tokens=128)
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
 def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
     """More requests than lanes, of very different lengths; then in a pool that is too small."""
     rng, text, engine = np.random.default_rng(0), story_tokens(), engine_with_ends(name)
     prompts = [text[at : at + int(rng.choice([1, 2, 8, 17]))] for at in range(0, 380, 20)]
     lengths = rng.choice([1, 7, 8, 9, 16, 17, 40, 100], len(prompts))
-    sampling = Sampling(temperature=0, max_new_tokens=100)
-    whole, answers = len(engine.runner.allocator._free[0]), []
-    for pages in (whole, 500):
-        watch = Watch(monkeypatch, pages)
-        answers.append(answers_within(engine, pages, prompts, lengths, sampling))
-        monkeypatch.undo()
+    whole = len(engine.runner.allocator._free[0])
+    for pages in (whole, 600):
+        with monkeypatch.context() as patch:
+            watch = Watch(patch, pages)
+            check_answers(engine, name, pages, prompts, lengths)
         assert watch.chunks > 2
         assert watch.ahead or pages < whole
-    assert answers[0] == answers[1]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_are_counted_in_a_lane_that_was_idle_behind_the_end_of_an_answer(seed, monkeypatch):
     """It is given the end token again in steps that still run when it is taken."""
-    engine, text = engine_with_ends("vanilla"), story_tokens()
-    sampling = Sampling(temperature=0, max_new_tokens=60)
-    whole = len(engine.runner.allocator._free[0])
-    rng = np.random.default_rng(seed)
+    engine, text, rng = engine_with_ends("keeps"), story_tokens(), np.random.default_rng(seed)
     starts, sizes = rng.integers(0, 200, 24), rng.choice([1, 8, 17, 28], 24)
     prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-    lengths, answers = rng.choice([1, 9, 30, 60], 24), []
+    lengths = rng.choice([1, 9, 30, 60], 24)
+    whole = len(engine.runner.allocator._free[0])
     for pages in (whole, whole // 4):
-        Watch(monkeypatch, pages)
-        answers.append(answers_within(engine, pages, prompts, lengths, sampling))
-        monkeypatch.undo()
-    assert answers[0] == answers[1]
+        with monkeypatch.context() as patch:
+            Watch(patch, pages)
+            check_answers(engine, "keeps", pages, prompts, lengths)
 
 
-@functools.cache
-def engine_with_ends(name: str) -> Engine:
-    """Returns an engine some of whose answers end at a token."""
-    text = story_tokens()
-    common = sorted(set(text), key=text.count)[-8]
-    model = dataclasses.replace(
-        stories(), generation=GenerationDefaults(eos_token_ids=(common,)), policy=ROWS[name]
-    )
-    return Engine(
-        model, num_lanes=LANES, page_size=PAGE, chunk=CHUNK, prefill_chunk=16, max_tokens=128
-    )
-
-
-def answers_within(engine: Engine, pages: int, prompts, lengths, sampling) -> list[list[int]]:
-    """Returns the tokens of answers of at most these lengths, from a pool of so many pages."""
-    allocator = engine.runner.allocator
-    whole = allocator._free[0]
-    allocator._free[0] = whole[len(whole) - pages :]
-    made = make_requests(engine.model.config, prompts, sampling)
-    requests = [
-        dataclasses.replace(request, max_new_tokens=int(most))
-        for request, most in zip(made, lengths, strict=True)
-    ]
-    answers = [each.tokens for each in engine.serve(requests, sampling)]
-    assert not engine.runner.unread.any()
-    assert allocator.pages_in_use == 0
-    allocator._free[0] = whole
-    return answers
+def check_answers(engine, name, pages, prompts, lengths) -> None:
+    """Serves answers of at most these lengths from a pool of so many pages."""
+    sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=100)
+    requests = make_requests(engine.model.config, prompts, sampling)
+    for request, most in zip(requests, lengths, strict=True):
+        request.max_new_tokens = int(most)
+    with squeezed(engine, pages):
+        engine.serve(requests, sampling)
+    for each in requests:
+        given = dict(copy=each.copy, ends=ENDS, new_tokens=each.max_new_tokens)
+        answer(each.prompt, sampling, name, **given).check(each)

@@ -13,9 +13,16 @@ from dms_jax.generation import Engine, compiling, programs, warming
 from dms_jax.generation.shapes import Shape
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.language_model import LanguageModel
-from tests.generation.support import GREEDY, POLICIES, every_shape, model_for, prompts
+from tests.generation.support import (
+    GREEDY,
+    MECHANISMS,
+    ROWS_OF,
+    answer,
+    every_shape,
+    model_for,
+    prompts,
+)
 from tests.support.for_gpus import told_by
-from tests.support.instances import further
 from tests.support.models import random_model, random_tokens, tiny_config
 
 # Two widths, of which the programs for several prompts have fewer places than entries x width.
@@ -56,72 +63,66 @@ def shapes_of(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        POLICIES["dms"],
-        *further(
-            POLICIES["dmc"],
-            POLICIES["quest"],
-            dms_jax.SnapKV(budget=30, window=4),
-            dms_jax.KCache(top=40, first_layers=1),
-        ),
-    ],
-    ids=lambda policy: policy.name,
-)
-def test_answers_are_those_of_prompts_that_are_read_one_at_a_time(policy, shapes_of):
-    model = dataclasses.replace(model_for("vanilla", ends=False), policy=policy)
-    given, engine = prompts(LENGTHS), Engine(model, num_lanes=LANES, **OPTIONS)
-    alone, _, ran = shapes_of(
-        lambda: [engine.generate([each], sampling=GREEDY)[0] for each in given]
-    )
+def new_engine(policy=None, lanes=LANES) -> Engine:
+    """Returns an engine that has compiled nothing; others may have compiled its programs."""
+    return Engine(model_for("vanilla", ends=False), policy, num_lanes=lanes, **OPTIONS)
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", ["evicts", "cuts"])
+def test_prompts_share_the_programs_that_were_compiled_before(name, shapes_of):
+    given, policy = prompts(LENGTHS), ROWS_OF[name]
+    alone, together = new_engine(policy), new_engine(policy)
+    _, _, ran = shapes_of(lambda: [alone.generate([each], sampling=GREEDY) for each in given])
     assert {(shape.entries, shape.places) for shape, _ in ran} == {(1, None)}
-    together, compiled, ran = shapes_of(lambda: engine.generate(given, sampling=GREEDY))
+    found, compiled, ran = shapes_of(lambda: together.generate(given, sampling=GREEDY))
     # Prompts of a chunk and less share programs, and the ends of longer ones theirs.
     wide, narrow = Shape(64, 3, 128, True), Shape(32, 4, 64, True)
     assert {(wide, policy.shrinks), (narrow, policy.shrinks)} <= set(ran) <= compiled
     # The chunks that end no prompt wait for no cut in any layer.
     assert any(not cut for _, cut in ran)
-    for left, right in zip(alone, together, strict=True):
+    for prompt, one in zip(given, found, strict=True):
+        answer(prompt, name=name).check(one)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["dms", "dmc", "quest", "snapkv", "kcache"])
+def test_answers_are_those_of_prompts_that_are_read_one_at_a_time(name):
+    """With real programs, whose products are computed for places."""
+    given, engine = prompts(LENGTHS), new_engine(MECHANISMS[name])
+    alone = [engine.generate([each], sampling=GREEDY)[0] for each in given]
+    for left, right in zip(alone, engine.generate(given, sampling=GREEDY), strict=True):
         assert left.tokens == right.tokens
         chex.assert_trees_all_close(left.logprobs, right.logprobs, atol=1e-4)
         assert left.usage.kv_reads == right.usage.kv_reads
         assert left.usage.live_tokens == right.usage.live_tokens
 
 
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("count", [1, 3, LANES, 2 * LANES])
-@pytest.mark.parametrize("seed", range(3))
-def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, seed, shapes_of):
+def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, shapes_of):
     """Whatever the lengths are, and in whatever order they come; equal prompts are read once."""
-    random = np.random.default_rng((count, seed))
-    lengths = random.integers(1, 150, count)
-    given = [random.integers(0, 31, length).tolist() for length in lengths]
-    given += given[: LANES - count]
-    engine = counting_engine()
-    _, compiled, ran = shapes_of(
-        lambda: engine.generate(given, sampling=dms_jax.Sampling(temperature=0, max_new_tokens=9))
-    )
-    assert (
-        set(ran) <= compiled <= {(shape, False) for shape in every_shape(engine._shapes.one_pass)}
-    )
+    for seed in range(3):
+        random = np.random.default_rng((count, seed))
+        lengths = random.integers(1, 150, count)
+        given = [random.integers(0, 31, length).tolist() for length in lengths]
+        given += given[: LANES - count]
+        engine, nine = new_engine(), dms_jax.Sampling(temperature=0, max_new_tokens=9)
+        _, compiled, ran = shapes_of(lambda: engine.generate(given, sampling=nine))  # noqa: B023
+        every = {(shape, False) for shape in every_shape(engine._shapes.one_pass)}
+        assert set(ran) <= compiled <= every
 
 
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(
     ("length", "needed"), [(70, {(64, False), (32, True)}), (128, {(64, False), (64, True)})]
 )
 def test_a_prompt_compiles_the_programs_that_it_runs_and_no_other(length, needed, shapes_of):
     """Of chunks that end a prompt, behind which rows are cut, and of those that end none."""
-    policy = dms_jax.SnapKV(budget=30, window=4)
-    model = dataclasses.replace(model_for("vanilla", ends=False), policy=policy)
-    engine = Engine(model, num_lanes=1, **OPTIONS)
+    engine = new_engine(ROWS_OF["cuts"], lanes=1)
     _, compiled, ran = shapes_of(lambda: engine.generate(prompts([length]), sampling=GREEDY))
     assert {(shape.width, cut) for shape, cut in ran} == needed
     assert set(ran) == compiled
-
-
-def counting_engine() -> Engine:
-    model = LanguageModel(random_model(tiny_config(num_layers=1), dtype=jnp.float32))
-    return Engine(model, num_lanes=LANES, **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,8 @@ def equations(jaxpr):
 
 
 def test_what_has_no_place_is_refused_before_anything_runs():
-    runner = counting_engine().runner
-    shape = counting_engine()._shapes.one_pass.of_width(32)[-1]
+    runner = new_engine().runner
+    shape = new_engine()._shapes.one_pass.of_width(32)[-1]
     assert shape == (32, 4, 64, True)
     given = {lane: np.asarray(random_tokens(lane, 30), np.int32) for lane in range(3)}
     with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):

@@ -1,7 +1,9 @@
 """The few shapes in which prompts of any number and length run."""
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies
 
 from dms_jax.generation.shapes import Shape, Shapes
 from tests.generation.support import every_shape
@@ -38,9 +40,11 @@ def test_the_shapes_are_those_that_the_module_shows():
     ]
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 8, 50, 256])
-@pytest.mark.parametrize("chunk", [1, 8, 64, 512])
-@pytest.mark.parametrize("tokens", [1, 100, 8192])
+@hypothesis.given(
+    chunk=strategies.sampled_from([1, 2, 8, 24, 64, 512]),
+    tokens=strategies.integers(1, 8192),
+    lanes=strategies.integers(1, 256),
+)
 def test_places_hold_a_chunk_and_are_at_least_half_of_what_attention_sees(lanes, chunk, tokens):
     for width, entries, places, _ in every_shape(shapes_of(chunk, tokens, lanes)):
         assert 1 <= entries <= lanes
@@ -197,19 +201,17 @@ def test_the_first_of_the_widest_never_waits(shapes, most):
         left = {lane: count for lane, count in left.items() if count > 0}
 
 
-@pytest.mark.parametrize("refilled", [True, False])
-@pytest.mark.parametrize("longest", [60, 300, 5000, 60_000])
-@pytest.mark.parametrize("seed", range(6))
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(data=strategies.data(), refilled=strategies.booleans())
 @every_kind
-def test_the_shapes_that_prompts_need_are_known_before_any_runs(
-    shapes, most, refilled, longest, seed
-):
+def test_the_shapes_that_prompts_need_are_known_before_any_runs(shapes, most, data, refilled):
     """Also where lanes are refilled, a few at a time."""
-    random = np.random.default_rng((longest, seed))
-    counts = random.integers(1, longest, 40).tolist()
+    longest = data.draw(strategies.sampled_from([60, 300, 5000, 60_000]))
+    counts = data.draw(strategies.lists(strategies.integers(1, longest), min_size=1, max_size=40))
     known = shapes.batches(counts, refilled=refilled)
-    batches = [counts, *(counts[i : i + 3] for i in range(0, 40, 3))] if refilled else [counts]
-    assert programs_of(shapes, batches) <= known <= shapes.every(longest)
+    groups = [counts[i : i + 3] for i in range(0, len(counts), 3)]
+    assert programs_of(shapes, [counts, *groups] if refilled else [counts]) <= known
+    assert known <= shapes.every(longest)
     assert len({shape for shape, _ in known}) <= most
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from dms_jax.generation import warming
-from tests.generation.support import engine_for
+from tests.generation.support import host_engine
 
 THREADS, PROGRAMS = 4, 12
 
@@ -64,7 +64,7 @@ def fail() -> None:
 def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, stop, raised):
     """All but a few of a server's programs are in the queue when it is interrupted."""
     monkeypatch.setattr(warming.os, "cpu_count", lambda: THREADS)
-    runner, allowed = engine_for("vanilla").runner, threading.Event()
+    runner, allowed = host_engine().runner, threading.Event()
     Slow.begun = []
     programs = [Slow(None, allowed) for _ in range(PROGRAMS)]
     programs[0] = Slow(lambda: (full.wait(60), stop()), allowed)

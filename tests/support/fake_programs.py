@@ -16,8 +16,8 @@ and the sampling alone.
 
 Policies keep what `_grows` says, whatever they keep with the programs of the library: Vanilla and
 Quest everything, RandomEviction its window and `1 - rate` of the rest, DMS its window and half,
-TOVA and StreamingLLM their budget; SnapKV cuts a prompt to its budget. Values in host memory and
-meshes are not served.
+TOVA and StreamingLLM their budget; SnapKV cuts a prompt to its budget, and an answer adds no more
+than its interval. Values in host memory and meshes are not served.
 """
 
 import contextlib
@@ -74,6 +74,8 @@ def _grows(policy: Policy, length: Any, chance: Any) -> Any:
             return (length <= policy.window) | (chance >= 16 * _HALF_OF_DMS)
         case TOVA() | StreamingLLM():
             return length < policy.budget
+        case SnapKV() if policy.interval is not None:
+            return length < policy.budget + policy.interval
     return length >= 0
 
 
@@ -136,7 +138,9 @@ def _breaks(seed):
 
 def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, one_pass, places):
     """Stands for `programs.extend`."""
-    del host, one_pass, places
+    del host, places
+    # What attends in one pass is all written, before anything is evicted or cut.
+    rule = policy if policy.parallel == "always" or not one_pass else Vanilla()
     lengths = cache.lengths.at[:, lanes].get(mode="clip")
     lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
     some = dataclasses.replace(cache, lengths=lengths, seen=cache.seen.at[lanes].get(mode="clip"))
@@ -145,7 +149,7 @@ def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy,
         some, *last = carry
         index, tokens = xs
         active = index < counts
-        some, read, live = _append(transformer, some, table, tokens, active, policy)
+        some, read, live = _append(transformer, some, table, tokens, active, rule)
         last = [
             jnp.where(active, *each) for each in zip((read, _broken(tokens)), last, strict=True)
         ]
@@ -284,9 +288,10 @@ def answer_of(
     rows, tokens, live = [[] for _ in range(num_rows)], list(prompt), []
     reason, broken = "length", None
     for position in itertools.count():
-        newest, read = tokens[position], 0
+        newest, read, in_prompt = tokens[position], 0, position < len(prompt)
+        rule = Vanilla() if in_prompt and isinstance(policy, SnapKV) else policy
         for number, row in enumerate(rows):
-            if _grows(policy, len(row), _mix_of(number, position) % 16):
+            if _grows(rule, len(row), _mix_of(number, position) % 16):
                 row.append(None)
                 slot = len(row) - 1
             else:

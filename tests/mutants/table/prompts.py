@@ -78,6 +78,6 @@ MUTANTS = [
         FOLDER + "warming.py",
         "(shape, ends or not cuts_prompts(runner.policy, shape))",
         "(shape, True)",
-        (f"{PROMPTS}::test_answers_are_those_of_prompts_that_are_read_one_at_a_time",),
+        (f"{PROMPTS}::test_prompts_share_the_programs_that_were_compiled_before[cuts]",),
     ),
 ]
