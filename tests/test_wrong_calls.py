@@ -1,0 +1,775 @@
+"""Every entry point answers a wrong call with an error that says what, where and what to do.
+
+Damaged checkpoint files are in `tests/checkpoint`; here is what a caller gets wrong. The calls are
+made as users make them, without jaxtyping's checks, so that a wrong type reaches the code.
+"""
+
+import dataclasses
+import pathlib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets, policies
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.config import ModelConfig
+from dms_jax.data import tasks
+from dms_jax.data.tasks import LinearEquation
+from dms_jax.evaluation import Hyperscaling, System, evaluate
+from dms_jax.evaluation.tasks import PIQA
+from dms_jax.generation import Device
+
+NAN = float("nan")
+LONGEST_MESSAGE = 400
+FEWEST_CALLS = 200
+
+
+@dataclasses.dataclass
+class Case:
+    """A wrong call, the error it must raise, and what the message must say."""
+
+    call: Callable[[], Any]
+    error: str
+    says: tuple[str, ...]
+
+
+def all_cases(scratch: pathlib.Path) -> dict[str, Case]:
+    model = dms_jax.load(assets.path("stories260k"))
+    return {
+        **sampling_cases(),
+        **policy_cases(),
+        **task_cases(),
+        **generate_cases(model),
+        **engine_cases(model),
+        **logits_cases(model),
+        **hyperscale_cases(model),
+        **file_cases(model, scratch),
+        **estimate_cases(model.config),
+        **retrofit_cases(model, scratch),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_calls_say_what_was_wrong_and_leave_nothing(tmp_path, pytestconfig):
+    if pytestconfig.getoption("--jaxtyping-packages"):
+        pytest.skip("jaxtyping's checks refuse what the code is to refuse")
+    cases = all_cases(tmp_path)
+    assert len(cases) > FEWEST_CALLS
+    wrong, there = [], files(tmp_path)
+    for name, case in cases.items():
+        try:
+            case.call()
+        except (Exception, SystemExit) as error:
+            raised, message, where = type(error).__name__, str(error), error
+        else:
+            raised, message, where = "nothing", "", None
+        if raised != case.error:
+            wrong += [f"{name}: {raised} instead of {case.error}"]
+            wrong += traceback.format_exception(where)[-4:] if where else []
+        missing = [text for text in case.says if text not in message]
+        if missing:
+            wrong.append(f"{name}: {missing} not in {message!r}")
+        if len(message) > LONGEST_MESSAGE:
+            wrong.append(f"{name}: a message of {len(message)} characters")
+        if left := files(tmp_path) - there:
+            wrong.append(f"{name}: left {sorted(left)}")
+            there |= left
+    assert not wrong, "\n".join(wrong)
+
+
+def files(scratch: pathlib.Path) -> set[str]:
+    """Returns what lies in a folder, but the checkpoint that is damaged on purpose."""
+    found = {path.relative_to(scratch) for path in scratch.rglob("*")}
+    return {str(path) for path in found if path.parts[0] != "damaged"}
+
+
+def sampling_cases() -> dict[str, Case]:
+    def case(says: tuple[str, ...], **fields) -> Case:
+        return Case(lambda: dms_jax.Sampling(**fields), "ConfigError", ("Sampling", *says))
+
+    number, whole = "must be a finite number", "must be a whole number"
+    return {
+        "temperature below zero": case(("temperature", number, "-1"), temperature=-1),
+        "temperature beyond floats": case(("temperature", number), temperature=10**400),
+        "seed of 5001 digits": case(("seed must be", "16610 bits"), seed=10**5000),
+        "temperature nan": case(("temperature", number, "nan"), temperature=NAN),
+        "temperature infinite": case(("temperature", number, "inf"), temperature=float("inf")),
+        "temperature text": case(("temperature", number, "'hot'"), temperature="hot"),
+        "temperature bool": case(("temperature", number, "True"), temperature=True),
+        "top_k below zero": case(("top_k", whole, "-1"), top_k=-1),
+        "top_k fraction": case(("top_k", whole, "1.5"), top_k=1.5),
+        "top_p zero": case(("top_p", "above 0 and at most 1"), top_p=0),
+        "top_p two": case(("top_p", "above 0 and at most 1"), top_p=2),
+        "min_p two": case(("min_p", "at most 1"), min_p=2),
+        "max_new_tokens zero": case(("max_new_tokens", "at least 1", "got 0"), max_new_tokens=0),
+        "max_new_tokens fraction": case(("max_new_tokens", whole), max_new_tokens=2.5),
+        "max_new_tokens none": case(("max_new_tokens", whole, "None"), max_new_tokens=None),
+        "stop empty": case(("stop", "empty"), stop=["a", ""]),
+        "stop empty text": case(("stop", "empty"), stop=""),
+        "stop ids": case(("stop", "a sequence, each a text"), stop=[13]),
+        "stop none": case(("stop", "a sequence, each a text", "None"), stop=None),
+        "seed below zero": case(("seed", "at most 2**32 - 1"), seed=-1),
+        "seed too large": case(("seed", "at most 2**32 - 1"), seed=2**32),
+        "seed text": case(("seed", "whole number"), seed="7"),
+        "seed fraction": case(("seed", "whole number"), seed=0.5),
+        "seeds fraction": case(("seed", "whole number"), seed=[1, 0.5]),
+        "logprobs number": case(("logprobs", "True or False"), logprobs=3),
+    }
+
+
+def policy_cases() -> dict[str, Case]:
+    def case(kind: type, *says: str, **fields) -> Case:
+        return Case(lambda: kind(**fields), "ConfigError", (kind.__name__, *says))
+
+    dms, dmc, tova, quest = dms_jax.DMS, dms_jax.DMC, dms_jax.TOVA, dms_jax.Quest
+    streaming, drawn = dms_jax.StreamingLLM, dms_jax.RandomEviction
+    cases = {
+        "dms option misspelt": case(dms, "no option windw", "did you mean window?", windw=3),
+        "dms window below zero": case(dms, "window", "-1", window=-1),
+        "dms window fraction": case(dms, "window", "2.5", window=2.5),
+        "dms window text": case(dms, "window", "'wide'", window="wide"),
+        "dms window bool": case(dms, "window", "True", window=True),
+        "dms shift too far": case(dms, "shift", "window + 1 = 5", window=4, shift=6),
+        "dms source": case(dms, "source", "'query_neuron' or 'adapter'", source="magic"),
+        "dms per": case(dms, "per", "'head' or 'layer'", per="token"),
+        "dms temperature zero": case(dms, "temperature", temperature=0),
+        "dms temperature nan": case(dms, "temperature", temperature=NAN),
+        "dms temperature text": case(dms, "temperature", temperature="warm"),
+        "dms decisions": case(dms, "'threshold' or 'bernoulli'", decisions="coin"),
+        "dms seed": case(dms, "seed", "2**32 - 1", seed=2**32),
+        "dms alpha_scale nan": case(dms, "alpha_scale", alpha_scale=NAN),
+        "dms alpha_offset text": case(dms, "alpha_offset", alpha_offset="5"),
+        "dmc neuron": case(dmc, "neuron", "'first' or 'last'", neuron="middle"),
+        "dmc window zero": case(dmc, "window", "None to merge without one", window=0),
+        "dmc window fraction": case(dmc, "window", "2.5", window=2.5),
+        "dmc per": case(dmc, "per", "'head' or 'layer'", per="token"),
+        "dmc importance": case(dmc, "importance", "'learned' or 'uniform'", importance="no"),
+        "dmc temperature zero": case(dmc, "temperature", temperature=0),
+        "dmc offset nan": case(dmc, "offset", offset=NAN),
+        "dmc epsilon text": case(dmc, "epsilon", epsilon="small"),
+        "dmc epsilon below zero": case(dmc, "epsilon", epsilon=-1.0),
+        "pooling every zero": case(dms_jax.FixedPooling, "every", "0", every=0),
+        "pooling every fraction": case(dms_jax.FixedPooling, "every", "2.5", every=2.5),
+        "tova budget zero": case(tova, "budget", "at least 1", budget=0),
+        "tova budget fraction": case(tova, "budget", "2.5", budget=2.5),
+        "tova budget text": case(tova, "budget", budget="8"),
+        "tova per": case(tova, "per", per="all"),
+        "tova prefill": case(tova, "prefill", "'dense_then_evict'", "'dense'", prefill="dense"),
+        "h2o compression_ratio half": case(
+            dms_jax.H2O, "compression_ratio", "at least 1", compression_ratio=0.5
+        ),
+        "h2o compression_ratio text": case(
+            dms_jax.H2O, "compression_ratio", "'4'", compression_ratio="4"
+        ),
+        "h2o compression_ratio beyond floats": case(
+            dms_jax.H2O, "compression_ratio", compression_ratio=10**400
+        ),
+        "h2o budget beyond any sequence": case(
+            dms_jax.H2O, "1000000000000", "Vanilla() to keep everything", budget=10**12
+        ),
+        "knorm interval beyond any answer": case(
+            dms_jax.Knorm, "interval", "None to cut after the prompt alone", interval=10**12
+        ),
+        "snapkv budget within the window": case(
+            dms_jax.SnapKV, "64 that always stay (window)", "raise the budget", budget=64
+        ),
+        "snapkv kernel even": case(dms_jax.SnapKV, "kernel", "odd number", kernel=4),
+        "snapkv interval zero": case(dms_jax.SnapKV, "interval", "or None", interval=0),
+        "expected attention budget within the sinks": case(
+            dms_jax.ExpectedAttention, "4 that always stay (sinks)", budget=3
+        ),
+        "expected attention future": case(dms_jax.ExpectedAttention, "future", "0", future=0),
+        "adakv alpha": case(dms_jax.AdaKV, "alpha", "of at least 0 and at most 1", alpha=2),
+        "adakv without a scorer": case(
+            dms_jax.AdaKV, "scorer", "does not score", "give SnapKV", scorer=dms_jax.DMS()
+        ),
+        "adakv scorer text": case(dms_jax.AdaKV, "scorer", "does not score", scorer="SnapKV"),
+        "pyramidkv beta": case(dms_jax.PyramidKV, "beta", "0", beta=0),
+        "quest per": case(quest, "per", "'kv_head'", per="layer"),
+        "quest budget zero": case(quest, "budget", budget=0),
+        "quest budget text": case(quest, "budget", budget="8"),
+        "quest budget fraction": case(quest, "budget", budget=8.5),
+        "quest dense_layers": case(quest, "dense_layers", dense_layers=-1),
+        "quest dense_layers fraction": case(quest, "dense_layers", dense_layers=0.5),
+        "streaming sinks": case(streaming, "sinks", sinks=-1),
+        "streaming sinks text": case(streaming, "sinks", sinks="4"),
+        "streaming budget": case(streaming, "budget", "raise the budget", budget=4),
+        "streaming budget fraction": case(streaming, "budget", budget=8.5),
+        "random window": case(drawn, "window", window=-1),
+        "random window fraction": case(drawn, "window", window=1.5),
+        "random rate": case(drawn, "rate", rate=1.5),
+        "random rate nan": case(drawn, "rate", rate=NAN),
+        "random rate text": case(drawn, "rate", rate="half"),
+        "random spread": case(drawn, "spread", spread=-0.5),
+        "random seed": case(drawn, "seed", seed=-1),
+        "random seed text": case(drawn, "seed", seed="x"),
+    }
+    unknown = {"name": "H3O"}
+    text: Any = "H2O"
+    extra = {"name": "TOVA", "budget": 8, "bugdet": 9}
+    return cases | {
+        "policy unknown": Case(
+            lambda: policies.from_dict(unknown), "ConfigError", ("'H3O'", "known are Vanilla, DMS")
+        ),
+        "policy by its name alone": Case(
+            lambda: policies.from_dict(text), "ConfigError", ("a dict with its name", "'H2O'")
+        ),
+        "policy with two names": Case(
+            lambda: policies.from_dict({"name": ["H2O"]}), "ConfigError", ("['H2O']", "known are")
+        ),
+        "policy with an option that is no name": Case(
+            lambda: policies.from_dict({"name": "H2O", 5: 3}), "ConfigError", ("no option 5",)
+        ),
+        "policy without a name": Case(
+            lambda: policies.from_dict({"budget": 8}), "ConfigError", ("None", "known are")
+        ),
+        "policy with an unknown option": Case(
+            lambda: policies.from_dict(extra),
+            "ConfigError",
+            ("bugdet", "did you mean budget?", "budget, compression_ratio, per"),
+        ),
+    }
+
+
+def task_cases() -> dict[str, Case]:
+    def case(kind: type, *says: str, **fields) -> Case:
+        return Case(lambda: kind(**fields), "ConfigError", says)
+
+    pair, whole = "a pair, each a whole number", "must be a whole number of at least "
+    return {
+        "task steps number": case(tasks.WordChain, "steps", pair, "3", steps=3),
+        "task steps alone": case(tasks.WordChain, "steps", pair, "(3,)", steps=(3,)),
+        "task steps falling": case(tasks.WordChain, "steps", "(low, high)", steps=(4, 3)),
+        "task operations fraction": case(tasks.Arithmetic, "operations", pair, operations=(1.5, 2)),
+        "task slips text": case(tasks.Arithmetic, "slips", "'often'", slips="often"),
+        "task slips nan": case(tasks.Arithmetic, "slips", "nan", slips=NAN),
+        "task slips of equations": case(tasks.LinearEquation, "have no slips", slips=0.1),
+        "task size text": case(tasks.Needle, "size", whole + "1", size="1k"),
+        "task needles bool": case(tasks.Needle, "needles", whole + "1", needles=True),
+        "task haystack": case(tasks.Needle, "haystack", "'hay'", haystack="hay"),
+        "task chains text": case(tasks.VariableTracking, "chains", whole + "1", chains="x"),
+        "task hops fraction": case(tasks.VariableTracking, "hops", whole + "0", hops=0.5),
+        "task split": Case(
+            lambda: tasks.Needle().problem("dev", 0), "ConfigError", ("'dev'", "validation")
+        ),
+    }
+
+
+def estimate_cases(config: ModelConfig) -> dict[str, Case]:
+    def case(*says: str, error: str = "ConfigError", given: Any = config, **options) -> Case:
+        options.setdefault("tokens", 64)
+        return Case(lambda: dms_jax.estimate(given, **options), error, says)
+
+    whole = "must be a whole number of at least 1"
+    return {
+        "estimate tokens zero": case("tokens", whole, tokens=0),
+        "estimate tokens fraction": case("tokens", whole, tokens=0.5),
+        "estimate tokens text": case("tokens", whole, tokens="8k"),
+        "estimate batch": case("batch", whole, batch=-1),
+        "estimate page_size": case("page_size", whole, page_size=0),
+        "estimate ratio": case("compression_ratio", policy=dms_jax.DMS(), compression_ratio=0.5),
+        "estimate ratio nan": case(
+            "compression_ratio", policy=dms_jax.DMS(), compression_ratio=NAN
+        ),
+        "estimate ratio of vanilla": case("Vanilla", compression_ratio=8),
+        "estimate device": case("'b300'", "h200", device="b300"),
+        "estimate device none": case("device", "None", device=None),
+        "device of nothing": Case(lambda: Device(1e9, 0, 1e9), "ConfigError", ("bandwidth",)),
+        "estimate dtype": case("dtype", "'wide'", dtype="wide"),
+        "estimate dtype of names": case("no dtype", "'names'", dtype={"names": 3}),
+        "estimate dtype of whole numbers": case("dtype int8", "kv_dtype", dtype="int8"),
+        "estimate dtype of a byte": case("float8_e4m3fn", "kv_dtype", dtype="float8_e4m3fn"),
+        "estimate config": case("ModelConfig", given={"num_layers": 3}),
+        "estimate policy": case("Not a cache policy", policy="DMS"),
+        "estimate too small": case(
+            "do not fit", error="CapacityError", device=Device(1000, 1e9, 1e9)
+        ),
+    }
+
+
+def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    short = dms_jax.Sampling(max_new_tokens=4)
+    silent = dataclasses.replace(model, tokenizer=None)
+
+    def case(error: str, *says: str, prompts: Any = ((1, 2, 3),), given: Any = model, **options):
+        options.setdefault("sampling", short)
+        prompts = list(prompts) if isinstance(prompts, tuple) else prompts
+        return Case(lambda: dms_jax.generate(given, prompts, **options), error, says)
+
+    def data(*says: str, prompts: Any, **options) -> Case:
+        return case("DataError", *says, prompts=prompts, **options)
+
+    ids = "token ids are whole numbers"
+    big = dms_jax.Sampling(max_new_tokens=400)
+    chat = [{"role": "user", "content": "hello"}]
+    return {
+        "no prompts": data("the list of prompts is empty", prompts=[]),
+        "a single string": data("Give a list of prompts, not a single string", prompts="Once"),
+        "a single list of ids": data("one list of token ids goes into", prompts=[1, 2, 3]),
+        "a single chat": data("one chat is a list of messages", prompts=chat),
+        "prompts none": data("Give a list of prompts, got None", prompts=None),
+        "prompts a number": data("Give a list of prompts, got 5", prompts=5),
+        "prompts a generator": data("Give a list of prompts", prompts=(p for p in ["a"])),
+        "quest budget below a page": case(
+            "ConfigError",
+            "a budget of 32 tokens is less than one page of 64",
+            "raise the budget",
+            policy=dms_jax.Quest(budget=32),
+        ),
+        "kv_dtype a list": case(
+            "ConfigError", "kv_dtype must be", "give 'float8_e4m3'", kv_dtype=["float8_e4m3"]
+        ),
+        "an option of engines alone": case(
+            "ConfigError", "generate has no option num_lanes; it has chunk", num_lanes=8
+        ),
+        "an option of sampling": case(
+            "ConfigError",
+            "generate has no option max_new_tokens, which is one of Sampling",
+            "give sampling=dms_jax.Sampling(max_new_tokens=...)",
+            max_new_tokens=8,
+        ),
+        "an option misspelt": case(
+            "ConfigError", "generate has no option page_sise (did you mean page_size?)", page_sise=8
+        ),
+        "window beyond the memory": case(
+            "CapacityError",
+            "bytes of state for 1 sequences",
+            "or the policy a smaller window",
+            policy=dms_jax.RandomEviction(window=10**12),
+        ),
+        "empty prompt": data("Prompt 1 is empty", prompts=["a", []]),
+        "empty string": data("Prompt 0 is an empty string", prompts=[""]),
+        "float ids": data("Prompt 0 holds 1.5 at place 1", ids, prompts=[[1, 1.5]]),
+        "whole float ids": data("Prompt 0 holds 1.0 at place 0", ids, prompts=[[1.0, 2.0]]),
+        "bool ids": data("Prompt 0 holds True at place 0", ids, prompts=[[True, 2]]),
+        "text ids": data("Prompt 0 holds 'a' at place 0", ids, prompts=[["a", "b"]]),
+        "none ids": data("Prompt 0 holds None at place 1", ids, prompts=[[1, None]]),
+        "float array": data("array of float64", prompts=[np.ones(3)]),
+        "bool array": data("array of bool", prompts=[np.ones(3, bool)]),
+        "matrix": data("shape [2, 2]", "one dimension", prompts=[np.ones((2, 2), int)]),
+        "bytes": data("must be a string", prompts=[b"abc"]),
+        "prompt none": data("Prompt 0 must be a string", "None", prompts=[None]),
+        "id too large": data("Prompt 1", "0 ... 511", "512", prompts=[[1], [3, 512]]),
+        "id below zero": data("Prompt 0", "0 ... 511", "-1", prompts=[[1, -1]]),
+        "id huge": data("Prompt 0", prompts=[[2**70]]),
+        "too long": data("Prompt 0", "600 tokens", "512 positions", prompts=[[1] * 600]),
+        "no room": data("Prompt 0 has 512 tokens", "at most 511", prompts=[[1] * 512]),
+        "text without a tokenizer": data("without a tokenizer", prompts=["a"], given=silent),
+        "stop strings without a tokenizer": case(
+            "ConfigError",
+            "stop strings",
+            "without a tokenizer",
+            given=silent,
+            sampling=dms_jax.Sampling(max_new_tokens=4, stop="a"),
+        ),
+        "chat without a template": data("no chat template", prompts=[chat]),
+        "chat without content": data("'role' and 'content'", prompts=[[{"role": "user"}]]),
+        "chat of strings": data("'role' and 'content'", prompts=[[chat[0], "hello"]]),
+        "model a path": case("ConfigError", "dms_jax.load", "'some/path'", given="some/path"),
+        "model none": case("ConfigError", "dms_jax.load", "None", given=None),
+        "policy a name": case("ConfigError", "Not a cache policy: 'DMS'", policy="DMS"),
+        "policy a class": case("ConfigError", "Not a cache policy", policy=dms_jax.DMS),
+        "policy needs an adapter": case(
+            "ConfigError", "DMS", "adapter", "Retrofit", policy=dms_jax.DMS(source="adapter")
+        ),
+        "sampling a dict": case("ConfigError", "a Sampling", sampling={"temperature": 0}),
+        "seeds": case(
+            "ConfigError", "3 seeds for 1 prompts", sampling=dms_jax.Sampling(seed=[1, 2, 3])
+        ),
+        "on_tokens a list": case("ConfigError", "on_tokens must be a function", on_tokens=[]),
+        "memory zero": case("ConfigError", "memory must be a finite number above 0", memory=0),
+        "memory below zero": case(
+            "ConfigError", "memory must be a finite number above 0", memory=-5
+        ),
+        "memory nan": case("ConfigError", "memory must be a finite number above 0", memory=NAN),
+        "memory text": case("ConfigError", "memory must be", "'4GB'", memory="4GB"),
+        "memory bool": case("ConfigError", "memory must be", "True", memory=True),
+        "memory too little": case(
+            "CapacityError", "at least 20,480", "20 rows", "There are 100", page_size=16, memory=100
+        ),
+        "memory more than there is": case("CapacityError", "the device has", memory=1e16),
+        "pool too small": case(
+            "CapacityError",
+            "cannot hold",
+            "max_new_tokens",
+            memory=30_000,
+            page_size=16,
+            sampling=big,
+        ),
+        "chunk zero": case("ConfigError", "chunk must be a whole number", "got 0", chunk=0),
+        "memory beyond floats": case("ConfigError", "memory must be", memory=10**400),
+        "chunk huge": case("ConfigError", "chunk", "at most 2**31 - 1", chunk=10**30),
+        "page_size huge": case("ConfigError", "page_size", "at most 2**31 - 1", page_size=10**30),
+        "page_size large": case("CapacityError", "a smaller page_size", page_size=2**31 - 1),
+        "page_size of 5001 digits": case(
+            "ConfigError", "page_size", "at most 2**31 - 1", "16610 bits", page_size=10**5000
+        ),
+        "prefill_chunk huge": case("ConfigError", "prefill_chunk must be", prefill_chunk=10**30),
+        "ids of 5001 digits": case(
+            "DataError", "Prompt 0 holds a number of 16610 bits", prompts=[[10**5000]]
+        ),
+        "chunk fraction": case("ConfigError", "chunk must be", "2.5", chunk=2.5),
+        "chunk none": case("ConfigError", "chunk must be", "None", chunk=None),
+        "page_size zero": case("ConfigError", "page_size must be", "got 0", page_size=0),
+        "page_size below zero": case("ConfigError", "page_size must be", "-64", page_size=-64),
+        "page_size bool": case("ConfigError", "page_size must be", "True", page_size=True),
+        "unknown option": case("ConfigError", "did you mean page_size?", page_sizes=16),
+        "prefill_chunk zero": case("ConfigError", "prefill_chunk must be", prefill_chunk=0),
+    }
+
+
+def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    def engine(error: str, *says: str, given: Any = model, **options) -> Case:
+        return Case(lambda: dms_jax.Engine(given, **options), error, says)
+
+    def say(*says: str, prompt: Any, error: str = "DataError", **options) -> Case:
+        def call():
+            conversation = dms_jax.Conversation(model, max_tokens=64)
+            conversation.say(prompt, **options)
+
+        return Case(call, error, says)
+
+    def score(*says: str, sequences: Any, error: str = "DataError", given=model, **options) -> Case:
+        return Case(lambda: dms_jax.score(given, sequences, **options), error, says)
+
+    return {
+        "engine model": engine("ConfigError", "dms_jax.load", given=3),
+        "engine lanes": engine("ConfigError", "num_lanes must be", num_lanes=0),
+        "engine lanes millions": engine("CapacityError", "Use fewer lanes", num_lanes=10**8),
+        "engine lanes millions, little memory": engine(
+            "CapacityError", "Use fewer lanes", num_lanes=10**8, memory=10**7
+        ),
+        "engine lanes huge": engine(
+            "ConfigError", "num_lanes", "at most 2**31 - 1", num_lanes=10**30
+        ),
+        "engine lanes far below zero": engine(
+            "ConfigError", "num_lanes must be", "16610 bits", num_lanes=-(10**5000)
+        ),
+        "engine prefill_tokens huge": engine(
+            "ConfigError", "prefill_tokens", "at most 2**31 - 1", prefill_tokens=10**30
+        ),
+        "conversation chunk huge": Case(
+            lambda: dms_jax.Conversation(model, chunk=10**30), "ConfigError", ("chunk must be",)
+        ),
+        "engine lanes fraction": engine("ConfigError", "num_lanes must be", num_lanes=1.5),
+        "engine max_tokens": engine("ConfigError", "max_tokens must be", max_tokens=0),
+        "engine max_tokens below zero": engine("ConfigError", "max_tokens must be", max_tokens=-8),
+        "engine memory": engine("ConfigError", "memory must be", memory=-1),
+        "engine memory too little": engine("CapacityError", "at least", memory=1),
+        "engine policy": engine("ConfigError", "Not a cache policy", policy=7),
+        "engine cancel of one": Case(
+            lambda: dms_jax.Engine(model, max_tokens=64).cancel(3),  # pyright: ignore[reportArgumentType]
+            "ConfigError",
+            ("cancel: indices must be a sequence", "got 3"),
+        ),
+        "engine prompts": Case(
+            lambda: dms_jax.Engine(model, max_tokens=64).generate("Once"),
+            "DataError",
+            ("Give a list of prompts",),
+        ),
+        "conversation model": Case(
+            lambda: dms_jax.Conversation("path"), "ConfigError", ("dms_jax.load",)
+        ),
+        "conversation policy": Case(
+            lambda: dms_jax.Conversation(model, "DMS"), "ConfigError", ("Not a cache policy",)
+        ),
+        "say nothing": say("The prompt is an empty string", prompt=""),
+        "say no ids": say("The prompt is empty", prompt=[]),
+        "say none": say("The prompt must be a string", prompt=None),
+        "say bool": say("The prompt holds True", prompt=[True]),
+        "say too much": say("600 tokens", "512 positions", prompt=[1] * 600),
+        "say sampling": say("a Sampling", prompt=[1], error="ConfigError", sampling="greedy"),
+        "score nothing": score("the list of sequences is empty", sequences=[]),
+        "score text": score("Give a list of sequences, not a single", sequences="Once"),
+        "score flat": score("one list of token ids goes into", sequences=[1, 2, 3]),
+        "score one token": score("Sequence 1 has one token", sequences=[[1, 2], [3]]),
+        "score an empty one": score("Sequence 0 is empty", sequences=[[]]),
+        "score floats": score("Sequence 0 holds 0.5", sequences=[[1, 0.5]]),
+        "score a float array": score("array of float32", sequences=np.ones((2, 3), np.float32)),
+        "score too long": score("Sequence 0", "512 positions", sequences=[[1] * 513]),
+        "score outside": score("Sequence 0", "0 ... 511", sequences=[[1, 999]]),
+        "score chunk": score("chunk must be", sequences=[[1, 2]], chunk=0, error="ConfigError"),
+        "score lanes": score(
+            "num_lanes must be", sequences=[[1, 2]], num_lanes=0, error="ConfigError"
+        ),
+        "score memory": score("at least", sequences=[[1, 2]], memory=9, error="CapacityError"),
+        "score model": score("dms_jax.load", sequences=[[1, 2]], given=None, error="ConfigError"),
+        "score policy": score(
+            "Not a cache policy", sequences=[[1, 2]], policy="TOVA", error="ConfigError"
+        ),
+        "score max_length huge": score(
+            "max_length",
+            "at most 2**31 - 1",
+            sequences=[[1, 2]],
+            max_length=10**30,
+            error="ConfigError",
+        ),
+        "score chunk huge": score(
+            "chunk", "at most 2**31 - 1", sequences=[[1, 2]], chunk=10**30, error="ConfigError"
+        ),
+        "evaluate max_length huge": Case(
+            lambda: evaluate(model, LinearEquation(), max_length=10**30),
+            "ConfigError",
+            (
+                "evaluate: max_length",
+                "at most 2**31 - 1",
+            ),
+        ),
+        "score max_length": score(
+            "max_length must be", sequences=[[1, 2]], max_length=0.5, error="ConfigError"
+        ),
+        "score table width": score(
+            "table_width must be", sequences=[[1, 2]], table_width=0, error="ConfigError"
+        ),
+        "score max_tokens": score(
+            "score has no option max_tokens", sequences=[[1, 2]], max_tokens=8, error="ConfigError"
+        ),
+        "evaluate serving": Case(
+            lambda: evaluate(model, LinearEquation(), serving={"lanes": 4}),
+            "ConfigError",
+            ("evaluate: serving must be a Serving", "got {'lanes': 4}"),
+        ),
+        "evaluate task": Case(
+            lambda: evaluate(model, 3),
+            "ConfigError",
+            ("evaluate wants a task", "got 3"),
+        ),
+        "evaluate choices": Case(
+            lambda: evaluate(model, PIQA("piqa.jsonl")),
+            "ConfigError",
+            ("evaluate wants tasks that are answered in words", "piqa", "evaluate_choices"),
+        ),
+        "evaluate max_length": Case(
+            lambda: evaluate(model, LinearEquation(), max_length=2.5),
+            "ConfigError",
+            ("evaluate: max_length must be", "got 2.5"),
+        ),
+        "evaluate max_lengths": Case(
+            lambda: evaluate(model, LinearEquation(), max_length=[8, 9]),
+            "ConfigError",
+            ("2 max_lengths were given for 1 tasks",),
+        ),
+    }
+
+
+def logits_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    def case(*says: str, tokens: Any = ((1, 2, 3),), error: str = "DataError", **options) -> Case:
+        return Case(lambda: model.logits(tokens, **options), error, says)
+
+    quest = dms_jax.Quest()
+    return {
+        "logits floats": case("token ids", "float", tokens=np.ones((1, 3))),
+        "logits bools": case("token ids", "bool", tokens=np.ones((1, 3), bool)),
+        "logits one dimension": case("[B, T]", tokens=np.array([1, 2, 3])),
+        "logits ragged": case("token ids", tokens=[[1, 2], [3]]),
+        "logits empty": case("no tokens", tokens=np.zeros((0, 4), int)),
+        "logits no tokens": case("no tokens", tokens=np.zeros((2, 0), int)),
+        "logits text": case("token ids", tokens=["Once"]),
+        "logits outside": case("0 ... 511", tokens=[[1, 512]]),
+        "logits below zero": case("0 ... 511", tokens=[[-1, 2]]),
+        "logits too long": case("512 positions", tokens=np.ones((1, 600), int)),
+        "logits prompt_lengths": case("prompt_lengths", policy=quest, prompt_lengths=[4]),
+        "logits prompt_lengths below zero": case(
+            "prompt_lengths", policy=quest, prompt_lengths=[-1]
+        ),
+        "logits prompt_lengths floats": case("prompt_lengths", policy=quest, prompt_lengths=[1.5]),
+        "logits prompt_lengths of another batch": case(
+            "prompt_lengths", policy=quest, prompt_lengths=[1, 2]
+        ),
+        "logits segments": case("segment_ids", segment_ids=np.ones((1, 5), int)),
+        "logits segments floats": case("segment_ids", segment_ids=np.ones((1, 3))),
+        "logits segments under TOVA": case(
+            "TOVA",
+            "packed documents",
+            policy=dms_jax.TOVA(),
+            segment_ids=np.ones((1, 3), int),
+            error="ConfigError",
+        ),
+        "logits policy": case("Not a cache policy", policy="DMS", error="ConfigError"),
+        "logits adapter": case(
+            "adapter", policy=dms_jax.DMS(source="adapter"), error="ConfigError"
+        ),
+    }
+
+
+def hyperscale_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
+    vanilla = System("vanilla", dms_jax.Vanilla())
+    point = Hyperscaling({}, ())
+
+    def case(*says: str, systems: Any = (vanilla,), **options) -> Case:
+        options = {"lengths": (8,), "chains": (1,)} | options
+        return Case(
+            lambda: dms_jax.hyperscale(model, LinearEquation(), systems, **options),
+            "ConfigError",
+            says,
+        )
+
+    return {
+        "hyperscale lengths": case("lengths must be a sequence", "got 5", lengths=5),
+        "hyperscale chains": case("chains must be", "at least 1", chains=(0,)),
+        "hyperscale seeds": case("seeds must be", "got (-1,)", seeds=(-1,)),
+        "hyperscale stop": case("stop_decided must be True or False, got 1", stop_decided=1),
+        "hyperscale out": case("hyperscale: out must be", "got 5", out=5),
+        "hyperscale serving": case("hyperscale: serving must be a Serving", serving=3),
+        "hyperscale mapping": case(
+            "hyperscale wants systems of dms_jax.evaluation.System", systems={"a": vanilla}
+        ),
+        "hyperscale policy": case("hyperscale wants systems", systems=dms_jax.Vanilla()),
+        "hyperscale system": Case(
+            lambda: System("TOVA", "TOVA"),
+            "ConfigError",
+            ("System: policy must be a Policy or None, got 'TOVA'",),
+        ),
+        "hyperscale axis": Case(
+            lambda: point.frontier("vanilla", "bytes"),
+            "ConfigError",
+            ("axis must be 'reads' or 'peak', got 'bytes'",),
+        ),
+        "hyperscale method": Case(
+            lambda: point.average_gain("vanilla", "TOVA", method="best"),
+            "ConfigError",
+            ("method must be 'single', 'vote'", "got 'best'"),
+        ),
+    }
+
+
+def file_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[str, Case]:
+    vanilla = dms_jax.Vanilla()
+    stories = assets.path("stories260k")
+    (scratch / "a file").write_text("kept")
+    (scratch / "busy").mkdir()
+    (scratch / "busy" / "thesis.tex").write_text("kept")
+
+    def save(
+        *says: str,
+        path: Any,
+        error="CheckpointError",
+        given: Any = model,
+        policy=vanilla,
+        **options,
+    ):
+        return Case(lambda: dms_jax.save(given, policy, path, **options), error, says)
+
+    def load(*says: str, path: Any = stories, error: str = "CheckpointError", **options) -> Case:
+        return Case(lambda: dms_jax.load(path, **options), error, says)
+
+    return {
+        "load none": load("None", path=None),
+        "load a number": load("7", path=7),
+        "load nothing": load("no directory", path=scratch / "absent"),
+        "load a file": load("is a file", path=scratch / "a file"),
+        "load empty text": load("path of a checkpoint", path=""),
+        "load dtype": load("dtype", "'half!'", dtype="half!", error="ConfigError"),
+        "load whole dtype": load("dtype", "int32", dtype="int32", error="ConfigError"),
+        "load mesh": load("mesh", mesh=4, error="ConfigError"),
+        "load adapter": load("7", adapter=7),
+        "load nameless adapter": load("path of an adapter", adapter=""),
+        "load absent adapter": load("no directory", adapter=scratch / "absent"),
+        "load merge": load("merge", "'yes'", merge="yes", error="ConfigError"),
+        "load a model as adapter": load("holds a whole model", adapter=stories),
+        "save an adapter perhaps": save(
+            "adapter_only",
+            "'perhaps'",
+            path=scratch / "x",
+            error="ConfigError",
+            adapter_only="perhaps",
+        ),
+        "save the adapter of a policy without": save(
+            "reads no adapter", path=scratch / "x", error="ConfigError", adapter_only=True
+        ),
+        "save under a file": save("cannot be written", path=scratch / "a file" / "model"),
+        "save over a file": save("is a file", path=scratch / "a file"),
+        "save over other things": save("thesis.tex", path=scratch / "busy"),
+        "save nowhere": save("None", path=None),
+        "save unwritable": save("cannot be written", path="/proc/model"),
+        "save no model": save("dms_jax.load", path=scratch / "x", given=3, error="ConfigError"),
+        "save no policy": save(
+            "Not a cache policy", path=scratch / "x", policy="DMS", error="ConfigError"
+        ),
+        "save weights that are not numbers": save(
+            "model.embed_tokens.weight", "NaN", path=scratch / "x", given=_without_numbers(model)
+        ),
+        "save an adapter that is not there": save(
+            "adapter",
+            path=scratch / "x",
+            policy=dms_jax.DMS(source="adapter"),
+            error="ConfigError",
+        ),
+        "tokenizer of nothing": Case(
+            lambda: model.tokenizer.encode(None), "DataError", ("must be a string",)
+        ),
+        "tokenizer decodes text": Case(
+            lambda: model.tokenizer.decode(["a"]), "DataError", ("token ids",)
+        ),
+        "tokenizer of a damaged file": Case(
+            lambda: Tokenizer.from_directory(_damaged(scratch)), "CheckpointError", ("tokenizer",)
+        ),
+        "asset": Case(lambda: assets.path("gpt5"), "DataError", ("'gpt5'", "stories260k")),
+        "config empty": Case(lambda: ModelConfig.from_hf({}), "ConfigError", ("model_type",)),
+        "config a list": Case(lambda: ModelConfig.from_hf([1]), "ConfigError", ("object",)),
+        "mesh too large": Case(
+            lambda: dms_jax.make_mesh(100, 100), "ConfigError", ("10000", "devices")
+        ),
+        "mesh of nothing": Case(lambda: dms_jax.make_mesh(0, 1), "ConfigError", ("at least 1",)),
+    }
+
+
+def _without_numbers(model: dms_jax.LanguageModel) -> dms_jax.LanguageModel:
+    transformer = jax.tree.map(lambda x: x * jnp.nan, model.transformer)
+    return dataclasses.replace(model, transformer=transformer)
+
+
+def _damaged(scratch: pathlib.Path) -> pathlib.Path:
+    directory = scratch / "damaged"
+    directory.mkdir(exist_ok=True)
+    (directory / "tokenizer.json").write_text("{")
+    return directory
+
+
+def retrofit_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[str, Case]:
+    recipe = dms_jax.recipes.dms_quickstart(2, steps_per_ratio=1)
+    dms = dms_jax.DMS(window=16, source="adapter")
+    text = ["Once upon a time there was a cat. " * 200]
+
+    def case(*says: str, error: str = "ConfigError", given: Any = model, policy=dms, **options):
+        options = {"recipe": recipe, "data": text, "progress": False} | options
+        return Case(lambda: dms_jax.retrofit(given, policy, **options), error, says)
+
+    def changed(*says: str, **fields: Any):
+        return Case(lambda: dataclasses.replace(recipe, **fields), "ConfigError", says)
+
+    return {
+        "retrofit model": case("dms_jax.load", given="path"),
+        "retrofit policy": case("TOVA", "DMS", policy=dms_jax.TOVA()),
+        "retrofit policy a name": case("DMS", policy="DMS"),
+        "retrofit recipe": case("recipe", recipe="dms_published"),
+        "retrofit checkpoint_every": case("checkpoint_every", checkpoint_every=0),
+        "retrofit seed": case("seed", seed="x"),
+        "retrofit on_step": case("on_step must be a function or None, got []", on_step=[]),
+        "retrofit progress": case("progress must be True or False", progress="no"),
+        "retrofit mesh": case("mesh must be a Mesh or None, got 4", mesh=4),
+        "retrofit option": case("no option outt", "it has adapter_only", outt="runs"),
+        "retrofit no data": case("no document", error="DataError", data=[]),
+        "retrofit data none": case("data", error="DataError", data=None),
+        "retrofit data a number": case("data", error="DataError", data=5),
+        "retrofit data that is not there": case(
+            "absent.txt", error="DataError", data=[scratch / "absent.txt"]
+        ),
+        "retrofit out a file": case(
+            "a file", error="CheckpointError", out=scratch / "a file" / "run"
+        ),
+        "recipe ratio": Case(
+            lambda: dms_jax.recipes.dms_published(0.5), "ConfigError", ("compression_ratio", "0.5")
+        ),
+        "recipe regulariser": changed("regulariser", "'kl'", "'l2'", regulariser="l2"),
+        "recipe prior": changed("prior", "'global' or 'layer'", prior="head"),
+        "recipe variant": Case(
+            lambda: dms_jax.recipes.dmc_paper(2, variant="dmc-d"), "ConfigError", ("'immediate'",)
+        ),
+    }
