@@ -42,8 +42,9 @@ class Divisor(NamedTuple):
     @staticmethod
     def number(divisor: Any) -> Any:
         """Returns the ratio if it is a number, and the divisor itself inside programs."""
-        is_number = divisor is not None and isinstance(divisor.ratio, int | float)
-        return divisor.ratio if is_number else divisor
+        if isinstance(divisor, Divisor) and isinstance(divisor.ratio, int | float):
+            return divisor.ratio
+        return divisor
 
 
 Tokens = Annotated[int, Range(1, LONGEST), "use Vanilla() to keep everything"]
@@ -82,7 +83,8 @@ class BudgetedPolicy(Policy):
         """Returns the budget of sequences of at most `tokens` tokens."""
         if self.compression_ratio is None:
             return self.budget
-        return min(max(share(tokens, self.compression_ratio), self.least_budget), LONGEST)
+        budget = max(share(tokens, self.compression_ratio), int(self.least_budget))
+        return min(budget, LONGEST)
 
     def for_length(self, tokens: int) -> Policy:
         """Returns the same policy with a budget in tokens."""

@@ -104,7 +104,7 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
     def __post_init__(self):
         super().__post_init__()
         require(
-            self.budget > self.protected,
+            self.budget > int(self.protected),
             f"{self.name}: a budget of {self.budget} tokens holds nothing beside the "
             f"{self.protected} that always stay ({self.protected_by}); raise the budget.",
         )
