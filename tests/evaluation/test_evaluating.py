@@ -16,6 +16,7 @@ from dms_jax.evaluation import Serving, evaluate, summary_table
 from dms_jax.evaluation.prompting import Chat, encode_problem
 from dms_jax.evaluation.result import Result
 from dms_jax.evaluation.tasks import GPQA
+from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import text
 from tests.generation.support import stories
@@ -88,13 +89,13 @@ def test_the_figures_of_a_plain_cache_follow_from_its_lengths(vanilla):
     assert len({text for texts in vanilla.completions for text in texts}) == 18
 
 
-@pytest.mark.nightly
-def test_lanes_change_nothing_and_more_chains_only_add(vanilla):
-    few = run(serving=dataclasses.replace(SERVING, lanes=4))
-    assert few.completions == vanilla.completions
-    chex.assert_trees_all_equal(few.reads, vanilla.reads)
+@pytest.mark.usefixtures("fakes")
+def test_lanes_change_nothing_and_more_chains_only_add():
+    many, few = run(), run(serving=dataclasses.replace(SERVING, lanes=4))
+    assert few.completions == many.completions
+    chex.assert_trees_all_equal(few.reads, many.reads)
     one = run(chains=1)
-    assert [texts[0] for texts in vanilla.completions] == [texts[0] for texts in one.completions]
+    assert [texts[0] for texts in many.completions] == [texts[0] for texts in one.completions]
     assert run(chains=1, seed=1).completions != one.completions
 
 
@@ -108,7 +109,7 @@ def test_a_budget_bounds_the_peak(vanilla):
     assert result.settings["policy"] == dms_jax.TOVA(budget=10).to_dict()
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_tasks_take_turns():
     result = run(problems=5, chains=1)
     both = evaluate(
@@ -139,7 +140,7 @@ class Asked(Continue):
         return super().problem(split, index)
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_problems_of_several_tasks_are_the_first_of_each():
     """From where they start, none left out and none twice."""
     ASKED.clear()
@@ -175,7 +176,7 @@ def made_up() -> Result:
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_a_vote_has_the_score_of_the_answer_that_won():
     """Of Needle, whose score finds the number anywhere: the first chain says two."""
 
@@ -196,7 +197,7 @@ def test_a_vote_has_the_score_of_the_answer_that_won():
     assert (data["accuracy"][0], data["voted"][0]) == (1, 0)
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_what_one_problem_says_has_no_known_error():
     result = run(problems=1)
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
@@ -244,6 +245,34 @@ def test_each_task_has_the_share_of_its_own_max_length():
     for max_length in (0, [12, 0]):
         with pytest.raises(ConfigError, match="evaluate: max_length"):
             peaks(share, max_length=max_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Long(Continue):
+    """The second problem is three times as long."""
+
+    name = "long"
+
+    def problem(self, split, index):
+        problem = super().problem(split, 0)
+        return dataclasses.replace(problem, prompt=" ".join([problem.prompt] * (1 + 2 * index)))
+
+
+@pytest.mark.nightly
+def test_each_problem_has_its_own_max_length():
+    """Half of the prompt and the longest answer, of each prompt for itself."""
+    model = dataclasses.replace(stories(), generation=GenerationDefaults())
+    result = evaluate(
+        model,
+        Long(),
+        problems=2,
+        policy=dms_jax.TOVA(compression_ratio=2),
+        sampling=dms_jax.Sampling(temperature=0, max_new_tokens=8),
+        serving=SERVING,
+    )
+    max_lengths = result.prompt_tokens + 8
+    assert max_lengths[1] > max_lengths[0] + 10
+    assert result.peak[:, 0].tolist() == [max_length // 2 + 1 for max_length in max_lengths]
 
 
 @pytest.mark.nightly
@@ -320,7 +349,7 @@ def test_a_model_without_a_chat_template_is_told_so(gpqa):
         Chat(variables={"messages": []})
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_all_problems_of_files_take_turns_until_there_are_no_more(gpqa, tmp_path):
     short = dms_jax.Sampling(max_new_tokens=1)
 

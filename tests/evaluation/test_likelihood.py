@@ -24,6 +24,7 @@ from dms_jax.generation.runner import Runner
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
 from tests.generation.support import log_softmax, model_for, prompts, stories
+from tests.support.instances import further
 
 # A pool of one size and a page for any length: calls share programs.
 SERVING = Serving(lanes=4, memory=400_000, page_size=64, chunk=8, prefill_chunk=8)
@@ -76,8 +77,7 @@ def test_prompts_of_a_chunk_fit_what_the_pool_leaves(name, large, monkeypatch):
         assert engine.options.prefill_tokens == tokens
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["vanilla", "dms", "tova", "quest"])
+@pytest.mark.parametrize("name", ["vanilla", *further("dms", "tova", "quest")])
 def test_likelihoods_equal_a_plain_pass(name):
     found = likelihoods(model_for(name), PAIRS, serving=serving_of(name))
     assert_as_plain_passes(found, by_plain_passes(name))
@@ -98,7 +98,6 @@ def assert_same(found, want):
         assert (one.greedy, one.peak_tokens) == (other.greedy, other.peak_tokens)
 
 
-@pytest.mark.nightly
 def test_continuations_of_many_lengths_take_few_programs(monkeypatch):
     """20, 9, 3 and 1 tokens, of which the last of each is not read: 19 steps are 8, 8 and 3."""
     ran, follow = [], Runner.teacher_forced_decode
@@ -166,7 +165,6 @@ def test_a_share_is_taken_of_each_sequence_alone():
     assert [each.peak_tokens for each in found] == [5, 16]
 
 
-@pytest.mark.nightly
 def test_a_prompt_ends_where_the_context_does():
     """SnapKV cuts there: what it keeps decides what follows, as in generation."""
     policy = dms_jax.SnapKV(budget=8, window=4)
@@ -227,7 +225,6 @@ def test_a_context_and_its_continuation_are_encoded_together():
 # -- questions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
 def test_questions_are_answered_by_the_likeliest_option(tmp_path):
     """Two options that stories make likely and unlikely; a long one wins by characters alone."""
     records = [
@@ -240,7 +237,7 @@ def test_questions_are_answered_by_the_likeliest_option(tmp_path):
     assert result.lengths[0].tolist() == [4, 3]
     context, first = encode_pair(stories(), f"{records[0]['query']}\nAnswer:", " girl")
     (alone,) = likelihoods(stories(), [(context, first)], serving=SERVING)
-    assert result.logprobs[0][0] == pytest.approx(alone.logprob, abs=1e-5)
+    assert result.logprobs[0][0] == pytest.approx(alone.logprob, abs=1e-4)
     norm = [each / length for each, length in zip(result.logprobs, result.lengths, strict=True)]
     assert result.chosen_norm.tolist() == [int(np.argmax(each)) for each in norm]
     data = result.to_dict(questions=True)

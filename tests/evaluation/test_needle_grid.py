@@ -15,6 +15,8 @@ from dms_jax.evaluation import NeedleGrid, Serving, needle_grid
 from dms_jax.evaluation.needle_grid import NeedleCell
 from dms_jax.evaluation.tasks import RULER
 
+pytestmark = pytest.mark.usefixtures("fakes")
+
 SETTINGS = dict(
     lengths=(400, 500),
     depths=(0, 50, 100),
@@ -29,7 +31,6 @@ def model():
     return dms_jax.load(assets.path("stories260k"))
 
 
-@pytest.mark.nightly
 def test_every_place_is_scored_where_its_needle_lies(model, monkeypatch, tmp_path):
     """A score that tells length, depth and problem apart comes back at its place."""
     seen = []
@@ -59,7 +60,6 @@ def test_every_place_is_scored_where_its_needle_lies(model, monkeypatch, tmp_pat
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) >= 12
 
 
-@pytest.mark.nightly
 def test_a_single_problem_has_no_error(model):
     settings = {**SETTINGS, "lengths": (400,), "depths": (50,), "problems": 1}
     grid = needle_grid(model, dms_jax.StreamingLLM(budget=64), **settings)
@@ -79,7 +79,6 @@ def test_mistakes_are_named(model):
         needle_grid(model, lengths=(400,), task=RULER("vt"))
 
 
-@pytest.mark.nightly
 def test_the_picture_shows_every_number(model, tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 

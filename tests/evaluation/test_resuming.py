@@ -15,7 +15,9 @@ from dms_jax.generation import Engine
 from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import model_for, stories
-from tests.support.instances import further
+from tests.support.fake_programs import faked
+
+pytestmark = pytest.mark.usefixtures("fakes")
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=16)
 SERVING = Serving(lanes=2, page_size=16, chunk=8)
@@ -28,7 +30,8 @@ def run(out=None, **changes):
 
 @pytest.fixture(scope="module")
 def whole():
-    return run()
+    with faked():
+        return run()
 
 
 def same(left, right):
@@ -51,7 +54,7 @@ def calls_of(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("stop_decided", [False, *further(True)])
+@pytest.mark.parametrize("stop_decided", [False, True])
 def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch, stop_decided):
     """But those that decide whether others go on are looked at before them."""
     late, serve = [], Engine.serve
@@ -69,21 +72,18 @@ def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch, stop_d
     assert (False in late) == stop_decided
 
 
-@pytest.mark.nightly
 def test_all_problems_share_one_queue(monkeypatch, whole):
     sizes = calls_of(monkeypatch)
     same(run(), whole)
     assert sizes == [8]
 
 
-@pytest.mark.nightly
 def test_prompts_that_run_token_by_token_start_together(monkeypatch):
     sizes = calls_of(monkeypatch)
     run(policy=dms_jax.TOVA(budget=20), sampling=dataclasses.replace(SAMPLING, max_new_tokens=1))
     assert sizes == [2, 2, 2, 2]
 
 
-@pytest.mark.nightly
 def test_answers_are_on_disk_with_figures_and_a_table(tmp_path, whole):
     result = run(tmp_path / "run")
     same(result, whole)
@@ -100,7 +100,6 @@ class Enough(Exception):
     pass
 
 
-@pytest.mark.nightly
 def test_an_interrupted_evaluation_goes_on_after_what_is_on_disk(tmp_path, monkeypatch, whole):
     add, added = module.Journal.add, []
 
@@ -129,7 +128,6 @@ def test_an_interrupted_evaluation_goes_on_after_what_is_on_disk(tmp_path, monke
     same(more, run(problems=5, chains=3))
 
 
-@pytest.mark.nightly
 def test_answers_of_other_settings_are_not_mixed(tmp_path):
     short = dataclasses.replace(SAMPLING, max_new_tokens=2)
     run(tmp_path, problems=1, sampling=short)
@@ -196,40 +194,11 @@ def full_disk(journal, *answer, add=module.Journal.add):
     add(journal, *answer)
 
 
-@pytest.mark.nightly
 def test_a_bar_shows_the_running_score(capsys, whole):
     same(run(progress=True), whole)
     shown = capsys.readouterr().err
     assert "8/8" in shown
     assert f"score {100 * whole.accuracy.value:.1f}%" in shown
-
-
-@pytest.mark.nightly
-def test_each_problem_has_its_own_max_length():
-    """Half of the prompt and the longest answer, of each prompt for itself."""
-    model = dataclasses.replace(stories(), generation=GenerationDefaults())
-    result = evaluate(
-        model,
-        Long(),
-        problems=2,
-        policy=dms_jax.TOVA(compression_ratio=2),
-        sampling=dms_jax.Sampling(temperature=0, max_new_tokens=8),
-        serving=SERVING,
-    )
-    max_lengths = result.prompt_tokens + 8
-    assert max_lengths[1] > max_lengths[0] + 10
-    assert result.peak[:, 0].tolist() == [max_length // 2 + 1 for max_length in max_lengths]
-
-
-@dataclasses.dataclass(frozen=True)
-class Long(Continue):
-    """The second problem is three times as long."""
-
-    name = "long"
-
-    def problem(self, split, index):
-        problem = super().problem(split, 0)
-        return dataclasses.replace(problem, prompt=" ".join([problem.prompt] * (1 + 2 * index)))
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from dms_jax.generation import Engine
 from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import POLICIES, model_for, stories
+from tests.support.instances import further
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=20, logprobs=True)
 # The pool is of one size for answers of any length, and so are page tables: they share programs.
@@ -54,8 +55,7 @@ def same(left, right):
         assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova", "quest", "snapkv"])
+@pytest.mark.parametrize("name", ["vanilla", *further("dms", "dmc", "tova", "quest", "snapkv")])
 def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
     # With small pages every number of them has programs of its own.
     options, lengths = (SMALL_PAGES, (6, 13)) if name == "quest" else ({}, (1, 6, 13))
@@ -70,7 +70,7 @@ def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
     same(cuts(long, 99), cuts(long, 20))
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_what_was_preempted_is_cut_alike(monkeypatch):
     """Its answer was recomputed as a prompt, and is not the prompt for all that."""
     short, calm = answers(length=6, **SMALL_PAGES), answers(**SMALL_PAGES)
@@ -87,7 +87,7 @@ def test_what_was_preempted_is_cut_alike(monkeypatch):
     same(cuts(narrow, 6), cuts(short, 6))
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_an_end_before_the_cut_stays_and_one_after_it_is_none():
     tokens = [each.completion.tokens for each in answers()]
     end = next(i for i in range(5, 18) if tokens[0][i] not in tokens[0][:i])

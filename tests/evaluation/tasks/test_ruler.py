@@ -33,6 +33,7 @@ from dms_jax.evaluation.tasks.ruler.questions import read_hotpotqa, read_squad
 from dms_jax.evaluation.tasks.ruler.sizing import Bounds, largest_size
 from dms_jax.evaluation.tasks.ruler.tracking import Tracking
 from tests.support import ruler
+from tests.support.instances import further
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden/ruler"
 ANSWERS = json.loads((GOLDEN / "answers.json").read_text())
@@ -84,15 +85,14 @@ def tasks(length, files):
     return [task.fitted(characters) for task in ruler_tasks(length, **files)]
 
 
-@pytest.mark.nightly
-def test_prompts_and_answers_fit_the_length_and_come_close(files):
-    for length in (2500, 20_000):
-        for task in tasks(length, files):
-            for index in range(3):
-                problem = task.problem("test", index)
-                tokens = characters(problem) + problem.answer_tokens
-                unit = 50 if task.task not in ("cwe", "fwe") else 100  # a line, a document, a word
-                assert length - length // 200 - unit <= tokens <= length, (task, tokens)
+@pytest.mark.parametrize("length", [2500, *further(20_000)])
+def test_prompts_and_answers_fit_the_length_and_come_close(files, length):
+    for task in tasks(length, files):
+        for index in range(3):
+            problem = task.problem("test", index)
+            tokens = characters(problem) + problem.answer_tokens
+            unit = 50 if task.task not in ("cwe", "fwe") else 100  # a line, a document, a word
+            assert length - length // 200 - unit <= tokens <= length, (task, tokens)
 
 
 @pytest.mark.nightly
@@ -374,7 +374,7 @@ def test_the_answer_prefix_begins_the_answer():
     assert 440 <= len(tokens) + 128 <= 500  # the template counts; a line of noise has 50 tokens
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 def test_evaluate_fits_tasks_to_the_model_and_limits_answers():
     model = stories()
     given = [RULER("niah_single_1", 500), RULER("vt", 500, hops=1, worked_example=False)]
