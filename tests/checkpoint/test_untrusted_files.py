@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 
@@ -61,35 +62,40 @@ def make_way(directory, name):
     return directory / name
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", READ)
+def refusal(directory):
+    with pytest.raises(CheckpointError) as error:
+        load(directory)
+    return str(error.value)
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["device", "pipe", "secret", "absolute", "circle", "nothing"])
-def test_what_is_not_a_file_of_the_checkpoint(stories, tmp_path, name, kind):
+def test_what_is_not_a_file_of_the_checkpoint(saved, tmp_path, kind):
     (tmp_path / "secret").write_text("-----BEGIN PRIVATE KEY-----")
-    file = make_way(stories, name)
-    if kind == "pipe":
-        os.mkfifo(file)
-    else:
-        target = {
-            "device": "/dev/zero",
-            "secret": "../secret",
-            "absolute": str(tmp_path / "secret"),
-            "circle": name,
-            "nothing": "absent",
-        }[kind]
-        file.symlink_to(target)
-    with pytest.raises(CheckpointError) as refusal:
-        load(stories)
     says = {"pipe": "is a pipe", "circle": "in a circle", "nothing": "that is not there"}
-    assert says.get(kind, "a link that leaves the checkpoint directory") in str(refusal.value)
-    assert name in str(refusal.value)
+    for name in READ:
+        file = make_way(shutil.copytree(saved, tmp_path / name), name)
+        if kind == "pipe":
+            os.mkfifo(file)
+        else:
+            target = {
+                "device": "/dev/zero",
+                "secret": "../secret",
+                "absolute": str(tmp_path / "secret"),
+                "circle": name,
+                "nothing": "absent",
+            }[kind]
+            file.symlink_to(target)
+        told = refusal(file.parent)
+        assert says.get(kind, "a link that leaves the checkpoint directory") in told
+        assert name in told
 
 
-@pytest.mark.parametrize("name", READ)
-def test_a_directory_in_the_place_of_a_file(stories, name):
-    make_way(stories, name).mkdir()
-    with pytest.raises(CheckpointError, match="is a directory, not a file"):
-        load(stories)
+def test_a_directory_in_the_place_of_a_file(saved, tmp_path):
+    for name in READ:
+        file = make_way(shutil.copytree(saved, tmp_path / name), name)
+        file.mkdir()
+        assert f"{name} is a directory, not a file" in refusal(file.parent)
 
 
 def hub_cache(directory, tmp_path):
@@ -134,12 +140,14 @@ def test_blobs_that_are_a_link_themselves(stories, tmp_path, which):
         load(snapshot)
 
 
-@pytest.mark.parametrize("name", [name for name in READ if name != "model.safetensors"])
-def test_files_beyond_all_measure(stories, name):
-    with make_way(stories, name).open("wb") as file:
-        file.truncate(files.MAX_VOCABULARY_BYTES + 1)
-    with pytest.raises(CheckpointError, match=f"{name} has .* bytes, more than the"):
-        load(stories)
+def test_files_beyond_all_measure(saved, tmp_path):
+    for name in READ:
+        if name == "model.safetensors":
+            continue
+        file = make_way(shutil.copytree(saved, tmp_path / name), name)
+        file.touch()
+        os.truncate(file, files.MAX_VOCABULARY_BYTES + 1)
+        assert re.search(f"{name} has .* bytes, more than the", refusal(file.parent))
 
 
 def test_a_file_that_does_not_know_its_size(tmp_path, monkeypatch):
@@ -300,7 +308,6 @@ def test_a_tokenizer_without_words(tmp_path):
     assert Tokenizer.from_directory(tmp_path).vocab_size == 0
 
 
-@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id", "pad_token_id"])
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -314,10 +321,10 @@ def test_a_tokenizer_without_words(tmp_path):
         ([[1]], "must be a token id"),
     ],
 )
-def test_ends_that_are_no_token_ids(llama, name, value, message):
-    (llama / "generation_config.json").write_text(json.dumps({name: value}))
-    with pytest.raises(CheckpointError, match=f"{name} .*{message}"):
-        load(llama)
+def test_ends_that_are_no_token_ids(llama, value, message):
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        (llama / "generation_config.json").write_text(json.dumps({name: value}))
+        assert re.search(f"{name} .*{message}", refusal(llama))
 
 
 def test_ends_as_old_configs_write_them(llama):
