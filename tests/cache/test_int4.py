@@ -62,7 +62,6 @@ def test_slots_hold_what_the_format_can_say(stored, seed):
     assert (step[..., 0] <= (1 + 2.0**-8) * np.maximum(largest / 8, 2.0**-120)).all()
 
 
-@pytest.mark.nightly
 def test_numbers_by_hand():
     plain = Int4(group=4, rotated=False)
     x = jnp.asarray([[8.0, 7.0, -3.4, -8.0, -16.0, 16.0, 5.1, 0.0]])
@@ -140,7 +139,6 @@ def test_the_rotation_changes_no_product_and_undoes_itself(head_dim):
     chex.assert_trees_all_equal(Int4(rotated=False).rotate(q), q)
 
 
-@pytest.mark.nightly
 def test_what_the_rotation_is_for():
     """A group with one large number loses its others; rotated, it does not."""
     x = np.random.default_rng(0).normal(size=(64, 64))
