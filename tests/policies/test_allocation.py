@@ -25,7 +25,6 @@ def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
     return chunk_of(tokens, max_lengths=max_lengths, page_size=4, **static)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 2.531, 3, 3.3, 4.911, 7.7])
 def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
     """Compares the budget in a program with that on the host, and with exact fractions."""

@@ -19,14 +19,12 @@ from dms_jax.policies import DMS, RandomEviction, StreamingLLM
 from dms_jax.policies.values import FOREVER, NOT_STORED, Decisions, PolicyState
 from tests.oracles import dms
 from tests.support.chunks import chunk_of, state_of, tokens_of
-from tests.support.instances import further, nightly_but
+from tests.support.instances import further
 
 BATCH, KV_HEADS, HEAD_DIM, PAGE_SIZE, LENGTH = 2, 2, 2, 4, 24
-# Both ends of the shifts, and between them, of no window, of short ones and of a long one.
-WINDOWS_AND_SHIFTS = [(0, 0), (0, 1), (1, 1), (2, 0), (2, 1), (2, 3), (6, 2), (6, 7)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit
 def write(policy, rows, marks, first, count, lengths):
     """Runs one chunk through `write`; marks [B, K, T]."""
     num_tokens = marks.shape[-1]
@@ -91,12 +89,12 @@ def check_chunks(policy, window, shift, marks, chunks, width):
         lengths, seen = placement["lengths"], seen + counts
 
 
-@pytest.mark.parametrize(("window", "shift"), nightly_but([(2, 1)], WINDOWS_AND_SHIFTS))
-@settings(max_examples=10)
+@pytest.mark.parametrize(("window", "shift"), [(2, 1), *further((0, 0), (0, 1), (6, 2), (6, 7))])
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**20),
     rate=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
-    width=st.sampled_from([1, 5, 16]),
+    width=st.sampled_from([1, 16]),
 )
 def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate, width):
     random = np.random.default_rng(seed)
@@ -106,7 +104,7 @@ def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate
 
 
 @pytest.mark.parametrize(
-    ("window", "shift", "seen"), [(2, 1, 21), *further((0, 0, 15), (6, 0, 15), (6, 7, 21))]
+    ("window", "shift", "seen"), [(2, 1, 21), *further((0, 0, 15), (6, 7, 21))]
 )
 def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
     policy, size = DMS(window=window, shift=shift), window + 1
@@ -127,7 +125,7 @@ def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
     chex.assert_trees_all_equal(rows, reached)
 
 
-@pytest.mark.parametrize(("budget", "sinks"), [(4, 1), *further((1, 0), (6, 5), (40, 4))])
+@pytest.mark.parametrize(("budget", "sinks"), [(4, 1), *further((1, 0), (40, 4))])
 def test_streaming_holds_sinks_and_recent(budget, sinks):
     policy = StreamingLLM(budget=budget, sinks=sinks)
     marks = np.broadcast_to(np.arange(LENGTH) >= sinks, (BATCH, KV_HEADS, LENGTH))
@@ -142,12 +140,11 @@ def shown(positions, layer=0, kv_heads=2):
     return tokens_of(nothing, positions=positions, layer=layer)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
+@functools.partial(jax.jit, static_argnums=3)
 def drawn(policy, positions, layer, kv_heads=2):
     return policy.decide(shown(positions, layer, kv_heads)).marks
 
 
-@pytest.mark.nightly
 def test_random_eviction_draws_by_layer_head_and_position_alone():
     policy = RandomEviction(rate=0.3, seed=5)
     positions = np.arange(4000)[None]
@@ -166,7 +163,6 @@ def test_random_eviction_draws_by_layer_head_and_position_alone():
         assert abs((draw[1:] == draw[:-1]).mean() - 0.58) < 0.035
 
 
-@pytest.mark.nightly
 def test_random_eviction_spreads_rates_over_heads():
     marks = drawn(RandomEviction(rate=0.5, spread=0.4), np.arange(2000)[None], 0, 16)
     rates = np.asarray(marks).mean(-1)[0]

@@ -26,7 +26,6 @@ def marks(policy, logits, positions, layer=0):
     return np.asarray(policy.decide(shown(logits, positions, layer)).marks)
 
 
-@pytest.mark.nightly
 def test_draws_have_the_probability_of_the_logit():
     positions = np.arange(4000)[None]
     for logit in (-2.0, 0.0, 1.0):
@@ -62,7 +61,6 @@ def test_one_draw_for_the_layer():
     chex.assert_trees_all_equal(drawn, drawn[:, :1].repeat(3, 1))
 
 
-@pytest.mark.nightly
 def test_training_draws_as_inference_does():
     """Checks that training's noise samples equally: u < sigmoid(a) iff a - logit(u) > 0."""
     random = np.random.default_rng(0)
@@ -91,7 +89,6 @@ def test_immediate_decisions_fall_as_the_key_leaves_the_window(window):
         DMS(window=window, shift=window + 2)
 
 
-@pytest.mark.nightly
 def test_the_gate_of_training_is_that_of_the_oracle():
     random = np.random.default_rng(1)
     logits, noise = random.normal(size=(2, 1, 2, 30))

@@ -49,8 +49,7 @@ def computed(seeds, *, documents=None, **options):
 
 
 @pytest.mark.parametrize("reduction", ["max", "mean"])
-@pytest.mark.parametrize("window", [3, *further(0)])
-@pytest.mark.parametrize("block", [4, *further(128)])
+@pytest.mark.parametrize(("window", "block"), [(3, 4), *further((0, 128))])
 def test_importance_is_what_later_queries_make_of_a_key(monkeypatch, reduction, window, block):
     monkeypatch.setattr(importance, "BLOCK", block)
     documents = np.array([[1] * 13, [1] * 8 + [2] * 5])
@@ -76,7 +75,6 @@ def test_a_worked_example():
     chex.assert_trees_all_close(np.exp(log[:2, 0]), np.array([1.0, 1.5]), rtol=1e-12)
 
 
-@pytest.mark.nightly
 def test_nothing_learns_through_importance():
     def total(k):
         seen_as = FutureAttention(window=1)

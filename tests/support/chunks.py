@@ -2,9 +2,20 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dms_jax.policies.values import CacheShape, Chunk, Decisions, Observation, Static, Tokens
+
+# Without jit every little operation is a program of its own.
+write = jax.jit(lambda policy, state, chunk: policy.write(state, chunk))
+
+
+@jax.jit
+def read(policy, state, q, chunk, placement):
+    """Returns the page table and the lengths that a query reads."""
+    reading = policy.read(state, q, chunk, placement)
+    return reading.page_table, reading.lengths
 
 
 def tokens_of(k, *, q=None, v=None, positions=None, layer=0, adapter_logits=None) -> Tokens:
