@@ -12,8 +12,17 @@ import dms_jax
 from dms_jax.generation import Engine, drawing
 from dms_jax.generation.drawing import Scaled, draw, filter_logits, sample, try_tokens
 from dms_jax.generation.sampling import LanesFilter, Sampling
-from tests.generation.support import GREEDY, SHAPE, engine_for, log_softmax, model_for, prompts
-from tests.support.instances import nightly_but
+from tests.generation.support import (
+    GREEDY,
+    SHAPE,
+    answer,
+    engine_for,
+    host_engine,
+    log_softmax,
+    model_for,
+    prompts,
+)
+from tests.support.instances import further, nightly_but
 
 RULES = {
     "plain": Sampling(),
@@ -153,8 +162,9 @@ def test_the_smallest_temperature_still_draws_among_equals():
     assert drawn == dict.fromkeys(drawn, few)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("searched", [True, False], ids=["some searched", "none searched"])
+@pytest.mark.parametrize(
+    "searched", [True, *further(False)], ids=["some searched", "none searched"]
+)
 def test_lanes_that_differ_draw_as_each_alone(searched):
     samplings = {
         0: Sampling(temperature=0),
@@ -212,7 +222,6 @@ def test_no_share_is_too_small(name, share):
     chex.assert_trees_all_equal(kept[0], oracle(logits[0], rule) > 0)
 
 
-@pytest.mark.nightly
 def test_half_precision_logits_are_sampled_in_float32():
     """4000 tokens: in bfloat16 their mass is not 1, and a log-probability has two digits."""
     draws, rule = 400, Sampling(top_p=0.9)
@@ -266,7 +275,6 @@ def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():
     assert ((counts[likely] - expected) ** 2 / expected).sum() < CHI_SQUARE
 
 
-@pytest.mark.nightly
 def test_what_has_no_weight_is_never_chosen_however_sums_are_rounded(monkeypatch):
     """A GPU adds in a tree, so that the sum up to a weight of 0 may exceed the one before it."""
     random = np.random.default_rng(0)
@@ -321,34 +329,28 @@ def test_a_request_draws_alike_alone_and_in_any_company():
         )
 
 
+@pytest.mark.usefixtures("fakes")
 def test_copies_differ_and_seeds_decide():
+    """Copies are counted among prompts of one seed, and one alone is the first of its copies."""
     (prompt,) = prompts([13])
-    copies = run([prompt] * 3)
-    assert len({tuple(c.tokens) for c in copies}) == 3
-    assert [c.tokens for c in run([prompt] * 3)] == [c.tokens for c in copies]
-    (first,) = run([prompt])
-    assert first.tokens == copies[0].tokens
-    seeds = dataclasses.replace(SAMPLED, seed=[9, 5, 9])
-    chosen = run([prompt] * 3, seeds)
-    assert chosen[1].tokens == first.tokens  # the only one with seed 5
-    assert chosen[0].tokens != chosen[2].tokens  # copies among those of seed 9
-    (nine,) = run([prompt], dataclasses.replace(SAMPLED, seed=9))
-    assert nine.tokens == chosen[0].tokens
+
+    def drawn(*seeds):
+        sampling = dataclasses.replace(SAMPLED, seed=[*seeds])
+        return host_engine().generate([prompt] * len(seeds), sampling=sampling)
+
+    for seeds, copies in (((5, 5, 5), (0, 1, 2)), ((9, 5, 9), (0, 0, 1)), ((9,), (0,))):
+        for seed, copy, one in zip(seeds, copies, drawn(*seeds), strict=True):
+            answer(prompt, dataclasses.replace(SAMPLED, seed=seed), copy=copy).check(one)
+    (one,) = host_engine().generate([prompt], sampling=dataclasses.replace(GREEDY, logprobs=False))
+    assert one.logprobs is None
 
 
 def test_positions_draw_for_themselves():
     """A request that continues from its own first tokens draws the same tokens after them."""
-    (prompt,) = prompts([13])
-    (whole,) = run([prompt])
-    (rest,) = run([prompt + whole.tokens[:4]])
+    (prompt,), plain = prompts([13]), dataclasses.replace(SAMPLED, top_p=1.0)
+    (whole,) = run([prompt], plain)
+    (rest,) = run([prompt + whole.tokens[:4]], plain)
     assert rest.tokens[:8] == whole.tokens[4:]
-
-
-@pytest.mark.nightly
-def test_logprobs_only_where_asked():
-    (prompt,) = prompts([5])
-    (completion,) = run([prompt], dataclasses.replace(GREEDY, logprobs=False))
-    assert completion.logprobs is None
 
 
 @pytest.mark.nightly
