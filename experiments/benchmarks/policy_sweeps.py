@@ -23,6 +23,7 @@ from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.settings import check_numbers
 
 SWEEPS: dict[str, list[Policy]] = {
     "TOVA, ten budgets": [TOVA(budget=40 + 2 * step) for step in range(10)],
@@ -48,6 +49,9 @@ class Config:
     """Slots per page."""
     out: pathlib.Path = pathlib.Path("runs/policy_sweeps.json")
     """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 class Programs:
