@@ -37,6 +37,8 @@ from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, Streamin
 
 # Tokens that are drawn: short words of the shipped tokenizer. A few may be end tokens of a model.
 FIRST_WORD, WORDS = 259, 128
+# So hot any token is drawn, most of them parts of characters.
+HOT, FIRST_TOKEN, TOKENS = 20, 4, 500
 ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
 # Of requests with one of 1,024 seeds from here on, logits behind this token are not numbers. They
 # draw it, too.
@@ -123,7 +125,9 @@ def _draw(read, positions, seeds, rule):
     asked = _mix(jnp.where(greedy, 0, asked), jnp.reshape(jnp.asarray(rule.top_k, jnp.uint32), -1))
     seed, copy = (jnp.where(greedy, 0, each) for each in jnp.moveaxis(seeds, -1, 0))
     chance = _mix(read, positions, seed, copy, asked)
-    tokens = FIRST_WORD + (chance % WORDS).astype(jnp.int32)
+    words = FIRST_WORD + (chance % WORDS).astype(jnp.int32)
+    hot = jnp.reshape(jnp.asarray(rule.temperature), -1) >= HOT
+    tokens = jnp.where(hot, FIRST_TOKEN + (chance % TOKENS).astype(jnp.int32), words)
     tokens = jnp.where(_breaks(seed) & (chance % 8 == 0), BROKEN_TOKEN, tokens)
     return tokens, -(positions % 64) - tokens / 512 if rule.logprobs else None
 
@@ -307,7 +311,8 @@ def answer_of(
             broken = position + 1
         read = _mix_of(read % 2**32, newest) % _MANTISSA
         chance = _mix_of(read, position + 1, seed, copy, asked)
-        drawn = FIRST_WORD + chance % WORDS
+        hot = sampling.temperature >= HOT
+        drawn = FIRST_TOKEN + chance % TOKENS if hot else FIRST_WORD + chance % WORDS
         tokens.append(BROKEN_TOKEN if _breaks(seed) and chance % 8 == 0 else drawn)
         new = len(tokens) - len(prompt)
         if tokens[-1] in ends or new == most:
