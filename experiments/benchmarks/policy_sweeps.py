@@ -4,7 +4,8 @@ The numbers of a policy are arguments of programs, so a sweep compiles what its 
 and again only where a budget changes the size of a page table. Each sweep runs in this process one
 value after another, on the model of 260,000 parameters that the library carries.
 
-    python -m experiments.benchmarks.policy_sweeps --out experiments/results/engine/policy_sweeps.json
+    python -m experiments.benchmarks.policy_sweeps \
+        --out experiments/results/engine/policy_sweeps.json
 """
 
 import dataclasses
@@ -28,7 +29,9 @@ from experiments.benchmarks.settings import check_numbers
 SWEEPS: dict[str, list[Policy]] = {
     "TOVA, ten budgets": [TOVA(budget=40 + 2 * step) for step in range(10)],
     "TOVA, ten ratios": [TOVA(compression_ratio=2 + step / 8) for step in range(10)],
-    "DMS, five offsets": [DMS(window=16, alpha_offset=offset) for offset in (-50.0, -5.0, 0.0, 5.0, 50.0)],
+    "DMS, five offsets": [
+        DMS(window=16, alpha_offset=offset) for offset in (-50.0, -5.0, 0.0, 5.0, 50.0)
+    ],
     "Quest, four budgets": [Quest(budget=budget) for budget in (104, 112, 120, 128)],
     "SnapKV, four budgets, two intervals": [
         SnapKV(budget=budget, window=8, interval=interval)
@@ -78,7 +81,7 @@ def main(config: Config) -> None:
             out = dms_jax.generate(
                 model, prompts, policy=policy, sampling=sampling, page_size=config.page_size
             )
-        tokens = ",".join(map(str, sum(map(list, out.tokens), [])))
+        tokens = ",".join(str(token) for answer in out.tokens for token in answer)
         return hashlib.sha256(tokens.encode()).hexdigest()[:16]
 
     answers(dms_jax.Vanilla())  # what every policy shares
