@@ -15,9 +15,9 @@ export JAX_PLATFORMS
 PYTEST := $(RUN) -m pytest -n $(WORKERS)
 GATE := -m "not nightly and not release"
 TYPES := --jaxtyping-packages=dms_jax,pallas_kernels,beartype.beartype
-# `make check` runs what needs no jax program, or next to none.
-QUICK := tests/oracles tests/cache tests/data tests/model/test_rope.py tests/policies/test_policies.py \
-  $(wildcard tests/test_*.py) $(wildcard tests/evaluation/test_*stat*.py)
+# `make check` runs what compiles next to nothing.
+QUICK := tests/oracles tests/cache tests/data/test_sources.py tests/evaluation/test_statistics.py \
+  tests/model/test_rope.py tests/policies/test_policies.py $(wildcard tests/test_*.py)
 SHARDS ?= 6
 # What `make steady` runs the gate under: options of tests/conftest.py, joined by commas.
 VARIATIONS ?= --reseed=1 --reseed=2 --compiler=optimized --compiler=new-emitter --compiler=level-0 \
