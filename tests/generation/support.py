@@ -63,6 +63,7 @@ ROWS_OF = {
     "keeps": dms_jax.Vanilla(),
     "evicts": dms_jax.RandomEviction(window=10, rate=0.6),
     "bounded": dms_jax.TOVA(budget=20),
+    "served": dms_jax.TOVA(budget=24),
     "large budget": dms_jax.TOVA(budget=28),
     "cuts": dms_jax.SnapKV(budget=8, window=4),
     # It might evict, as far as admission knows, and keeps every token.

@@ -1,12 +1,21 @@
-"""One server for the tests that leave it as it was."""
+"""One server for the tests that leave it as it was; most of them run it on fake programs."""
 
 import pytest
+
+
+@pytest.fixture
+def fakes():
+    """Programs compute nothing; see `tests/support/fake_programs.py`."""
+    from tests.support.fake_programs import faked  # not above: tests/conftest.py sets jax up first
+
+    with faked():
+        yield
 
 
 @pytest.fixture(scope="package")
 def client():
     """A client of a server with four lanes."""
-    from tests.serving.support import serving  # not above: tests/conftest.py sets jax up first
+    from tests.serving.support import serving
 
     with serving() as made:
         yield made

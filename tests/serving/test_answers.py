@@ -1,21 +1,28 @@
-"""Answers: streamed or whole they are those of `dms_jax.generate`, alone and in company."""
+"""Answers, streamed or whole: those that the programs gave to each request, alone or in company."""
 
 import threading
 
 import pytest
 
 import dms_jax
-from tests.serving.support import SHAPE, stories, wait_until
+from dms_jax.generation import Engine
+from tests.generation.support import answer
+from tests.serving.support import LANES, MAX_TOKENS, SHAPE, stories, wait_until
 
 STORY = dict(prompt="Once upon a time", max_tokens=14)
 DRAWN = dict(temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, seed=7)
 TALK = [{"role": "user", "content": "Lily"}]
+fakes = pytest.mark.usefixtures("fakes")
 
 
-def generated(prompts, **sampling):
-    sampling = dms_jax.Sampling(**sampling)
-    policy = dms_jax.TOVA(budget=24)
-    return dms_jax.generate(stories(), prompts, policy=policy, sampling=sampling, **SHAPE)
+def encoded(text):
+    return stories().tokenizer.encode(text)
+
+
+def expected(prompt, *, copy=0, **sampling):
+    """Returns the answer of the fakes to a text or to token ids."""
+    prompt = encoded(prompt) if isinstance(prompt, str) else prompt
+    return answer(prompt, dms_jax.Sampling(**sampling), "served", copy=copy)
 
 
 def joined(chunks, choice=0):
@@ -23,27 +30,40 @@ def joined(chunks, choice=0):
     return "".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts)
 
 
-@pytest.mark.nightly
-def test_an_answer_is_that_of_generate_whole_and_streamed(idle):
-    want = generated([STORY["prompt"]] * 2, max_new_tokens=14, logprobs=True, **DRAWN)
+def test_an_answer_is_that_of_an_engine(idle):
+    """With real programs."""
+    greedy = dms_jax.Sampling(temperature=0, max_new_tokens=14, logprobs=True)
+    options = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, **SHAPE)
+    engine = Engine(stories(), dms_jax.TOVA(budget=24), **options)
+    (want,) = engine.generate([STORY["prompt"]], sampling=greedy)
+    (choice,) = idle.ask(logprobs=1, temperature=0, **STORY)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (want.text, "length")
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(want.logprobs, abs=1e-5)
+
+
+@fakes
+def test_several_choices_whole_and_streamed(idle):
+    want = [expected(STORY["prompt"], copy=copy, max_new_tokens=14, **DRAWN) for copy in range(2)]
+    texts = [each.text for each in want]
     whole = idle.ask(model="stories", n=2, logprobs=1, **STORY, **DRAWN)
     assert (whole["object"], whole["model"]) == ("text_completion", "stories")
-    assert [choice["text"] for choice in whole["choices"]] == want.texts
-    assert want.texts[0] != want.texts[1]
+    assert [choice["text"] for choice in whole["choices"]] == texts
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 2
-    for choice, logprobs in zip(whole["choices"], want.logprobs, strict=True):
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-5)
+    for choice, each in zip(whole["choices"], want, strict=True):
+        assert choice["logprobs"]["token_logprobs"] == each.logprobs
     usage = whole["usage"]
-    prompt = len(stories().tokenizer.encode(STORY["prompt"]))
+    prompt = len(encoded(STORY["prompt"]))
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, 28)
     assert usage["total_tokens"] == prompt + 28
-    for name in ("live_tokens", "peak_tokens", "kv_reads", "compression_ratio"):
-        assert usage["kv_cache"][name] == pytest.approx(getattr(want.usage, name))
+    kept = [each.usage for each in want]
+    assert usage["kv_cache"]["kv_reads"] == sum(each["kv_reads"] for each in kept)
+    assert usage["kv_cache"]["peak_tokens"] == pytest.approx(sum(x["peak_tokens"] for x in kept))
+    assert usage["kv_cache"]["live_tokens"] == pytest.approx(sum(x["live_tokens"] for x in kept))
     assert 0 < usage["kv_cache"]["cache_bytes"] <= usage["kv_cache"]["peak_cache_bytes"]
 
     asked = dict(n=2, stream_options={"include_usage": True}, logprobs=1, **STORY, **DRAWN)
     *chunks, last = idle.stream(**asked)
-    assert [joined(chunks, choice) for choice in range(2)] == want.texts
+    assert [joined(chunks, choice) for choice in range(2)] == texts
     assert len(chunks) > 4  # it came in parts
     assert all(chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]) == ([], usage)
@@ -54,13 +74,13 @@ def test_an_answer_is_that_of_generate_whole_and_streamed(idle):
         if choice["index"] == 1
         for logprob in choice["logprobs"]["token_logprobs"]
     ]
-    assert logged == whole["choices"][1]["logprobs"]["token_logprobs"]
+    assert logged == want[1].logprobs
 
 
-@pytest.mark.nightly
+@fakes
 def test_a_chat_goes_through_the_template(idle):
     ids = stories().tokenizer.encode("user: Lily\nassistant: ", False)
-    (want,) = generated([ids], temperature=0, max_new_tokens=10).texts
+    want = expected(ids, temperature=0, max_new_tokens=10).text
     asked = dict(chat=True, messages=TALK, temperature=0, max_completion_tokens=10)
     whole = idle.ask(logprobs=True, **asked)
     (choice,) = whole["choices"]
@@ -84,10 +104,12 @@ def test_a_chat_goes_through_the_template(idle):
     assert other["usage"]["prompt_tokens"] != whole["usage"]["prompt_tokens"]
 
 
+@fakes
 def test_prompts_of_every_form_and_a_stop(idle):
-    ids = stories().tokenizer.encode("The cat")
+    ids = encoded("The cat")
     greedy = dict(temperature=0, max_tokens=12)
     text = idle.ask(prompt="The cat", **greedy)["choices"][0]["text"]
+    assert text == expected(ids, temperature=0, max_new_tokens=12).text
     assert idle.ask(prompt=ids, **greedy)["choices"][0]["text"] == text
     both = idle.ask(prompt=[ids, ids], **greedy)["choices"]
     assert [choice["text"] for choice in both] == [text, text]
@@ -98,6 +120,7 @@ def test_prompts_of_every_form_and_a_stop(idle):
     assert joined(chunks) == stopped["text"]
 
 
+@fakes
 def test_parts_of_characters_are_told_in_bytes(idle):
     hot = dict(messages=TALK, temperature=30, seed=3, max_tokens=60, logprobs=True)
     (choice,) = idle.ask(chat=True, **hot)["choices"]
@@ -106,15 +129,15 @@ def test_parts_of_characters_are_told_in_bytes(idle):
     assert "\ufffd".encode() not in told
 
 
-@pytest.mark.nightly
+@fakes
 def test_a_seed_decides_and_without_one_answers_differ(idle):
     texts = [idle.ask(**STORY, seed=3)["choices"][0]["text"] for _ in range(2)]
-    assert texts[0] == texts[1]
+    assert texts == [expected(STORY["prompt"], max_new_tokens=14, seed=3).text] * 2
     drawn = {idle.ask(**STORY)["choices"][0]["text"] for _ in range(3)}
     assert len(drawn) > 1
 
 
-@pytest.mark.nightly
+@fakes
 def test_requests_join_those_that_run(idle, monkeypatch):
     """Four that come one after another take hardly more steps than one; each is as it is alone."""
     runner, steps, begun = idle.service.engine.runner, [], threading.Event()
@@ -147,5 +170,4 @@ def test_requests_join_those_that_run(idle, monkeypatch):
     assert max(steps) == 4
     assert len(steps) <= 40 // SHAPE["chunk"] + 3
     for index, given in enumerate(settings):
-        alone = idle.ask(prompt="Once upon a time", max_tokens=40, **given)
-        assert alone["choices"][0]["text"] == texts[index]
+        assert texts[index] == expected("Once upon a time", max_new_tokens=40, **given).text

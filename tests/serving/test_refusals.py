@@ -81,6 +81,7 @@ def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch)
     assert refused.value.param == "messages"
 
 
+@pytest.mark.usefixtures("fakes")
 def test_what_asks_for_nothing_is_accepted(idle):
     neutral = dict(presence_penalty=0, logit_bias={}, tools=[], user="me", suffix=None, stop=None)
     assert idle.ask(chat=True, messages=SAY, max_tokens=1, **neutral)["choices"]

@@ -92,7 +92,7 @@ class Clients:
         self.wait(28)
 
 
-@pytest.mark.nightly
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
     policy, slots, page_size, prefill_chunk = SETTINGS[name]

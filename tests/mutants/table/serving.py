@@ -121,7 +121,7 @@ MUTANTS = [
         FOLDER + "replies.py",
         "prompt = sum(map(len, self.ask.prompts))",
         "prompt = total.prompt_tokens",
-        (f"{ANSWERS}::test_an_answer_is_that_of_generate_whole_and_streamed",),
+        (f"{ANSWERS}::test_several_choices_whole_and_streamed",),
     ),
     Mutant(
         "serving: a warm server, and steps as if a chunk were one program",
