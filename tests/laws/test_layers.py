@@ -5,12 +5,13 @@ engine around it. Outputs, kept tokens, slots, lengths and reads are compared af
 
 1. With nothing to evict, outputs equal vanilla attention.
 2. A prompt in chunks of any size, whole or token by token, and then an answer in chunks or steps,
-   equal the simulation of that split; policies that declare it agree for every split.
+   equal the simulation of that split.
 3. Kept tokens, slots, reads and peaks are those of the simulation.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import chex
 import jax
@@ -110,21 +111,28 @@ def slots_are_as_simulated(row: Row, prompts, traces, keys, done, rows) -> None:
     chex.assert_trees_all_equal(rows.seen, done)
 
 
-def parts_of(row: Row, prompts, seed: int) -> list[Part]:
+def parts_of(row: Row, prompts, seed: int) -> Iterator[Part]:
     """Returns prompts and answers in the forms of the row.
 
-    An answer whose first half comes in chunks ends in steps.
+    Answers begin while other prompts are being read. An answer in chunks ends in steps.
     """
     prompts = np.array(prompts, np.int32)
-    if row.prompts == "whole":
-        parts = [Part(prompts, WIDE, True, prompts > 0)]
-    else:
-        width = {"chunks": WIDTH, "tokens": 1}[row.prompts]
-        parts = [*ragged_parts(seed, prompts, prompts, width=width)]
-    rest, nothing = np.subtract(LENGTHS, prompts), [0] * len(prompts)
-    chunks = rest // 2 if row.answers == "chunks" else np.zeros_like(rest)
-    parts += ragged_parts(seed + 1, chunks, nothing, width=1, answers_width=WIDTH)
-    return [*parts, *ragged_parts(seed + 2, rest - chunks, nothing, width=1)]
+    of_prompt = {"chunks": WIDTH, "tokens": 1, "whole": WIDE}[row.prompts]
+    of_answer = {"chunks": WIDTH, "steps": 1}[row.answers]
+    chunks = [Part(prompts, WIDE, True, prompts > 0)]
+    if row.prompts != "whole":
+        chunks = ragged_parts(seed, prompts, prompts, width=of_prompt)
+    left, done = np.subtract(LENGTHS, prompts), np.zeros_like(prompts)
+    for part in chunks:
+        yield part
+        done += part.counts
+        next_ones = np.where(done < prompts, 0, np.minimum(left, 1 + of_answer // 4))
+        if (done < prompts).any() and next_ones.any():
+            yield Part(next_ones.astype(np.int32), of_answer, False)
+            left -= next_ones
+    nothing, first = np.zeros_like(left), left // 2 if row.answers == "chunks" else 0 * left
+    yield from ragged_parts(seed + 1, first, nothing, width=1, answers_width=of_answer)
+    yield from ragged_parts(seed + 2, left - first, nothing, width=1)
 
 
 def with_numbers(rows: list[Row]) -> list[Row]:

@@ -7,6 +7,7 @@ from tests.mutants.table import (
     generation,
     kernels,
     launches,
+    layers,
     policies,
     prompts,
     serving,
@@ -16,6 +17,7 @@ from tests.mutants.table import (
 MUTANTS = [
     *policies.MUTANTS,
     *training.MUTANTS,
+    *layers.MUTANTS,
     *cache.MUTANTS,
     *checkpoint.MUTANTS,
     *generation.MUTANTS,

@@ -1,0 +1,81 @@
+"""Mistakes in the attention of a layer over the cache, and in the cuts behind it."""
+
+from tests.laws.rows import layer_law
+from tests.mutants.mutant import Mutant
+
+ATTENTION = "dms_jax/model/cached_attention.py"
+CUTTING = "dms_jax/model/cutting.py"
+POLICIES = "dms_jax/policies/"
+
+MUTANTS = [
+    Mutant(
+        "layers: token by token, what is live is counted after the cut",
+        ATTENTION,
+        "return (cache, lengths), (out[:, 0], live, reads)",
+        "return (cache, lengths), (out[:, 0], in_use(lengths, one.count)[:, 0], reads)",
+        (layer_law("PyramidKV-"),),
+    ),
+    Mutant(
+        "layers: token by token, a chunk runs one token more",
+        ATTENTION,
+        "count=(index < chunk.count).astype(chunk.count.dtype),",
+        "count=(index <= chunk.count).astype(chunk.count.dtype),",
+        (layer_law("TOVA-budget=8-"),),
+    ),
+    Mutant(
+        "layers: a lane that takes no part in a step reads",
+        ATTENTION,
+        "reads=None if reads is None else jnp.where(active, reads, 0)[:, None],",
+        "reads=None if reads is None else reads[:, None],",
+        (layer_law("Quest-budget=8-dense_layers=0-over"),),
+    ),
+    Mutant(
+        "layers: a step weighs slots that it has not read",
+        ATTENTION,
+        "weights = jnp.exp(jnp.where(attended, scores - lse[..., None], -jnp.inf))",
+        "weights = jnp.exp(scores - lse[..., None]) + ~attended",
+        (layer_law("H2O-compression_ratio=2.4-prefill=dense_then_evict"),),
+    ),
+    Mutant(
+        "layers: a cut takes in what is not due",
+        CUTTING,
+        "keep = rows.live & (keep | ~which[:, None, None])",
+        "keep = rows.live & keep",
+        (layer_law("SnapKV-budget=7-interval=None"),),
+    ),
+    Mutant(
+        "layers: rows are cut while their prompt is being read",
+        CUTTING,
+        "    due &= chunk.count > 0\n    reads",
+        "    reads",
+        (layer_law("Knorm-"),),
+    ),
+    Mutant(
+        "layers: rows of all layers are cut like those of the first",
+        CUTTING,
+        "layer=jnp.minimum(place[0], num_layers - 1)),",
+        "layer=0 * place[0]),",
+        (layer_law("RandomSelection-"),),
+    ),
+    Mutant(
+        "layers: what a cut reads again is what it leaves",
+        CUTTING,
+        "    reads = jnp.where(due, lengths.sum(-1), 0).sum(0, dtype=jnp.int32)\n",
+        "    reads = jnp.where(due, policy.layer_budget(chunk)[:, 0], 0).sum(0, dtype=jnp.int32)\n",
+        (layer_law("Knorm-"),),
+    ),
+    Mutant(
+        "layers: rows of a layer are due when the longest is full",
+        POLICIES + "periodic_eviction.py",
+        "total, heads = lengths.sum(1), lengths.shape[1]",
+        "total, heads = lengths.max(1), 1",
+        (layer_law("AdaKV-alpha=0.5-"),),
+    ),
+    Mutant(
+        "layers: a chunk sees an earlier key for one query too long",
+        POLICIES + "delayed_eviction.py",
+        "until = jnp.where(marked & exists, age - 1, FOREVER)",
+        "until = jnp.where(marked & exists, age, FOREVER)",
+        (layer_law("DMS-window=0-"),),
+    ),
+]
