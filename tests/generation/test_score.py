@@ -14,7 +14,8 @@ from dms_jax.policies.delayed_eviction import DelayedEviction
 from tests.generation.support import (
     GREEDY,
     POLICIES,
-    engine_for,
+    answer,
+    host_engine,
     log_softmax,
     model_for,
     prompts,
@@ -75,6 +76,7 @@ def test_scores_are_those_of_one_pass(name):
     lives = live_entries(name)
     for score, sequence, live in zip(scores, sequences, lives, strict=True):
         usage = score.usage
+        assert usage.peak_held_tokens == usage.peak_tokens
         assert (usage.prompt_tokens, usage.new_tokens) == (1, len(sequence) - 1)
         assert usage.live_tokens == pytest.approx(live[-1])
         assert usage.peak_tokens == pytest.approx(live.max())
@@ -85,23 +87,18 @@ def test_scores_are_those_of_one_pass(name):
             assert usage.kv_reads == pytest.approx(live.sum())
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
 def test_a_prompt_in_one_pass_is_held_whole(name):
-    """Prompts run in chunks of 8, the first before any eviction; scoring goes token by token."""
-    prompt, live = prompts(LENGTHS)[0][:-1], live_entries(name)[0]
+    """Prompts run in chunks of 8, the first before any eviction; others go token by token."""
+    (prompt,), chunk = prompts([40]), ENGINE["prefill_chunk"]
     one = dataclasses.replace(GREEDY, max_new_tokens=1)
-    (done,) = engine_for(name).generate([prompt], sampling=one)
-    usage, chunk = done.usage, ENGINE["prefill_chunk"]
-    assert usage.peak_tokens == pytest.approx(live.max())
-    one_pass = POLICIES[name].parallel != "never"
-    held = max((live[start - 1] if start else 0) + chunk for start in range(0, len(prompt), chunk))
-    assert usage.peak_held_tokens == pytest.approx(
-        max(held, live.max()) if one_pass else live.max()
-    )
-    assert one_pass == (name != "tova")
-    scored = scores_of(name)[0].usage
-    assert scored.peak_held_tokens == scored.peak_tokens
+    (done,) = host_engine(name).generate([prompt], sampling=one)
+    want = answer(prompt, one, name)
+    want.check(done)
+    held = max((want.live[at - 1] if at else 0) + chunk for at in range(0, len(prompt), chunk))
+    one_pass = name != "bounded"
+    assert done.usage.peak_held_tokens == (max(held, *want.live) if one_pass else max(want.live))
 
 
 def test_arrays_and_text_are_scored_as_lists_are():

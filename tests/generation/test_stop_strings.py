@@ -18,15 +18,14 @@ def held(text: str, strings: list[str]) -> int:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_they_are_found_where_a_search_finds_them(seed):
+def test_they_are_found_where_a_search_finds_them():
     """Strings of two letters, which overlap with themselves and with each other."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def word(most: int) -> str:
         return "".join(rng.choice(["a", "b"], rng.integers(1, most)))
 
-    for _ in range(100):
+    for _ in range(2000):
         strings = [word(12) for _ in range(rng.integers(1, 4))]
         stops, text = StopStrings(strings), ""
         for _ in range(40):

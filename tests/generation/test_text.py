@@ -68,16 +68,16 @@ def random_tokens(kind: str, count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(4))
-def test_pieces_add_up_to_the_decoded_whole(kind, seed):
-    tokens = random_tokens(kind, 150, seed)
-    whole = tokenizer(kind).decode(tokens)
-    random = np.random.default_rng(seed)
-    for sizes in ([1], [7], [150], random.integers(1, 20, 200)):
-        running, pieces = stream(kind, tokens, sizes)
-        assert running.text == whole
-        assert "".join(pieces) == whole
-        assert running.finish_reason == "length"
+def test_pieces_add_up_to_the_decoded_whole(kind):
+    for seed in range(4):
+        tokens = random_tokens(kind, 150, seed)
+        whole = tokenizer(kind).decode(tokens)
+        random = np.random.default_rng(seed)
+        for sizes in ([1], [7], [150], random.integers(1, 20, 200)):
+            running, pieces = stream(kind, tokens, sizes)
+            assert running.text == whole
+            assert "".join(pieces) == whole
+            assert running.finish_reason == "length"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,28 +132,28 @@ def known(kind: str, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_stop_string_is_found_whatever_the_chunks(kind, seed):
-    tokens = random_tokens(kind, 120, seed + 10)
-    whole = tokenizer(kind).decode(tokens)
-    # Two strings from the middle, which start and end anywhere within tokens; one that is never
-    # there; one of which only the start is there.
-    stops = [whole[60:64], whole[80:83], "never there", whole[20:22] + "\x00"]
-    stops = [stop for stop in stops if stop]  # a text may be shorter
-    fewest = next(
-        n
-        for n in range(1, len(tokens) + 1)
-        if any(stop in known(kind, tokens[:n]) for stop in stops)
-    )
-    decoded = known(kind, tokens[:fewest])
-    cut = min(decoded.find(stop) for stop in stops if stop in decoded)
-    for sizes in ([1], [2], [9], [200]):
-        running, pieces = stream(kind, tokens, sizes, stop=stops)
-        assert running.finish_reason == "stop"
-        assert running.generated == tokens[:fewest]
-        assert len(running.logprobs) == fewest
-        assert [len(each) for each in running.totals()] == [fewest - 1] * 2
-        assert running.text == "".join(pieces) == decoded[:cut]
+def test_a_stop_string_is_found_whatever_the_chunks(kind):
+    for seed in range(3):
+        tokens = random_tokens(kind, 120, seed + 10)
+        whole = tokenizer(kind).decode(tokens)
+        # Two strings from the middle, which start and end anywhere within tokens; one that is never
+        # there; one of which only the start is there.
+        stops = [whole[60:64], whole[80:83], "never there", whole[20:22] + "\x00"]
+        stops = [stop for stop in stops if stop]  # a text may be shorter
+        fewest = next(
+            n
+            for n in range(1, len(tokens) + 1)
+            if any(stop in known(kind, tokens[:n]) for stop in stops)
+        )
+        decoded = known(kind, tokens[:fewest])
+        cut = min(decoded.find(stop) for stop in stops if stop in decoded)
+        for sizes in ([1], [2], [9], [200]):
+            running, pieces = stream(kind, tokens, sizes, stop=stops)
+            assert running.finish_reason == "stop"
+            assert running.generated == tokens[:fewest]
+            assert len(running.logprobs) == fewest
+            assert [len(each) for each in running.totals()] == [fewest - 1] * 2
+            assert running.text == "".join(pieces) == decoded[:cut]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])

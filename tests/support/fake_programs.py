@@ -241,6 +241,7 @@ class Answer:
       logprobs: their log-probabilities.
       finish_reason: "end" or "length".
       usage: figures of `Usage` that depend on neither chunks nor pages.
+      live: entries after each token of prompt and answer but the last, averaged over rows.
       broken: position of the first token whose logits are not numbers; None if all are.
       text: of the tokens, if somebody knows it.
     """
@@ -249,6 +250,7 @@ class Answer:
     logprobs: list[float]
     finish_reason: str
     usage: dict[str, float]
+    live: list[float]
     broken: int | None = None
     text: str | None = None
 
@@ -329,4 +331,4 @@ def answer_of(
     )
     made = tokens[len(prompt) :]
     logprobs = [-(p % 64) - t / 512 for p, t in enumerate(made, len(prompt))]
-    return Answer(made, logprobs, reason, usage, broken)
+    return Answer(made, logprobs, reason, usage, [each / num_rows for each in live], broken)
