@@ -56,6 +56,7 @@ TOLERANCE = 1e-10
 # Of the lengths 26, 19 and 23. Cuts fall within chunks and at their ends; one sequence is all
 # prompt, one all answer.
 SPLITS = (5, 19, 0), (13, 1, 22)
+CUT_BY = 14  # tokens: most budgets and intervals are less
 FREQUENCIES = tuple((THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist())
 
 
@@ -114,7 +115,8 @@ def slots_are_as_simulated(row: Row, prompts, traces, keys, done, rows) -> None:
 def parts_of(row: Row, prompts, seed: int) -> Iterator[Part]:
     """Returns prompts and answers in the forms of the row.
 
-    Answers begin while other prompts are being read. An answer in chunks ends in steps.
+    Answers begin while another prompt has been read up to where its rows would be cut. An answer in
+    chunks ends in steps.
     """
     prompts = np.array(prompts, np.int32)
     of_prompt = {"chunks": WIDTH, "tokens": 1, "whole": WIDE}[row.prompts]
@@ -126,8 +128,9 @@ def parts_of(row: Row, prompts, seed: int) -> Iterator[Part]:
     for part in chunks:
         yield part
         done += part.counts
-        next_ones = np.where(done < prompts, 0, np.minimum(left, 1 + of_answer // 4))
-        if (done < prompts).any() and next_ones.any():
+        unfinished = done < prompts
+        next_ones = np.where(unfinished, 0, np.minimum(left, 1 + of_answer // 4))
+        if (unfinished & (done >= CUT_BY)).any() and next_ones.any():
             yield Part(next_ones.astype(np.int32), of_answer, False)
             left -= next_ones
     nothing, first = np.zeros_like(left), left // 2 if row.answers == "chunks" else 0 * left

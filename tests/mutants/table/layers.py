@@ -41,14 +41,14 @@ MUTANTS = [
         CUTTING,
         "keep = rows.live & (keep | ~which[:, None, None])",
         "keep = rows.live & keep",
-        (layer_law("SnapKV-budget=7-interval=None"),),
+        (layer_law("PyramidKV-"),),
     ),
     Mutant(
         "layers: rows are cut while their prompt is being read",
         CUTTING,
         "    due &= chunk.count > 0\n    reads",
         "    reads",
-        (layer_law("Knorm-"),),
+        (layer_law("ExpectedAttention-budget=9-"),),
     ),
     Mutant(
         "layers: rows of all layers are cut like those of the first",
