@@ -21,6 +21,7 @@ from typing import Any
 
 from dms_jax.checks import Count, Options, Share, is_whole
 from dms_jax.data.documents import Document, Exchange, Source
+from dms_jax.data.written_answers import readable
 from dms_jax.errors import ConfigError, DataError
 
 ACCEPTED = (
@@ -264,7 +265,7 @@ def _agrees(document: Any, record: Mapping[str, Any]) -> bool:
         text = document if isinstance(document, str) else document[-1].get("content")
     # Its time limits take signals, which reach the main thread alone.
     unlimited: dict[str, Any] = dict(parsing_timeout=None)
-    parse = lambda text: math_verify.parse(text, **unlimited)  # noqa: E731
+    parse = lambda text: math_verify.parse(readable(text), **unlimited)  # noqa: E731
     final = wanted.rpartition("####")[2].strip()
     # Expressions are published without dollars, where Math-Verify finds the first number in them.
     gold = parse(final if _is_prose(final) else f"$\\boxed{{{final}}}$") or parse(wanted)

@@ -15,6 +15,7 @@ import logging
 import pathlib
 from typing import Any
 
+from dms_jax.data.written_answers import readable
 from dms_jax.errors import CapacityError, plain
 from dms_jax.evaluation.extras import import_extra
 from dms_jax.helper_process import Helper
@@ -39,12 +40,13 @@ def find_answer(completion: str) -> str | None:
 
     # In: "... the final answer is: $\boxed{0.5}$."  Out: "\frac{1}{2}"
     # In: "... the final answer is $1,000.00"  Out: "1000"
+    # In: "... the final answer is −\\$5."  Out: "-5"
 
     Raises:
       ConfigError: Math-Verify is not installed.
       CapacityError: no process can be started.
     """
-    return _ask("find", completion[-MAX_CHARACTERS:]).get("find")
+    return _ask("find", readable(completion[-MAX_CHARACTERS:])).get("find")
 
 
 @functools.lru_cache(maxsize=1 << 14)  # chains of one problem often agree
@@ -54,7 +56,7 @@ def is_same(expected: str, answer: str) -> bool:
     Raises:
       ConfigError, CapacityError: see `find_answer`.
     """
-    return _ask("same", [expected, answer]).get("same", False)
+    return _ask("same", [readable(expected), answer]).get("same", False)
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -5,11 +5,13 @@ the chat template adds the rest). `style="plain"` is for models that were not tu
 instructions: the problem alone, as lm-evaluation-harness puts it, most often after worked examples.
 """
 
+import collections
 import dataclasses
 import re
 from typing import ClassVar, Literal
 
 from dms_jax.data.tasks import Problem
+from dms_jax.data.written_answers import expression, is_open, readable, stated, word
 from dms_jax.evaluation.mathematics import (
     find_answer,
     is_same,
@@ -32,7 +34,7 @@ OPEN_R1_PROMPT = (
     "hope it is correct' (without quotes) where ANSWER is just the final number or expression that "
     "solves the problem. Think step by step before answering.\n\n{problem}"
 )
-_FINAL = re.compile(r"final answer is:?\s*", re.IGNORECASE)
+_FINAL = re.compile(r"final answer[*_]*(?: is\b|(?= ?:))[*_]*:?[*_]*\s*", re.IGNORECASE)
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
@@ -55,6 +57,8 @@ class Mathematics(FileTask):
     next_problem: ClassVar[str] = "\nQuestion:"  # where a model goes on with one of its own
     # Some models keep the brackets of the prompt. With a comma in them they are an interval.
     bracketed: ClassVar[re.Pattern[str]] = re.compile(r"\[([^\[\],]+)\]")
+
+    numeric: ClassVar[bool] = False  # answers are numbers: "28 or 29" is none
 
     style: Literal["instruct", "boxed", "plain"] = "instruct"
 
@@ -84,15 +88,35 @@ class Mathematics(FileTask):
 
     def answer(self, completion: str) -> str | None:
         text = completion.partition(self.next_problem)[0] if self.style == "plain" else completion
-        ends = [match.end() for match in _FINAL.finditer(text)]
-        text = text[ends[-1] :] if ends else text
+        final = collections.deque(_FINAL.finditer(text), maxlen=1)
+        text = text[final[0].end() :] if final else text
         if self.style == "boxed":  # of several boxes the last one is the answer
             text = text[max(text.rfind("\\boxed"), 0) :]
-        if bracketed := self.bracketed.match(text):
-            return find_answer(bracketed[1])
+        text = readable(text)
+        bracketed = self.bracketed.match(text)
+        if bracketed and bracketed[1].lower() != "answer":
+            text = bracketed[1]
+        if not final:
+            return find_answer(text)
+        return self.stated_answer(text, bulleted="\n" in final[0][0])
+
+    def stated_answer(self, text: str, *, bulleted: bool = False) -> str | None:
+        """The answer that a text states at its beginning, or else anywhere.
+
+        Args:
+          text: what follows where the answer is announced, made `readable`.
+          bulleted: whether it is on a line of its own.
+        """
         # What follows in paragraphs of their own are remarks, with numbers of their own.
-        first = find_answer(text.partition("\n\n")[0]) if ends else None
-        return find_answer(text) if first is None else first
+        first = text.partition("\n\n")[0]
+        answer = stated(first, bulleted=bulleted, numeric=self.numeric)
+        if answer is not None:
+            return find_answer(answer)
+        if self.numeric and is_open(first):
+            return None
+        written = [expression(first), first, text, None if self.numeric else word(first)]
+        found = (find_answer(each) for each in written if each is not None)
+        return next((answer for answer in found if answer is not None), None)
 
     def vote(self, answer: str) -> str:
         return vote_of(answer)
@@ -114,6 +138,7 @@ class GSM8K(Mathematics):
     """
 
     name: ClassVar[str] = "gsm8k"
+    numeric: ClassVar[bool] = True
     # Answers are numbers: a comma in one is of its thousands.
     bracketed: ClassVar[re.Pattern[str]] = re.compile(
         r"\[((?:[^\[\],]|(?<=\d),(?=\d{3}(?!\d)))+)\]"
@@ -133,7 +158,7 @@ class GSM8K(Mathematics):
             text = completion.partition(self.next_problem)[0]
             _, mark, last = text.rpartition("####")
             if mark:
-                return find_answer(last.strip().partition("\n")[0])
+                return self.stated_answer(readable(last).strip().partition("\n")[0])
         return super().answer(completion)
 
 
@@ -167,6 +192,7 @@ class AIME(MATH500):
     """
 
     name: ClassVar[str] = "aime"
+    numeric: ClassVar[bool] = True
 
     def read_solution(self, record: Record) -> tuple[str, str]:
         working, answer = super().read_solution(record)
