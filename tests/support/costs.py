@@ -1,7 +1,7 @@
 """The seconds that each file of tests takes, and how its tests are spread over workers by them.
 
 `tests/costs.json` holds {"tests/cache/test_pages.py": [2.1, 9.8], ...}: the seconds of the tests of
-the gate, and of all. `make nightly` measures them (`--costs`).
+the gate, and of all. `make nightly` measures them and `make costs` writes them there.
 
 A file stays in one worker, so that its programs are traced once and its fixtures made once; a file
 that takes long is split by its functions. The longest begin first, so that no worker is left with a
