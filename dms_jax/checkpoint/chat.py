@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dms_jax.checkpoint.messages import call_names, read_messages, with_written_arguments
 from dms_jax.errors import DataError, plain
 from dms_jax.helper_process import Helper
 
@@ -22,13 +23,41 @@ _worker = Helper(
 )
 
 
-def render_chat(template: str, **variables: Any) -> str:
+def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> str:
     """Render `template` with `messages`, `add_generation_prompt` and its other variables.
 
+    Messages are read by `read_messages`. A content that is null beside tool calls is given to the
+    template as it is, unless the template writes it as the word None: then as an empty text.
+
     Raises:
-        DataError: the template does not compile, rejects these messages, or exceeds the limits of
-            time or memory; or the messages are not JSON data.
+        DataError: the template does not compile, rejects these messages, leaves out the tool calls
+            of one, or exceeds the limits of time or memory; or the messages are not JSON data.
     """
+    read = read_messages(messages)
+    calling = [place for place, message in enumerate(read) if message.get("tool_calls")]
+    if not calling:
+        return _render(template, messages=read, **variables)
+    try:
+        text = _render(template, messages=read, **variables)
+    except DataError:  # some templates write arguments that are a text
+        read = with_written_arguments(read)
+        text = _render(template, messages=read, **variables)
+    emptied = [{**message, "content": message["content"] or ""} for message in read]
+    if emptied != read:
+        other = _render(template, messages=emptied, **variables)
+        text = other if text.count("None") > other.count("None") else text
+    for place in calling:
+        if missing := [name for name in call_names(read[place]) if name not in text]:
+            raise DataError(
+                f"the chat template leaves out the tool calls of turn {place} ({missing[0]}). "
+                "Leave such conversations out, or set a template that writes them "
+                "(model.tokenizer.chat_template)."
+            )
+    return text
+
+
+def _render(template: str, **variables: Any) -> str:
+    """Render a template in the worker."""
     try:
         request = json.dumps({"template": template, "variables": variables}, default=_as_json)
     except (TypeError, ValueError, RecursionError) as error:

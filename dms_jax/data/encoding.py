@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from dms_jax.checkpoint.messages import read_messages
 from dms_jax.data.documents import Exchange
 from dms_jax.data.pieces import piece
 from dms_jax.errors import DataError
@@ -158,13 +159,7 @@ def _template(messages: Sequence[Any], tokenizer: Any, **options: Any) -> str:
     """Returns the text of a conversation."""
     if tokenizer is None:
         raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise DataError(
-                f"turn {place} of the conversation must be a message "
-                f'({{"role": ..., "content": ...}}), got a {type(message).__name__}.'
-            )
-    return tokenizer.apply_chat_template(messages, **options)
+    return tokenizer.apply_chat_template(read_messages(messages), **options)
 
 
 def _plain(prompt: str, response: str, tokenizer: Any) -> Pieces:

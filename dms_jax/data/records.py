@@ -7,6 +7,9 @@
     {"problem": ..., "solution": ...}                 the problem with its solution
     {"text": ...}                                     a text
 
+Messages may be the JSON text of a list, as tables keep them. What content may be is said in
+`dms_jax/checkpoint/messages.py`.
+
 A field can be named instead, or the prompt and the response be written from several by templates
 ("Solve: {problem}"). Records can be left out for what they hold.
 """
@@ -14,12 +17,14 @@ A field can be named instead, or the prompt and the response be written from sev
 import abc
 import array
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dms_jax.checks import Count, Options, Share, is_whole
+from dms_jax.checkpoint.messages import messages_in, read_messages, text_of
+from dms_jax.checks import Count, Options, Share, is_whole, show
 from dms_jax.data.documents import Document, Exchange, Source
 from dms_jax.data.written_answers import readable
 from dms_jax.errors import ConfigError, DataError
@@ -98,12 +103,12 @@ class Fields(Options):
             found = ", ".join(sorted(map(str, record))) or "none"
             wanted = "" if self.field else f" Accepted are {ACCEPTED}; name another by field=."
             raise DataError(f"there is no field {field!r}; fields: {found}.{wanted}")
-        value = record[field]
-        if isinstance(value, str) or is_chat(value):
+        value = _chat_or_text(record[field])
+        if is_chat(value) or (isinstance(value, str) and field != "messages"):
             return value
         raise DataError(
-            f"field {field!r} must be a text or a list of messages "
-            '({"role": ..., "content": ...}).'
+            f"field {field!r} must be {'' if field == 'messages' else 'a text or '}a list of "
+            f'messages ({{"role": ..., "content": ...}}), got {show(record[field])}.'
         )
 
 
@@ -203,13 +208,26 @@ def is_chat(value: Any) -> bool:
     )
 
 
+def _chat_or_text(value: Any) -> Any:
+    """Messages, or the JSON text of some, as `read_messages` reads them; other values as they are.
+
+    Raises:
+      DataError: a turn has content that is no text.
+    """
+    messages = messages_in(value) if isinstance(value, str) else value
+    return read_messages(messages) if is_chat(messages) else value
+
+
 def _exchange(record: Mapping[str, Any], prompt: str, response: str) -> Exchange:
-    first, second = record[prompt], record[response]
-    if not (isinstance(first, str) or is_chat(first)) or not isinstance(second, str):
+    first, second = _chat_or_text(record[prompt]), record[response]
+    if not isinstance(first, str | list) or (isinstance(first, list) and not is_chat(first)):
         raise DataError(
-            f"{prompt!r} must be a text or a list of messages, and {response!r} a text."
+            f"{prompt!r} must be a text or a list of messages, got {show(record[prompt])}."
         )
-    return Exchange(first, second)
+    try:
+        return Exchange(first, text_of(second))
+    except DataError as error:
+        raise DataError(f"{response!r}: {error}") from None
 
 
 def _open_r1(record: Mapping[str, Any]) -> Exchange | None:
@@ -234,7 +252,15 @@ def _filled(template: str, record: Mapping[str, Any]) -> str:
         if match[1] not in record:
             found = ", ".join(sorted(map(str, record))) or "none"
             raise DataError(f"a template asks for {match[0]}, and the fields are: {found}.")
-        return str(record[match[1]])
+        given = record[match[1]]
+        if is_whole(given) or (isinstance(given, float) and math.isfinite(given)):
+            return str(given)
+        if not isinstance(given, str):
+            raise DataError(
+                f"a template asks for {match[0]}, which must be a text or a number, got "
+                f"{show(given)}."
+            )
+        return given
 
     return _VARIABLE.sub(value, template)
 

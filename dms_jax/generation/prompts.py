@@ -6,6 +6,7 @@ from typing import Annotated, Any, Protocol, TypeGuard, runtime_checkable
 import jax
 import numpy as np
 
+from dms_jax.checkpoint.messages import read_messages
 from dms_jax.checks import check, is_whole, show
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError, DataError
@@ -150,11 +151,10 @@ def text_after_answer(model: LanguageModel, past: Sequence[Any], messages: Seque
 
 
 def _check_messages(messages: Sequence[Any], name: str) -> None:
-    for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise DataError(
-                f"{name}: a chat message is a dict with 'role' and 'content', got {show(message)}."
-            )
+    try:
+        read_messages(messages)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
 
 
 def _ids(prompt: Any, name: str) -> list[int]:

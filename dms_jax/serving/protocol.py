@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from dms_jax.checkpoint.messages import text_of
 from dms_jax.checks import Count, Number, Range, Seed, Share, Whole, check, check_names, show
 from dms_jax.errors import ConfigError, DataError, DmsJaxError, plain
 from dms_jax.generation import Sampling
@@ -346,18 +347,7 @@ def _message(message: Any, place: int) -> dict[str, str]:
 
 def _content(content: Any, where: str) -> str:
     """The text of a message, which may come in parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    wrong = [
-        part
-        for part, text in zip(parts, texts, strict=True)
-        if not isinstance(text, str) or part.get("type") != "text"
-    ]
-    if wrong:
-        raise RefusalError(
-            f"{where}: content must be a text, or parts of type text, got {show(wrong[0])}.",
-            param="messages",
-        )
-    return "".join(map(str, texts))
+    try:
+        return text_of(content)
+    except DataError as error:
+        raise RefusalError(f"{where}: {error}", param="messages") from None

@@ -85,7 +85,7 @@ def test_answers_are_told_apart(document, tokenizer, tokens, answers):
         (Exchange(np.array([1, 2]), "3"), Chat(), "token ids go with token ids"),
         (Exchange("1", [2]), Chat(), "token ids go with token ids"),
         (Exchange(turns("1"), [2]), Chat(), "token ids go with token ids"),
-        ([*turns("1"), "2"], Chat(), "turn 1 of the conversation must be a message"),
+        ([*turns("1"), "2"], Chat(), "turn 1: a chat message is a dict"),
         (Exchange([0.5], [1]), None, "expected a text"),
     ],
 )

@@ -1,0 +1,156 @@
+"""The one reading of chat messages: of prompts, of requests to the server and of training data.
+
+A message has a role and a content that is a text. What is published and sent is wider: content in
+parts of type text, which are joined; content that is null, or not there, beside tool calls;
+arguments of tool calls as a JSON text; fields that are null because a table has a column for them.
+Everything else is refused: a template would write it as Python does, or leave it out, and a model
+would learn the word None.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dms_jax.checks import show
+from dms_jax.errors import DataError
+
+_UNREAD = {
+    "function_call": "write it as tool_calls",
+    "audio": "only texts are read",
+    "image": "only texts are read",
+    "images": "only texts are read",
+    "videos": "only texts are read",
+}
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Returns messages in the form that chat templates expect.
+
+    # In: {"role": "user", "content": [{"type": "text", "text": "Hi"}], "tool_calls": None}
+    # Out: {"role": "user", "content": "Hi"}
+
+    Raises:
+      DataError: a turn is no message, or has content that is no text.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise DataError(f"a conversation is a list of messages, got {show(messages)}.")
+    return [_read(message, place) for place, message in enumerate(messages)]
+
+
+def text_of(content: Any) -> str:
+    """Returns the text of a content, whose parts are joined.
+
+    Raises:
+      DataError: it is neither a text nor parts of type text.
+    """
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else ()
+    texts = [_text_of_part(part) for part in parts]
+    if wrong := [part for part, text in zip(parts, texts, strict=True) if text is None]:
+        raise DataError(f"content must be a text, or parts of type text, got {show(wrong[0])}.")
+    if not parts:
+        raise DataError(f"content must be a text, or parts of type text, got {show(content)}.")
+    return "".join(text for text in texts if text is not None)
+
+
+def messages_in(text: str) -> list[Any] | None:
+    """Returns the messages of a JSON text, as tables keep them; None of other texts."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    messages = value if isinstance(value, list) and value else None
+    if messages and all(isinstance(each, dict) and "role" in each for each in messages):
+        return messages
+    return None
+
+
+def call_names(message: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the functions that a message calls."""
+    calls = message.get("tool_calls") or ()
+    return [(call.get("function") or call)["name"] for call in calls]
+
+
+def with_written_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose tool calls have their arguments as JSON texts."""
+
+    def written(call: Mapping[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": written(call["function"])}
+        given = call.get("arguments")
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return {**call, "arguments": text}
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else {**message}
+        for message in messages
+    ]
+
+
+def _text_of_part(part: Any) -> str | None:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None
+
+
+def _read(message: Any, place: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(
+            f"turn {place}: a chat message is a dict with 'role' and 'content', got "
+            f"{show(message)}."
+        )
+    where = f"turn {place} ({message['role']})"
+    read = {name: value for name, value in message.items() if value is not None}
+    for name, advice in _UNREAD.items():
+        if read.pop(name, None):
+            raise DataError(f"{where} has {name}, which no chat template is given: {advice}.")
+    if "tool_calls" in read:
+        read["tool_calls"] = _calls(read["tool_calls"], where)
+        if not read["tool_calls"]:
+            del read["tool_calls"]
+    content = message.get("content")
+    if content is None:
+        if "tool_calls" not in read:
+            raise DataError(
+                f"{where} has no content. A chat message is a dict with 'role' and 'content', and "
+                "only a turn with tool_calls may leave its content out."
+            )
+        return {**read, "content": None}
+    try:
+        return {**read, "content": text_of(content)}
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as data, without what is null."""
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"{where}: tool_calls must be a list, got {show(calls)}.")
+    return [_call(call, where) for call in calls]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f'{where}: a tool call is {{"function": {{"name": ..., "arguments": ...}}}}, got '
+            f"{show(call)}."
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    read = {name: value for name, value in function.items() if value is not None}
+    read |= {} if arguments is None else {"arguments": arguments}
+    if function is call:
+        return read
+    return {**{name: value for name, value in call.items() if value is not None}, "function": read}
