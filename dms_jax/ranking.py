@@ -81,25 +81,6 @@ def marked_first(marks: Bool[Array, "*rows V"]) -> Int[Array, "*rows V"]:
     return jnp.put_along_axis(index, place, index, axis=-1, inplace=False)
 
 
-def pick_largest(
-    scores: Float[Array, "*rows n"], index: Int[Array, "*rows n"], count: Int[Array, "*#rows 1"]
-) -> Int[Array, "*rows n"]:
-    """Moves the indices of the `count` largest scores to the front; what follows them is 0.
-
-    The order stays, and among equal scores the earlier ones count as larger. Every score is
-    compared with every other one: for few of them, a GPU does that in two kernels.
-
-    # scores: [1, 3, 2, 3]  index: [4, 5, 7, 9]  count: 3  Out: [5, 7, 9, 0]
-    """
-    place = jnp.arange(scores.shape[-1])
-    mine, other = scores[..., :, None], scores[..., None, :]
-    larger = (other > mine) | ((other == mine) & (place < place[:, None]))
-    chosen = larger.sum(-1, dtype=jnp.int32) < count
-    target = jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1
-    lands = chosen[..., None, :] & (target[..., None, :] == place[:, None])
-    return jnp.where(lands, index[..., None, :], 0).sum(-1, dtype=index.dtype)
-
-
 def sums_of_some(
     x: Float[Array, "B V"],
     weights: Shaped[Array, "B V"],

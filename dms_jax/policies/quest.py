@@ -40,7 +40,7 @@ from dms_jax.policies.values import (
     PolicyState,
     Reading,
 )
-from dms_jax.ranking import mark_largest, marked_first, pick_largest
+from dms_jax.ranking import mark_largest, marked_first
 from pallas_kernels import select_largest
 
 
@@ -164,10 +164,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
         score = jnp.where(jnp.isnan(score), jnp.inf, score)
         # In ascending order: the last page, the only partial one, stays last.
         if selected < num_pages:
-            best = select_largest(score.reshape(-1, num_pages), selected)
-            best = best.reshape(*score.shape[:-1], selected)
-            found = jnp.take_along_axis(score, best, axis=-1)
-            best = pick_largest(found, best, count[..., None])
+            best = _bounded_largest(score, count[..., None], selected)
         else:
             best = _first_largest(score, count[..., None])
         table = jnp.take_along_axis(page_table[:, :, None], best, axis=-1)
@@ -208,6 +205,29 @@ class Quest(BudgetedPolicy, SelectiveReading):
             preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
         )
         return score.sum(2, keepdims=True) if self.per == "kv_head" else score
+
+
+def _bounded_largest(
+    score: Float[Array, "B K G M"], count: Int[Array, "B 1 1 1"], bound: int
+) -> Int[Array, "B K G n"]:
+    """Returns the pages with the `count` highest scores, in ascending order, and behind them any.
+
+    They are found among `bound` columns, a static number: what the bound is above the count goes
+    to columns behind the pages that score +inf. A page that scores +inf comes before those.
+
+    # score: [3, 1, 4, 2]  count: 2  bound: 3  columns: [3, 1, 4, 2, inf, -inf, ...]  Out: [0, 2, 3]
+
+    Args:
+      score: scores of pages.
+      count: at most the bound, and at least two thirds of it but one page (`few_sizes`).
+      bound: number of pages to return, below M.
+    """
+    pages, spare = score.shape[-1], bound // 3 + 2
+    filled = jnp.where(jnp.arange(spare) < bound - count, jnp.inf, -jnp.inf).astype(score.dtype)
+    columns = jnp.broadcast_to(filled, (*score.shape[:-1], spare))
+    columns = jnp.concatenate([score, columns], -1).reshape(-1, pages + spare)
+    best = select_largest(columns, bound).reshape(*score.shape[:-1], bound)
+    return jnp.minimum(best, pages - 1)
 
 
 def _first_largest(

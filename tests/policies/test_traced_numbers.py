@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dms_jax.cache.pages import few_sizes
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import (
     DMC,
@@ -31,6 +32,7 @@ from dms_jax.policies import (
     RandomEviction,
     RandomSelection,
     SnapKV,
+    quest,
 )
 from dms_jax.policies.budget import LONGEST, share, shares
 from tests.laws.rows import model_of
@@ -128,6 +130,18 @@ def share_of(policy, max_lengths):
     return shares(chunk, policy.compression_ratio)
 
 
+@given(seed=st.integers(0, 2**20), budget=st.integers(1, 40))
+def test_pages_within_a_bound_are_those_of_a_sort(seed, budget):
+    """Pages of one token, so that a budget is their number; some scores are equal or infinite."""
+    random = np.random.default_rng(seed)
+    score = random.choice([-np.inf, -1.0, 0.0, 0.5, 2.0, np.inf], (2, 1, 3, 80)).astype(np.float32)
+    count = np.full((2, 1, 1, 1), budget, np.int32)
+    found = np.asarray(BOUNDED(score, count, few_sizes(budget)))[..., :budget]
+    order = np.argsort(-score, axis=-1, kind="stable")[..., :budget]
+    chex.assert_trees_all_equal(found, np.sort(order, -1).astype(np.int32))
+
+
+BOUNDED = jax.jit(quest._bounded_largest, static_argnums=2)
 BASE = ExpectedAttention(budget=6, interval=3, sinks=1)
 SWEEPS = {
     "TOVA": [TOVA(budget=budget) for budget in (4, 9, 15)],
