@@ -45,22 +45,28 @@ def lower(name: str, case: str) -> str:
     return lower_for_cuda(write_pages, **write_structs(write_cases.by_name(case)))
 
 
+A100, L4 = GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), GPU("NVIDIA L4", 58, (8, 9))
+H200, B200 = GPU("NVIDIA H200", 132, (9, 0)), GPU("NVIDIA B200", 148, (10, 0))
+
+
 @pytest.mark.parametrize(
     ("card", "name", "case"),
     [
-        (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "decode", "base"),
-        (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "select", "float32"),
-        (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "write", "head_dim64"),
-        (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "prefill", "plain"),
-        (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), "training", "one_group"),
-        *further((GPU("NVIDIA L4", 58, (8, 9)), "decode", "float8_page16")),
-        (GPU("NVIDIA L4", 58, (8, 9)), "write", "float8"),
-        (GPU("NVIDIA L4", 58, (8, 9)), "prefill", "float16"),
-        (GPU("NVIDIA H200", 132, (9, 0)), "prefill", "float16"),
-        (GPU("NVIDIA B200", 148, (10, 0)), "decode", "head_dim96"),
-        (GPU("NVIDIA B200", 148, (10, 0)), "select", "bfloat16"),
-        (GPU("NVIDIA B200", 148, (10, 0)), "prefill", "no_pages"),
-        *further((GPU("NVIDIA B200", 148, (10, 0)), "training", "packed")),
+        (A100, "decode", "base"),
+        (A100, "select", "float32"),
+        (A100, "write", "head_dim64"),
+        (A100, "prefill", "plain"),
+        (A100, "training", "one_group"),
+        (L4, "write", "float8"),
+        (B200, "decode", "head_dim96"),
+        *further(
+            (L4, "decode", "float8_page16"),
+            (L4, "prefill", "float16"),
+            (H200, "prefill", "float16"),
+            (B200, "select", "bfloat16"),
+            (B200, "prefill", "no_pages"),
+            (B200, "training", "packed"),
+        ),
     ],
     ids=lambda x: getattr(x, "kind", x),
 )

@@ -17,7 +17,7 @@ TILES = "tests/pallas_kernels/training/test_tiles.py"
 KERNELS = "tests/pallas_kernels/training/test_kernels.py"
 MMA_TRAINING = f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_mma-['odd_group']]"
 WIDE_TRAINING = (
-    f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_gpu-['dim_256', 'dim_256_packed:75']]"
+    f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_gpu-['one_token', 'dim_256']]"
 )
 MMA_PROMPT = f"{PREFILL}::test_gpu_kernel_in_the_interpreter[mosaic_mma-['small_pages']]"
 WRITE = "pallas_kernels/update/"
@@ -118,7 +118,7 @@ MUTANTS = [
         """                plgpu.commit_smem()
                 # Threads""",
         "                # Threads",
-        (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_gpu-float32]",),
+        (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_gpu-base]",),
     ),
     Mutant(
         "kernels: Hopper's plan counts rows that are not there",
@@ -279,7 +279,7 @@ MUTANTS = [
         DECODE + "tpu.py",
         "entry = (of_step & (sizes.tables - 1)) * sizes.columns + first",
         "entry = (of_step & 1) * sizes.columns + first",
-        (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_tpu-float32_head_dim256]",),
+        (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_tpu-base]",),
     ),
     Mutant(
         "kernels: buffers of prompts on TPU are no power of two, and two tiles have one",

@@ -13,7 +13,7 @@ from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import TOLERANCE, interpret
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
-SLOW = pytest.mark.nightly
+NIGHTLY = pytest.mark.nightly
 # Cases of one process: enough to make up for its start, few enough to share the cores.
 TOGETHER = 13
 # One case of each feature.
@@ -27,6 +27,13 @@ MMA = [
     "one_long_row",
 ]
 
+# Of each form what its gate runs, in one process: scales of pages, and more tables than are kept.
+QUICK = {
+    "mosaic_gpu": ["base", "float8_one_long_row"],
+    "mosaic_mma": ["base"],
+    "mosaic_tpu": ["base", "many_short_rows"],
+}
+
 # Rows of float8 pages that are long are read in tiles of two pages.
 LONG_TILE = ["float8", "float8_one_long_row", "float8_group8_head_dim64", "float8_page16"]
 
@@ -38,18 +45,19 @@ def groups() -> list:
         "mosaic_mma": MMA,
         "mosaic_tpu": [case.name for case in cases.CONTRACT if refusal(case, "mosaic_tpu") is None],
     }
-    # The first case has a process of its own, which is not slow.
+    late = {
+        form: [name for name in names if name not in QUICK[form]] for form, names in served.items()
+    }
     return [
+        *(pytest.param(form, 64, names, id=f"{form}-{names[0]}") for form, names in QUICK.items()),
         *(
-            pytest.param(form, 64, names[:1], id=f"{form}-{names[0]}")
-            for form, names in served.items()
+            pytest.param(
+                form, 64, names[at : at + TOGETHER], id=f"{form}-{names[at]}", marks=NIGHTLY
+            )
+            for form, names in late.items()
+            for at in range(0, len(names), TOGETHER)
         ),
-        *(
-            pytest.param(form, 64, names[at : at + TOGETHER], id=f"{form}-{names[at]}", marks=SLOW)
-            for form, names in served.items()
-            for at in range(1, len(names), TOGETHER)
-        ),
-        pytest.param("mosaic_gpu", 128, LONG_TILE, id="mosaic_gpu-tiles_of_128", marks=SLOW),
+        pytest.param("mosaic_gpu", 128, LONG_TILE, id="mosaic_gpu-tiles_of_128", marks=NIGHTLY),
     ]
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.decode import cases
 from pallas_kernels.decode.plan import make_plan
 from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import lower_for_cuda, structs, with_all_results
-from tests.support.instances import first_of_each, nightly_but
+from tests.support.instances import nightly_but
 
 # One case of each feature of the form with Ampere's products.
 MMA = ("base", "group16_head_dim256", "head_dim96", "float8_page16", "group7_head_dim64_page16")
@@ -30,16 +30,12 @@ def kernel_of(case) -> tuple:
 KERNELS = list({kernel_of(case): case for case in reversed(cases.CONTRACT)}.values())[::-1]
 
 
-def feature_of(case) -> tuple:
-    """Groups of 9 to 15 heads are no tiles of eight, in which the copy engine takes them."""
-    padded = 8 < case.group < 16
-    return case.dtype, case.pages_dtype, refusal(case, "mosaic_gpu"), padded
-
-
-# One case of each dtype of queries and pages, and those that do not fit a Hopper card.
+# A case of each dtype of pages, padded groups, and what does not fit a Hopper card.
 @pytest.mark.parametrize(
     "case",
-    first_of_each(KERNELS, by=feature_of),
+    nightly_but(
+        [cases.by_name(x) for x in ("group12", "float32", "float8", "float32_head_dim256")], KERNELS
+    ),
     ids=lambda c: c.name,
 )
 def test_lowers_with_all_results(case):

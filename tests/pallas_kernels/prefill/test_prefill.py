@@ -25,7 +25,7 @@ from tests.pallas_kernels.support import (
     tpu_interpreters,
 )
 from tests.support.ahead import compile_ahead
-from tests.support.instances import further
+from tests.support.instances import further, nightly_but
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
@@ -142,9 +142,16 @@ def test_tpu_kernel_in_the_interpreter(name):
         assert relative_error(output, wanted) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_mma"])
+LOWERED = [
+    (name, implementation)
+    for name in ("plain", "small_pages", "no_pages", "odd_group", "dim_96", "dim_256")
+    for implementation in ("mosaic_gpu", "mosaic_mma")
+]
+
+
 @pytest.mark.parametrize(
-    "name", ["plain", "small_pages", *further("no_pages", "odd_group", "dim_96", "dim_256")]
+    ("name", "implementation"),
+    nightly_but({("plain", "mosaic_gpu"), ("dim_96", "mosaic_mma")}, LOWERED),
 )
 def test_gpu_kernel_lowers(name, implementation):
     case = BY_NAME[name]

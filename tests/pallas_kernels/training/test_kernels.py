@@ -48,11 +48,11 @@ def problem_of(dim):
 @pytest.mark.parametrize(
     ("implementation", "names"),
     [
-        ("mosaic_gpu", ["one_token"]),
+        ("mosaic_gpu", ["one_token", "dim_256"]),
         ("mosaic_mma", ["odd_group"]),
         *further(
             ("mosaic_gpu", ["plain", "packed", "odd_group", "packed:75"]),
-            ("mosaic_gpu", ["dim_256", "dim_256_packed:75"]),
+            ("mosaic_gpu", ["dim_256_packed:75"]),
             ("mosaic_mma", ["float16", "evicted", "dim_256", "packed:75"]),
         ),
     ],
@@ -93,10 +93,9 @@ def test_tpu_kernels_in_the_interpreter(name):
     ("implementation", "name"),
     [
         ("mosaic_gpu", "packed"),
-        ("mosaic_mma", "float16"),
         *further(
             *(("mosaic_gpu", name) for name in ("odd_group", "dim_96", "dim_256_packed")),
-            *(("mosaic_mma", name) for name in ("odd_group", "dim_256")),
+            *(("mosaic_mma", name) for name in ("float16", "odd_group", "dim_256")),
         ),
     ],
 )

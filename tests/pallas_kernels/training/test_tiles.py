@@ -1,5 +1,7 @@
 """The plans of the training kernels, score by score: zones, blocks that meet, what fits."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from pallas_kernels.training import gpu_key_gradient, gpu_tiles, tpu_blocks
 from pallas_kernels.training.inputs import Inputs
 
+DTYPES = ("bfloat16", "float32")
 WINDOWS = [0, 1, 63, 64, 65, 100, 191, 300, 10**6]
 
 
@@ -22,15 +25,16 @@ def all_zones(zones, starts):
     return np.stack([np.broadcast_to(each, starts.shape) for each in found], axis=1).tolist()
 
 
-@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
     ("rows", "block"), [(64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
 )
-def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block, window):
+def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block):
     starts = np.arange(0, 512, rows, dtype=np.int32)
-    for first in (0, 1):
+    for window, first in itertools.product(WINDOWS, (0, 1)):
         zones = all_zones(
-            lambda q0, first=first: gpu_tiles.key_zones(q0, rows, window, block, jnp.int32(first)),
+            lambda q0, window=window, first=first: gpu_tiles.key_zones(
+                q0, rows, window, block, jnp.int32(first)
+            ),
             starts,
         )
         for q0, (far, boundary, near, end) in zip(starts.tolist(), zones, strict=True):
@@ -47,25 +51,28 @@ def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block, window
                 assert (away >= 0).any() == (tile < end)
 
 
-@pytest.mark.parametrize("window", [*WINDOWS, 77, 125])
 @pytest.mark.parametrize(("keys", "block"), [(64, 16), (64, 32), (64, 64), (128, 64)])
-def test_zones_of_queries_hold_the_distances_that_they_promise(keys, block, window):
+def test_zones_of_queries_hold_the_distances_that_they_promise(keys, block):
     count = 512 // block
     starts = np.arange(-280, 768, 7, dtype=np.int32)  # keys before, among and after the queries
-    zones = all_zones(
-        lambda k0: gpu_key_gradient.query_zones(keys, window, block, k0, jnp.int32(count)), starts
-    )
-    kinds = gpu_key_gradient.query_kinds(keys, window, block)
-    for k0, (first, *ends) in zip(starts.tolist(), zones, strict=True):
-        assert 0 <= first <= ends[0] <= ends[1] <= ends[2] <= ends[3] == count
-        for tile in range(count):
-            away = distances(tile * block, block, k0, keys)
-            if tile < first:
-                assert (away < 0).all()
-                continue
-            bias, causal = kinds[sum(tile >= end for end in ends[:3])]
-            assert causal or (away >= 0).all()
-            assert bias == "select" or ((away > window) == (bias == "all")).all()
+    for window in (*WINDOWS, 77, 125):
+        zones = all_zones(
+            lambda k0, window=window: gpu_key_gradient.query_zones(
+                keys, window, block, k0, jnp.int32(count)
+            ),
+            starts,
+        )
+        kinds = gpu_key_gradient.query_kinds(keys, window, block)
+        for k0, (first, *ends) in zip(starts.tolist(), zones, strict=True):
+            assert 0 <= first <= ends[0] <= ends[1] <= ends[2] <= ends[3] == count
+            for tile in range(count):
+                away = distances(tile * block, block, k0, keys)
+                if tile < first:
+                    assert (away < 0).all()
+                    continue
+                bias, causal = kinds[sum(tile >= end for end in ends[:3])]
+                assert causal or (away >= 0).all()
+                assert bias == "select" or ((away > window) == (bias == "all")).all()
 
 
 def sorted_segments(random, batch, length):
@@ -112,22 +119,22 @@ def zone_of(problem, query, key, monkeypatch):
     return kind
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_zones_on_a_tpu_hold_the_distances_that_they_promise(window, dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zones_on_a_tpu_hold_the_distances_that_they_promise(dtype, monkeypatch):
     """Beside the mixed ones, whose body masks every score."""
-    problem = tpu_problem(window=window, dtype=dtype)
-    kinds = set()
-    for query, key in np.ndindex(problem.T // problem.query, problem.T // problem.keys):
-        kind = zone_of(problem, query, key, monkeypatch)
-        away = distances(query * problem.query, problem.query, key * problem.keys, problem.keys)
-        if not kind["masked"]:
-            assert (away >= 0).all()
-            assert (away > problem.window if kind["bias"] else away <= problem.window).all()
-        kinds.add(tuple(kind.values()))
-    assert (True, True) in kinds  # the diagonal
-    assert ((True, False) in kinds) == (window <= 300)
-    assert ((False, False) in kinds) == (window >= 10**6)
+    for window in WINDOWS:
+        problem = tpu_problem(window=window, dtype=dtype)
+        kinds = set()
+        for query, key in np.ndindex(problem.T // problem.query, problem.T // problem.keys):
+            kind = zone_of(problem, query, key, monkeypatch)
+            away = distances(query * problem.query, problem.query, key * problem.keys, problem.keys)
+            if not kind["masked"]:
+                assert (away >= 0).all()
+                assert (away > problem.window if kind["bias"] else away <= problem.window).all()
+            kinds.add(tuple(kind.values()))
+        assert (True, True) in kinds  # the diagonal
+        assert ((True, False) in kinds) == (window <= 300)
+        assert ((False, False) in kinds) == (window >= 10**6)
 
 
 def test_a_zone_on_a_tpu_is_plain_where_it_can_be(monkeypatch):
@@ -155,16 +162,14 @@ def test_bounds_on_a_tpu_reach_every_block_of_a_document():
     chex.assert_trees_all_equal((first, last), bounds)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
-def test_blocks_on_a_tpu_stay_within_their_memory(group, D, dtype):
+def test_blocks_on_a_tpu_stay_within_their_memory():
     """Queries of a block in 256 KB, its scores in 1 MB; in half of that beside float32 keys."""
-    problem = tpu_problem(T=900, H=2 * group, D=D, dtype=dtype)
-    assert problem.T == 1024
-    assert problem.T % problem.query == problem.T % problem.keys == 0
-    size = jnp.dtype(dtype).itemsize
-    if problem.query > 128:  # the least that there is
-        assert problem.rows * D * size <= 256 * 1024
-    if problem.keys > 128:
-        assert problem.rows * problem.keys * 4 <= 2**20 * 2 // size
+    for group, D, dtype in itertools.product((1, 2, 4, 8, 16), (64, 128, 256), DTYPES):
+        problem = tpu_problem(T=900, H=2 * group, D=D, dtype=dtype)
+        assert problem.T == 1024
+        assert problem.T % problem.query == problem.T % problem.keys == 0
+        size = jnp.dtype(dtype).itemsize
+        if problem.query > 128:  # the least that there is
+            assert problem.rows * D * size <= 256 * 1024
+        if problem.keys > 128:
+            assert problem.rows * problem.keys * 4 <= 2**20 * 2 // size
