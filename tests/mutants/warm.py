@@ -21,7 +21,7 @@ from tests import conftest
 
 LIBRARIES = (
     "beartype chex flax.nnx grain.python hypothesis jax.experimental.pallas.mosaic_gpu"
-    " jax.experimental.pallas.tpu jax.experimental.pallas.triton jaxtyping jinja2 numpy optax"
+    " jax.experimental.pallas.tpu jaxtyping jinja2 numpy optax"
     " orbax.checkpoint rich safetensors.numpy tokenizers tyro xdist"
 )
 OURS = ("dms_jax", "pallas_kernels")

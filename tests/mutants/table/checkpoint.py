@@ -99,5 +99,6 @@ MUTANTS = [
         "np.array(tensor.cut(part))",
         "tensor.cut(np.array(part))",
         ("tests/checkpoint/test_together.py::test_each_process_holds_its_share_and_no_more",),
+        night=True,
     ),
 ]

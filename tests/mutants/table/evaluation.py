@@ -199,6 +199,7 @@ MUTANTS = [
         "kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)",
         "pass",
         (f"{ESCAPES}::test_it_dies_with_the_process_that_judges",),
+        night=True,
     ),
     Mutant(
         "sandbox: it runs with what the system has",
