@@ -58,7 +58,7 @@ def points_of(trials, seeds, problems):
     ]
 
 
-@pytest.mark.parametrize("seeds", [1, *further(2, 3)])
+@pytest.mark.parametrize("seeds", [2, *further(1, 3)])
 def test_the_error_is_that_of_all_resamples(seeds):
     """All draws of 3 out of 4 problems with all seeds, and of one seed fewer with all problems."""
     problems = 4
