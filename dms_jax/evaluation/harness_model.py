@@ -18,13 +18,13 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 from dms_jax import policies
 from dms_jax.checkpoint import load
 from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation.harness_requests import open_turn, read_sampling
 from dms_jax.evaluation.likelihood import encode_pair, encode_text, first_token, likelihoods
 from dms_jax.evaluation.perplexity import score_tokens
 from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import Sampling
 from dms_jax.model.language_model import LanguageModel
 
-_ANSWER_TOKENS = 256  # unless a task says how many
 _LANES = 64
 
 
@@ -188,13 +188,9 @@ class HarnessModel(LM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Renders a conversation; without a generation prompt the last message is left open."""
-        text = self.model.tokenizer.apply_chat_template(
-            chat_history, add_generation_prompt=add_generation_prompt, **self._chat_variables
-        )
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"]
-        return text[: text.rindex(last) + len(last)]
+        if not add_generation_prompt:
+            return open_turn(self.model.tokenizer, chat_history, **self._chat_variables)
+        return self.model.tokenizer.apply_chat_template(chat_history, **self._chat_variables)
 
     def get_model_info(self) -> dict[str, Any]:
         """Stored with the results: the policy, cache options, and mean peak of live tokens."""
@@ -204,24 +200,3 @@ class HarnessModel(LM):
             "serving": self.serving.to_dict(),
             "peak_tokens": peak,
         }
-
-
-def read_sampling(options: Mapping[str, Any]) -> Sampling:
-    """The sampling of a task's options for generation; greedy unless they say `do_sample`.
-
-    Raises:
-      ConfigError: an option does not fit.
-    """
-    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    lengths = [options[name] for name in names if options.get(name) is not None]
-    until = options.get("until") or ()
-    temperature = options.get("temperature")
-    sampled = options.get("do_sample")
-    sampled = bool(temperature) if sampled is None else bool(sampled)
-    drawn = {name: options[name] for name in ("top_k", "top_p", "min_p", "seed") if name in options}
-    return Sampling(
-        temperature=(1.0 if temperature is None else temperature) if sampled else 0.0,
-        max_new_tokens=lengths[0] if lengths else _ANSWER_TOKENS,
-        stop=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
-        **drawn,
-    )

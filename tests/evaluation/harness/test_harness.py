@@ -148,7 +148,7 @@ def test_answers_end_at_their_stop_strings(lm_eval):
 
 
 def test_sampling_of_a_task(lm_eval):
-    from dms_jax.evaluation.harness_model import read_sampling
+    from dms_jax.evaluation.harness_requests import read_sampling
 
     assert read_sampling({}) == dms_jax.Sampling(temperature=0, max_new_tokens=256)
     assert read_sampling(

@@ -1,0 +1,95 @@
+"""What tasks of lm-evaluation-harness ask for: how answers are drawn, and turns that stay open.
+
+Nothing here needs lm-eval.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dms_jax.checkpoint.messages import read_messages, text_of
+from dms_jax.checks import show
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.generation import Sampling
+
+ANSWER_TOKENS = 256  # unless a task says how many
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_DRAWN = ("top_k", "top_p", "min_p", "seed")
+_READ = ("until", "do_sample", "temperature", *_LENGTHS, *_DRAWN)
+# What is not served, and the values that change nothing.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (0, 1),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "n": (1,),
+    "best_of": (1,),
+    "typical_p": (1,),
+    "early_stopping": (False,),
+    "use_cache": (True,),
+}
+_TAG = "(the turn goes on here)"
+
+
+def read_sampling(options: Mapping[str, Any]) -> Sampling:
+    """The sampling of a task's options for generation; greedy unless they say `do_sample`.
+
+    Raises:
+      ConfigError: an option does not fit, or would be left out: penalties, beams, unknown ones.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in _READ and value not in _WITHOUT_EFFECT.get(name, ()):
+            known = "is not served" if name in _WITHOUT_EFFECT else "is no option that is known"
+            raise ConfigError(
+                f"A task asks for {name}={show(value)}, which {known}, so its answers would be "
+                f"others. Read are {', '.join(_READ)}: take {name} out of the task's "
+                "generation_kwargs."
+            )
+    lengths = {given[name] for name in _LENGTHS if name in given}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"A task gives several lengths of answers, {show(sorted(map(str, lengths)))}: keep one "
+            f"of {', '.join(name for name in _LENGTHS if name in given)}."
+        )
+    until = given.get("until", ())
+    until = (until,) if isinstance(until, str) else until
+    if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
+        raise ConfigError(f"until must be a text or a list of texts, got {show(until)}.")
+    temperature = given.get("temperature")
+    sampled = bool(given.get("do_sample", temperature))
+    return Sampling(
+        temperature=(1.0 if temperature is None else temperature) if sampled else 0.0,
+        max_new_tokens=next(iter(lengths), ANSWER_TOKENS),
+        stop=tuple(text for text in until if text),
+        **{name: given[name] for name in _DRAWN if name in given},
+    )
+
+
+def open_turn(tokenizer: Any, messages: Sequence[Any], **variables: Any) -> str:
+    """The text of a conversation up to the end of the last message's content, to be continued.
+
+    As transformers' `continue_final_message`: a mark is put behind the content, and the text cut
+    there. Where the template trims contents, the space at the end of this one goes, too.
+
+    Raises:
+      DataError: there is no message, one is malformed, or the template leaves out some of the last content.
+    """
+    if not messages or (last := read_messages(messages)[-1])["content"] is None:
+        raise DataError("a turn that is to be continued needs a content, which may be empty.")
+    content, tag = text_of(last["content"]), _TAG
+    while any(tag in str(message) for message in messages):
+        tag = f"({tag})"
+    marked = [*messages[:-1], {**last, "content": f"{content}{tag} "}]
+    text = tokenizer.apply_chat_template(marked, add_generation_prompt=False, **variables)
+    place = text.rfind(tag)
+    if place < 0 or content.strip() not in text[:place]:
+        raise DataError(
+            f"the chat template leaves out content of the last turn ({last['role']}), so that it "
+            "cannot be continued. Let the model begin the answer."
+        )
+    trimmed = text[place + len(tag) : place + len(tag) + 1] != " "
+    return text[:place].rstrip() if trimmed else text[:place]
