@@ -5,13 +5,13 @@ In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vo
 """
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import (
-    AddedToken,
     Regex,
     decoders,
     models,
@@ -21,8 +21,8 @@ from tokenizers import (
 )
 
 from dms_jax.checkpoint import sentencepiece
+from dms_jax.checkpoint.added_tokens import class_of
 from dms_jax.checkpoint.files import (
-    MAX_CONFIG_BYTES,
     MAX_VOCABULARY_BYTES,
     read,
     read_json,
@@ -77,6 +77,8 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
     merges = read_text(directory, "merges.txt", max_bytes=MAX_VOCABULARY_BYTES)
     if pieces is not None:
         model = sentencepiece.parse(pieces)
+        if config.get("add_prefix_space") is False:
+            model = dataclasses.replace(model, add_dummy_prefix=False)
         with library_errors(CheckpointError, "tokenizer.model cannot be read as a tokenizer"):
             backend = sentencepiece.build(model)
         for name, index in (("bos_token", model.begin_id), ("eos_token", model.end_id)):
@@ -85,30 +87,28 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
         config.setdefault("unk_token", model.pieces[model.unknown_id])
         config.setdefault("add_bos_token", model.begin_id >= 0)
     elif vocabulary is not None and merges is not None:
-        backend = _byte_level(vocabulary, merges, _words(directory, config))
+        prefix = config.get("add_prefix_space") is True
+        backend = _byte_level(vocabulary, merges, _words(directory, config), prefix)
     else:
         return None
-    _add_declared_tokens(backend, config)
     return backend
 
 
 def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
     """Choose the pre-tokenizer of a vocabulary: "qwen" or "gpt2"."""
-    name = config.get("tokenizer_class")
-    if name is None:
-        fields = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES) or {}
-        name = fields.get("model_type")
-    words = {"qwen2": "qwen", "qwen3": "qwen", "gpt2": "gpt2"}
-    stem = str(name).removesuffix("Fast").removesuffix("Tokenizer").lower()
+    stem = class_of(directory, config)
+    words = {"qwen2": "qwen", "gpt2": "gpt2"}
     if stem not in words:
         raise CheckpointError(
-            f"vocab.json and merges.txt of tokenizer_class {plain(repr(name))} are not served "
+            f"vocab.json and merges.txt of tokenizer_class {plain(repr(stem))} are not served "
             "(served: Qwen2Tokenizer, GPT2Tokenizer); add a tokenizer.json"
         )
     return words[stem]
 
 
-def _byte_level(vocabulary: dict[str, Any], merges: str, words: str) -> tokenizers.Tokenizer:
+def _byte_level(
+    vocabulary: dict[str, Any], merges: str, words: str, prefix: bool
+) -> tokenizers.Tokenizer:
     pairs = []
     for number, line in enumerate(merges.removesuffix("\n").split("\n"), start=1):
         if line.startswith("#version"):
@@ -128,35 +128,11 @@ def _byte_level(vocabulary: dict[str, Any], merges: str, words: str) -> tokenize
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
             ]
         )
     else:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     return backend
-
-
-def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Add the tokens of `added_tokens_decoder` and check that each gets the id that is its key."""
-    declared = config.get("added_tokens_decoder") or {}
-    try:
-        declared = sorted((int(index), dict(token)) for index, token in declared.items())
-        for index, token in declared:
-            flags = {
-                name: bool(token.get(name, False))
-                for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            }
-            added = AddedToken(token["content"], **flags)
-            (backend.add_special_tokens if flags["special"] else backend.add_tokens)([added])
-            if backend.token_to_id(token["content"]) != index:
-                raise CheckpointError(
-                    f"the token {plain(repr(token['content']))} should have id {index} but the "
-                    f"vocabulary gives it {backend.token_to_id(token['content'])}; add a "
-                    "tokenizer.json"
-                )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "tokenizer_config.json: added_tokens_decoder is not a table of id to token"
-        ) from error

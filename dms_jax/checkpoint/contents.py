@@ -29,9 +29,9 @@ MAX_END_TOKENS = 64
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _WEIGHTS = (".gguf", ".safetensors")
 _PATH = ("/", "./", "../", "~")
-# Repositories often contain the same weights twice, in a folder or under this name.
-_NOT_HUB_FILES = ["*/*", "consolidated*"]
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+# Repositories often contain the same weights twice, in a folder or under this name.
+_NOT_HUB_FILES = [f"*/{name}" for name in _HUB_FILES if name != "*.jinja"] + ["consolidated*"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _read_directory(directory: pathlib.Path) -> Contents:
         adapter=None if policy is None else policy.retrofit.adapter or found,
         policy=Vanilla() if policy is None else policy,
         tokenizer=tokenizer,
-        generation=_generation_defaults(directory, hf_config, tokenizer),
+        generation=_generation_defaults(directory, hf_config, tokenizer, config.vocab_size),
     )
 
 
@@ -146,41 +146,63 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def _generation_defaults(
-    directory: pathlib.Path, hf_config: dict[str, Any], tokenizer: Tokenizer | None
+    directory: pathlib.Path,
+    hf_config: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
 ) -> GenerationDefaults:
-    """Special tokens, from generation_config.json, else config.json, else the tokenizer."""
+    """Read the special tokens of generation_config.json, config.json and the tokenizer.
+
+    All end tokens that any of the three names end an answer: a config often names the token that
+    ends a text, and the tokenizer the one that ends a turn. The other special tokens are those of
+    the first of the three that names one.
+
+    Raises:
+        CheckpointError: what a config names is no token of the vocabulary.
+    """
     fields = read_json(directory, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
 
-    def ids(name: str) -> tuple[int, ...]:
-        for source in (fields, hf_config):
-            value = source.get(name)
-            if value is None:
-                continue
-            return _token_ids(name, value)
-        value = getattr(tokenizer, name, None)
-        return () if value is None else (value,)
+    def ids(name: str) -> dict[str, tuple[int, ...]]:
+        own = getattr(tokenizer, name, None)
+        if name == "pad_token_id" and own is not None and own >= vocab_size:
+            own = None  # often added without a row in the embedding; nothing is ever padded
+        found = {
+            "generation_config.json": fields.get(name),
+            "config.json": hf_config.get(name),
+            "the tokenizer": own,
+        }
+        return {
+            place: _token_ids(place, name, value, vocab_size)
+            for place, value in found.items()
+            if value is not None
+        }
 
     def one(name: str) -> int | None:
-        return next(iter(ids(name)), None)
+        return next((given[0] if given else None for given in ids(name).values()), None)
 
+    ends = ids("eos_token_id").values()
     return GenerationDefaults(
-        eos_token_ids=ids("eos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(index for given in ends for index in given)),
         bos_token_id=one("bos_token_id"),
         pad_token_id=one("pad_token_id"),
     )
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids of a config: one or a list. Old configs write -1 for none."""
+def _token_ids(place: str, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    """Check token ids, one or a list, that a file gives. Old configs write -1 for none."""
     listed = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
-        raise CheckpointError(f"{name} must be a token id or a list of them")
-    if any(not -1 <= i < 2**31 for i in listed):
-        raise CheckpointError(f"{name} holds a number that is no token id: they lie in 0 ... 2^31")
-    kept = tuple(dict.fromkeys(i for i in listed if i >= 0))
+        raise CheckpointError(f"{place}: {name} must be a token id or a list of them")
+    kept = tuple(dict.fromkeys(i for i in listed if i != -1))
     if len(kept) > MAX_END_TOKENS:
         raise CheckpointError(
-            f"{name} lists {len(kept)} tokens, more than the {MAX_END_TOKENS} that are served; "
-            "keep those that end an answer"
+            f"{place}: {name} lists {len(kept)} tokens, more than the {MAX_END_TOKENS} that are "
+            "served; keep those that end an answer"
+        )
+    outside = [i for i in kept if not 0 <= i < vocab_size]
+    if outside:
+        raise CheckpointError(
+            f"{place}: {name} is {plain(outside[0])}, which is no token of the model: config.json "
+            f"gives it a vocabulary of {vocab_size}. Set {name} to the right token, or to null"
         )
     return kept

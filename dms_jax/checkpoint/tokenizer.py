@@ -2,8 +2,8 @@
 
 In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
 `merges.txt` (byte-level byte-pair encoding with the pre-tokenizer of GPT-2 or Qwen).
-`tokenizer_config.json` and `special_tokens_map.json` declare the special tokens and whether a
-sequence begins with one; the chat template is in the former or in `chat_template.jinja`.
+`tokenizer_config.json` and files beside it declare special tokens (`added_tokens.py`) and whether a
+text begins with one; the chat template is in the former or in `chat_template.jinja`.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any, SupportsInt
 import tokenizers
 from tokenizers import processors
 
+from dms_jax.checkpoint.added_tokens import class_of, read_declared_tokens, with_defaults
 from dms_jax.checkpoint.backends import library_errors, read_backend
 from dms_jax.checkpoint.chat import render_chat
 from dms_jax.checkpoint.files import (
-    MAX_CONFIG_BYTES,
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,
     expanded,
@@ -29,7 +29,8 @@ from dms_jax.checkpoint.files import (
 from dms_jax.checks import is_whole
 from dms_jax.errors import CheckpointError, DataError, plain
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_MOST_TEMPLATES = 32
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # the byte fallback of sentencepiece
 # Byte-level tokens are written in letters, one a byte: printable ones of Latin-1 for themselves,
 # and those from 256 on for the others, in order.
@@ -88,14 +89,28 @@ class Tokenizer:
             backend = read_backend(directory, config)
             if backend is None:
                 return None
-            special = _special_tokens(directory, config)
-            apply_sequence_ends(backend, config, special)
+            fast = find(directory, "tokenizer.json") is not None
+            declared = with_defaults(
+                directory, config, read_declared_tokens(directory, config), backend
+            )
+            raw = not fast and find(directory, "tokenizer.model") is not None
+            declared.add_to(backend, fixed=fast, raw=raw)
+            special = {name: token.content for name, token in declared.named.items()}
+            # Beside a tokenizer.json only the class for Llama heeds these fields.
+            if not fast or (class_of(directory, config) or "llama") == "llama":
+                apply_sequence_ends(backend, config, special)
+            backend.encode_special_tokens = config.get("split_special_tokens") is True
         extra = {
             name: config[name]
-            for name in ("tokenizer_class", "add_bos_token", "add_eos_token")
+            for name in (
+                "tokenizer_class",
+                "add_bos_token",
+                "add_eos_token",
+                "split_special_tokens",
+            )
             if name in config
         }
-        if find(directory, "tokenizer.json") is None:
+        if not fast:
             # The slow classes would rebuild the tokenizer from files that we do not write.
             extra["tokenizer_class"] = "PreTrainedTokenizerFast"
         return cls(
@@ -126,7 +141,10 @@ class Tokenizer:
         return self._special_id("pad_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text; the checkpoint decides whether a begin token is prepended.
+        """Encode a text that is to be continued.
+
+        The checkpoint decides which tokens begin it. None is added at its end, even if the
+        checkpoint asks for one (`add_eos_token`): what follows would follow the end of a text.
 
         Text made by `apply_chat_template` already contains its special tokens: encode it with
         `add_special_tokens=False`.
@@ -144,7 +162,10 @@ class Tokenizer:
                 f"place {error.start}), which is no character: it was decoded wrongly"
             ) from error
         with library_errors(DataError, "the tokenizer failed on the text"):
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            found = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return (
+                found.ids[: len(found) - self._ending(found)] if add_special_tokens else found.ids
+            )
 
     def decode(self, ids: Iterable[SupportsInt], skip_special_tokens: bool = True) -> str:
         """Decode token ids.
@@ -245,24 +266,16 @@ class Tokenizer:
                 ) from error
             (directory / name).write_bytes(data)
 
+    def _ending(self, found: tokenizers.Encoding) -> int:
+        """The number of tokens that the post-processor has added at the end of a text."""
+        added = found.special_tokens_mask
+        if 0 not in added and added:  # an empty text: what is added at its two ends meets
+            added = self.backend.encode("a").special_tokens_mask
+        return len(added) if 0 not in added else added[::-1].index(0)
+
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
-
-
-def _special_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
-    fallback = read_json(directory, "special_tokens_map.json", max_bytes=MAX_CONFIG_BYTES) or {}
-    special = {}
-    for name in _SPECIAL:
-        token = config.get(name)
-        token = fallback.get(name) if token is None else token
-        if isinstance(token, Mapping):
-            token = token.get("content")
-        if isinstance(token, str):
-            special[name] = token
-        elif token is not None:
-            raise CheckpointError(f"tokenizer_config.json: {name} must be a text")
-    return special
 
 
 def apply_sequence_ends(
@@ -293,12 +306,24 @@ def apply_sequence_ends(
     )
 
 
+def _template_files(directory: pathlib.Path) -> list[str]:
+    """The files of a directory that may hold chat templates, as transformers names them."""
+    folder = directory / _MORE_TEMPLATES
+    more = [file.name for file in folder.glob("*.jinja")] if folder.is_dir() else []
+    return [_TEMPLATE, *(f"{_MORE_TEMPLATES}/{name}" for name in sorted(more)[:_MOST_TEMPLATES])]
+
+
 def _chat_template(
     directory: pathlib.Path, config: Mapping[str, Any]
 ) -> str | dict[str, str] | None:
-    template = read_text(directory, "chat_template.jinja", max_bytes=MAX_TEMPLATE_BYTES)
-    if template is not None:
-        return template
+    named = {}
+    for name in _template_files(directory):
+        text = read_text(directory, name, max_bytes=MAX_TEMPLATE_BYTES)
+        if text is not None:
+            stem = pathlib.PurePosixPath(name).stem
+            named["default" if name == _TEMPLATE else stem] = text
+    if named:
+        return named["default"] if list(named) == ["default"] else named
     template = config.get("chat_template")
     if template is None:
         return None

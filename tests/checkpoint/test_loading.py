@@ -358,7 +358,8 @@ def test_end_tokens(llama):
     assert (defaults.bos_token_id, defaults.eos_token_ids, defaults.pad_token_id) == (1, (2,), 0)
     (llama / "generation_config.json").write_text('{"eos_token_id": [7, 9], "pad_token_id": 5}')
     defaults = load(llama).generation
-    assert (defaults.bos_token_id, defaults.eos_token_ids, defaults.pad_token_id) == (1, (7, 9), 5)
+    found = (defaults.bos_token_id, defaults.eos_token_ids, defaults.pad_token_id)
+    assert found == (1, (7, 9, 2), 5)  # with that of config.json
     (llama / "generation_config.json").write_text('{"eos_token_id": "end"}')
     with pytest.raises(CheckpointError, match="eos_token_id must be a token id"):
         load(llama)

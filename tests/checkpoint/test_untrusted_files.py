@@ -311,11 +311,11 @@ def test_a_tokenizer_without_words(tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (2**31, "no token id"),
-        (2**40, "no token id"),
-        (10**400, "no token id"),
-        (-2, "no token id"),
-        ([1, 2**70], "no token id"),
+        (2**31, "no token of the model"),
+        (2**40, "no token of the model"),
+        (10**400, "no token of the model"),
+        (-2, "no token of the model"),
+        ([1, 2**70], "no token of the model"),
         (list(range(5000)), "lists 5000 tokens, more than the 64"),
         (True, "must be a token id"),
         ([[1]], "must be a token id"),

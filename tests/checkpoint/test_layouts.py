@@ -1,0 +1,84 @@
+"""Tokenizers in every layout in which they are published, against what transformers reads there."""
+
+import functools
+import json
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.errors import CheckpointError
+from tests.checkpoint import tokenizer_layouts as layouts
+
+
+@functools.cache
+def recorded(version: int) -> dict[str, Any]:
+    """What a version of transformers made of the layouts (`tests/golden/make_layouts.py`)."""
+    return json.loads((layouts.GOLDEN / f"layouts_{version}.json").read_text())
+
+
+def read(directory: pathlib.Path, texts: list[str], *, pieces: bool) -> dict[str, Any]:
+    """What this library makes of a directory, as it is recorded of transformers."""
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer is not None
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    plain = tokenizer.encode("Hello world", add_special_tokens=False)
+    whole = tokenizer.encode("Hello world")
+    assert whole[len(whole) - len(plain) :] == plain  # nothing is added at the end
+    names = ("bos_token", "eos_token", "pad_token")
+    named = {name: getattr(tokenizer, f"{name}_id") for name in names}
+    return {
+        "named": {name: index for name, index in named.items() if index is not None},
+        "begins": whole[: len(whole) - len(plain)],
+        "ids": ids,
+        "decoded": None if pieces else tokenizer.decode(ids[-1]),
+        "chat": None
+        if tokenizer.chat_template is None
+        else tokenizer.apply_chat_template(layouts.MESSAGES),
+    }
+
+
+def differences(
+    layout: tuple[list[str], dict[str, Any]], directory: pathlib.Path, expected: list[Any]
+) -> dict[str, Any]:
+    """What neither version of transformers reads, unless a warning or an error says so."""
+    copied, written = layout
+    layouts.write(directory, copied, written)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            found = read(
+                directory, layouts.texts(written), pieces="mistral/tokenizer.model" in copied
+            )
+        except CheckpointError as error:
+            return {"refused": str(error)}
+    wrong = {
+        key: (value, [each.get(key) for each in expected])
+        for key, value in found.items()
+        if value not in [each.get(key) for each in expected]
+    }
+    return {} if said else wrong
+
+
+@pytest.mark.parametrize("name", layouts.TABLE)
+def test_layouts_of_well_known_models(name, tmp_path):
+    expected = [recorded(version)["table"][name] for version in (4, 5)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not differences(layouts.TABLE[name], tmp_path / "model", expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, layouts.RANDOM_LAYOUTS, 100))
+def test_random_layouts(first, tmp_path):
+    wrong = {}
+    for seed in range(first, first + 100):
+        expected = [recorded(version)["random"][seed] for version in (4, 5)]
+        if all("error" in each for each in expected):
+            continue
+        directory = tmp_path / str(seed)
+        if found := differences(layouts.random_layout(seed), directory, expected):
+            wrong[seed] = found
+    assert not wrong
