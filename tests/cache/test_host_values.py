@@ -64,6 +64,11 @@ def test_what_programs_leave_is_what_the_next_one_reads(dtype):
                         chex.assert_trees_all_equal(got[row, head, slot], want)
         store.write(tail, table)
     assert len(truth) == LAYERS * BATCH * HEADS * 4
+    whole = jax.jit(lambda rows, pages: rows.fetch_pages(pages, PAGE_SIZE))
+    pages = np.asarray(whole(store.rows, table.ravel())).reshape(*table.shape, PAGE_SIZE, HEAD_DIM)
+    for (layer, row, head, slot), want in truth.items():
+        found = pages[layer, row, head, slot // PAGE_SIZE, slot % PAGE_SIZE]
+        chex.assert_trees_all_equal(found, want)
     assert store.rows.rows.sharding.memory_kind == "pinned_host"
     assert store.nbytes == table.size * PAGE_SIZE * HEAD_DIM * dtype.itemsize
     store.delete()

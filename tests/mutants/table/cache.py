@@ -150,6 +150,6 @@ MUTANTS = [
         "dms_jax/cache/host_values.py",
         "own = page - self.first_page\n        own = jnp.where",
         "own = page\n        own = jnp.where",
-        ("tests/cache/test_host_values.py",),
+        (HOST,),
     ),
 ]
