@@ -25,7 +25,7 @@ POLICIES = {
     "dms": dms_jax.DMS(window=10, alpha_offset=0.0),
     "dmc": dms_jax.DMC(offset=0.0),
     "tova": dms_jax.TOVA(budget=20),
-    "quest": dms_jax.Quest(budget=16, dense_layers=1),
+    "quest": dms_jax.Quest(budget=32, dense_layers=1),
 }
 # Each way to keep a cache small: these run on the real engine, alone and put back.
 MECHANISMS = POLICIES | {
@@ -66,6 +66,7 @@ ROWS_OF = {
     "served": dms_jax.TOVA(budget=24),
     "large budget": dms_jax.TOVA(budget=28),
     "cuts": dms_jax.SnapKV(budget=8, window=4),
+    "cuts often": dms_jax.SnapKV(budget=8, window=4, interval=4),
     # It might evict, as far as admission knows, and keeps every token.
     "might evict": dms_jax.RandomEviction(window=10, rate=0.0),
 }
