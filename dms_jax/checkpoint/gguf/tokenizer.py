@@ -2,10 +2,13 @@
 
 `tokenizer.ggml.model` is its kind: "gpt2" for byte-level byte-pair encoding, with the pre-tokenizer
 that `tokenizer.ggml.pre` names; "llama" for a sentencepiece model, whose pieces are merged by
-score. Each token has a type, numbered as in sentencepiece.
+score. Each token has a type, numbered as in sentencepiece; what is plainly no text, although its
+type says so, is a control token all the same (`_Vocabulary`).
 """
 
 import dataclasses
+import re
+import warnings
 from typing import Any
 
 import tokenizers
@@ -90,8 +93,18 @@ _ENDS = (
     "<end_of_turn>",
     "<end_of_utterance>",
     "<EOT>",
+    "_<EOT>",
     "[EOT]",
+    "[EOS]",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
+# What looks like no text: <|im_start|>, <start_of_turn>, [INST], </s>; and of these what stands for
+# the structure of a conversation. The others (<think>, <tool_call>) belong to what is said.
+_MARK = re.compile(r"<\S+>|\[/?[A-Z_]+\]")
+_STRUCTURE = re.compile(r"<([|\uff5c]).*\1>|</?s>|<(start|end)_of_\w+>|\[/?[A-Z_]+\]")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "padding_token_id")
 
 
 def read_tokenizer(
@@ -110,7 +123,8 @@ def read_tokenizer(
     kind = files.metadata.get(_KEY + "model", "none")
     if kind in ("none", "no_vocab"):
         return None, GenerationDefaults()
-    vocabulary = _Vocabulary(files)
+    template = _chat_template(files)
+    vocabulary = _Vocabulary(files, template)
     with library_errors(CheckpointError, f"the tokenizer of {files.name} cannot be built"):
         if kind == "gpt2":
             backend, begins = _byte_level(vocabulary)
@@ -149,7 +163,7 @@ def read_tokenizer(
     tokenizer = Tokenizer(
         backend,
         special_tokens=special,
-        chat_template=_chat_template(files),
+        chat_template=template,
         extra=ends | {"tokenizer_class": "PreTrainedTokenizerFast"},
     )
     return tokenizer, GenerationDefaults(
@@ -162,20 +176,26 @@ def read_tokenizer(
 class _Vocabulary:
     """The tokens of a file.
 
+    Converters often type a token that ends a turn as text, and then it would be cut to pieces in
+    every prompt and end no answer. So, as in llama.cpp, these are control tokens whatever their
+    type says: those that always end an answer (`_ENDS`), those that the metadata name as begin, end
+    or padding, and those that the chat template spells, if they look like no text and no merges
+    make them.
+
     Attributes:
         tokens: text of every token.
         types: type of every token.
         ids: id of every text.
     """
 
-    def __init__(self, files: GgufFiles):
+    def __init__(self, files: GgufFiles, template: str | dict[str, str] | None):
         self.name = files.name
         self._metadata = files.metadata
         tokens = self.get("tokens", list, None)
         if not tokens or not all(isinstance(token, str) for token in tokens):
             raise CheckpointError(f"{self.name}: {_KEY}tokens is not a list of texts")
         self.tokens: list[str] = tokens
-        types = self.get("token_type", list, [int(PieceType.NORMAL)] * len(tokens))
+        types = self.get("token_type", list, [_guessed(token) for token in tokens])
         if types is None:
             raise CheckpointError(f"{self.name}: {_KEY}token_type is not a list of types of tokens")
         try:
@@ -194,6 +214,32 @@ class _Vocabulary:
             raise CheckpointError(
                 f"{self.name}: {_KEY}tokens holds {plain(repr(twice))} twice, so that text does "
                 "not say which is meant"
+            )
+        named = template.values() if isinstance(template, dict) else [template or ""]
+        self._retype("\n".join(named))
+
+    def _retype(self, template: str) -> None:
+        """Type as control tokens what is typed as text and is none."""
+        merges = self.get("merges", list, None) or []
+        made = {merge.replace(" ", "", 1) for merge in merges if isinstance(merge, str)}
+        declared = {self._metadata.get(_KEY + name) for name in _SPECIAL_IDS}
+        wrong = []
+        for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            if kind not in (PieceType.NORMAL, PieceType.UNUSED) or token in made:
+                continue
+            marks = token in _ENDS or (_MARK.fullmatch(token) and not _BYTE.fullmatch(token))
+            if not marks or not (token in _ENDS or index in declared or token in template):
+                continue
+            control = token in _ENDS or index in declared or _STRUCTURE.fullmatch(token)
+            self.types[index] = PieceType.CONTROL if control else PieceType.USER_DEFINED
+            wrong.append(token)
+        if wrong:
+            listed = ", ".join(plain(repr(token), 40) for token in wrong[:8])
+            warnings.warn(
+                f"{self.name} types as text ({_KEY}token_type) what its chat template or its "
+                f"metadata use as whole tokens: {listed}{' ...' if len(wrong) > 8 else ''}. They "
+                "are taken as whole tokens, as by llama.cpp.",
+                stacklevel=2,
             )
 
     def get(self, key: str, kind: Any, default: Any) -> Any:
@@ -221,6 +267,13 @@ class _Vocabulary:
         if default is None or default >= len(self.types) or self.types[default] not in control:
             return None
         return default
+
+
+def _guessed(token: str) -> int:
+    """The type of a token where a file gives none: text, but for what sentencepiece always has."""
+    if _BYTE.fullmatch(token):
+        return int(PieceType.BYTE)
+    return int(PieceType.UNKNOWN if token == "<unk>" else PieceType.NORMAL)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
