@@ -4,7 +4,6 @@ The last test follows the page's instructions in a copy of the tree, and runs it
 """
 
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -14,23 +13,15 @@ import textwrap
 import types
 from pathlib import Path
 
-import chex
-import jax
-import numpy as np
 import pytest
 
 from dms_jax import policies
-from dms_jax.generation import Engine, Sampling
-from dms_jax.model.language_model import LanguageModel
-from tests.laws.expected import weights_of
-from tests.laws.rows import Row, model_for
-from tests.laws.serving import check_completion
+from tests.laws.rows import Row
 from tests.laws.simulations import worth_of
 from tests.laws.test_layers import SPLITS, check_run, parts_of
 from tests.mutants.planting import copy_tree
 from tests.oracles import scored
 from tests.support.instances import further
-from tests.support.models import random_tokens
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 MOST_LINES = 40
@@ -64,52 +55,16 @@ def kind(source, tmp_path_factory):
     del sys.modules[path.stem]
 
 
-def row_of(policy, group: int) -> Row:
-    return Row(policy, group=group, page_size=4, answers="chunks")
-
-
 def test_it_is_short(source):
     assert len(source.splitlines()) < MOST_LINES
 
 
-@pytest.mark.parametrize("group", [2, *further(4)])
-def test_prompts_in_chunks_and_steps(kind, group):
-    row = row_of(kind(budget=7, interval=3), group)
+@pytest.mark.parametrize("inside", [False, *further(True)], ids=["alone", "in AdaKV"])
+def test_prompts_and_answers(kind, inside):
+    policy = kind(budget=7, interval=3)
+    policy = policies.AdaKV(policy, alpha=0.3) if inside else policy
+    row = Row(policy, group=2, page_size=4, answers="chunks")
     check_run(row, SPLITS[1], parts_of(row, SPLITS[1], seed=3))
-
-
-@pytest.mark.nightly
-def test_answers_and_memory(kind):
-    row = row_of(kind(budget=5, interval=4), 2)
-    model = LanguageModel(model_for(row), policy=row.policy)
-    prompts = [random_tokens(70 + index, length).tolist() for index, length in enumerate((11, 3))]
-    engine = Engine(model, num_lanes=2, max_tokens=24, page_size=4, chunk=4, prefill_chunk=8)
-    sampling = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
-    for prompt, completion in zip(
-        prompts, engine.generate(prompts, sampling=sampling), strict=True
-    ):
-        check_completion(row, weights_of(row), model.config, prompt, completion, row.page_size)
-    assert engine.runner.allocator.pages_in_use == 0
-
-
-@pytest.mark.nightly
-def test_it_works_inside_the_allocations_and_travels(kind, monkeypatch):
-    monkeypatch.setitem(policies.POLICIES, "SinkDistance", kind)
-    policy = policies.AdaKV(policies.PyramidKV(kind(budget=9, interval=None)), alpha=0.3)
-    assert policies.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
-    model = LanguageModel(model_for(row_of(policy, 2)), policy=policy)
-    engine = Engine(model, num_lanes=1, max_tokens=40, page_size=4, prefill_chunk=16)
-    lengths = []
-    engine.generate(
-        [random_tokens(8, 30).tolist()],
-        sampling=Sampling(temperature=0, max_new_tokens=2),
-        on_tokens=lambda update: lengths.append(engine.runner.lengths[:, 0].copy()),
-    )
-    after_prompt = lengths[0]
-    # 1 + 16 and 1 + 0 of them a head
-    chex.assert_trees_all_equal(after_prompt.sum(1), np.array([2 * 17, 2 * 1]))
-    assert after_prompt[0, 0] != after_prompt[0, 1]
-    assert jax.config.jax_enable_x64
 
 
 def insert(path: Path, after: str, text: str) -> None:

@@ -3,6 +3,7 @@
 That policies with nothing to evict equal vanilla attention is tested by rows of the other laws.
 """
 
+import dataclasses
 import inspect
 import warnings
 
@@ -71,10 +72,11 @@ def test_decisions_are_not_read_as_what_they_were_not_trained_to_be(declared, as
 
 
 @pytest.mark.parametrize("policy", BORROWERS, ids=repr)
-def test_borrowing_from_an_untouched_model_is_warned_about(policy):
-    model = LanguageModel(model_of(2, False))
-    with pytest.warns(UserWarning, match=f"not retrofitted for {policy.name}"):
+def test_borrowing_from_a_model_that_never_learned_it_is_refused(policy):
+    model = LanguageModel(model_of(2, False), untrained=False)
+    with pytest.raises(ConfigError, match=rf"^{policy.name} .*`dms-jax retrofit`.*TOVA\(budget"):
         model.logits(TOKENS, policy=policy)
+    assert dataclasses.replace(model, untrained=True).resolve_policy(policy) == policy
 
 
 def test_policies_that_add_nothing_run_on_any_untouched_model():
@@ -100,4 +102,13 @@ def test_an_adapter_must_be_there():
 def test_what_is_no_policy_is_refused():
     unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # past the types that tests check
     with pytest.raises(ConfigError, match="Not a cache policy"):
-        unchecked(LanguageModel(model_of(2, False)), "DMS")
+        unchecked(LanguageModel(model_of(2, False)), 7)
+
+
+def test_a_name_is_the_policy_with_its_defaults():
+    model = LanguageModel(model_of(2, False))
+    for name, policy in POLICIES.items():
+        if policy().retrofit.adapter is None:
+            assert model.resolve_policy(name) == policy()
+    with pytest.raises(ConfigError, match=r"Unknown cache policy 'TOWA' \(did you mean TOVA\?\)"):
+        model.resolve_policy("TOWA")

@@ -5,8 +5,7 @@ divide by four, or only heads where the sequences do not divide by two. Everythi
 the simulation, which the other laws compare one device with.
 
 Every row meets every layout once, of which most run at night: answers come from a mesh that splits
-both, logits from one that splits sequences, scores from one that splits heads. Two rows, one whose
-tokens decide and one that selects pages, run each in each.
+both, logits from one that splits sequences, scores from one that splits heads.
 """
 
 import dataclasses
@@ -69,21 +68,14 @@ ROWS = [
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
 TOLERANCE = 1e-10
-# Split are the sequences alone, the heads alone, or both.
-SEQUENCES, HEADS, BOTH = (2, 4), (4, 3), (4, 4)  # KV heads and sequences
+# Split are the sequences alone, or the heads alone.
+SEQUENCES, HEADS = (2, 4), (4, 3)  # KV heads and sequences
 # A row whose tokens decide, two in which the heads of a layer meet, and one that selects pages.
 DECIDES, AVERAGES, COMPETES, SELECTS = FIRST = ROWS[:4]
 
 
-def by_layout(quick: list[Row], rows: list[Row], usual: tuple[int, int], other: tuple[int, int]):
-    """Runs a test with each row in its usual layout, and with two rows in another too."""
-    pairs = [(usual, row) for row in rows] + [(other, row) for row in (DECIDES, SELECTS)]
-    names = {SEQUENCES: "data", HEADS: "model", BOTH: "both"}
-    return pytest.mark.parametrize(
-        ("layout", "row"),
-        nightly_but([(usual, row) for row in quick], pairs),
-        ids=lambda x: x.name if isinstance(x, Row) else names[x],
-    )
+def by_row(quick: list[Row], rows: list[Row] = ROWS):
+    return pytest.mark.parametrize("row", nightly_but(quick, rows), ids=lambda row: row.name)
 
 
 @functools.cache
@@ -118,9 +110,9 @@ def test_the_mesh_is_used():
     assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
 
 
-@by_layout([DECIDES, SELECTS], [row for row in ROWS if not row.kv_dtype], SEQUENCES, BOTH)
-def test_logits(row, layout, record_property):
-    num_kv_heads, _ = layout
+@by_row([DECIDES, SELECTS], [row for row in ROWS if not row.kv_dtype])
+def test_logits(row, record_property):
+    num_kv_heads, _ = SEQUENCES
     prompts = [len(prompt) for prompt in PROMPTS]
     got = on_mesh(row, num_kv_heads).logits(TOKENS, prompt_lengths=np.array(prompts))
     weights = oracle_weights(transformer_of(num_kv_heads))
@@ -169,7 +161,7 @@ def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
         check_completion(row, weights, model.config, prompt, completion, row.page_size)
 
 
-@pytest.mark.parametrize("row", nightly_but(FIRST, ROWS), ids=lambda row: row.name)
+@by_row(FIRST)
 def test_generate(row, record_property):
     """Checks four lanes, two on each half of the mesh, which has its own page numbers."""
     model = on_mesh(row, 4)
@@ -185,9 +177,9 @@ def test_generate(row, record_property):
     record_property("largest", float(max(differences)))
 
 
-@by_layout([AVERAGES, COMPETES], ROWS, HEADS, SEQUENCES)
-def test_score(row, layout, record_property):
-    num_kv_heads, num_sequences = layout
+@by_row([AVERAGES, COMPETES])
+def test_score(row, record_property):
+    num_kv_heads, num_sequences = HEADS
     model = on_mesh(row, num_kv_heads)
     weights = oracle_weights(transformer_of(num_kv_heads))
     tokens = [row[:length] for row, length in zip(TOKENS, (16, 9, 2, 13), strict=True)]
@@ -205,7 +197,7 @@ def test_score(row, layout, record_property):
     record_property("largest", float(max(differences)))
 
 
-@pytest.mark.parametrize("row", nightly_but([AVERAGES], ROWS), ids=lambda row: row.name)
+@by_row([AVERAGES])
 def test_on_a_mesh_every_device_reads_a_prompt_once(row):
     """On a (2, 4) mesh two lanes of four have their pages on the same devices.
 
