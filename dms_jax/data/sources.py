@@ -3,21 +3,19 @@
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
 `{"role": ..., "content": ...}`), a prompt with its response, or an array of token ids. Files are
 indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
-memory of its index. Files that end in .gz are unpacked beside the other temporary files first.
+memory of its index. Files that end in .gz are unpacked beside the other temporary files first, up
+to 100 times their size; smaller ones up to 64 MB.
 """
 
 import abc
 import array
 import bisect
 import codecs
-import gzip
 import json
 import mmap
 import pathlib
 import re
-import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ import numpy as np
 from dms_jax.data.documents import AnswersOnly, Document, Documents, Exchange, Source
 from dms_jax.data.records import Fields, Records
 from dms_jax.data.tables import Tables, is_table
+from dms_jax.data.unpacking import DAMAGED, gunzip
 from dms_jax.errors import DataError
 
 __all__ = [
@@ -110,16 +109,17 @@ class _Files(Records):
 def _mapped(path: pathlib.Path) -> mmap.mmap:
     """Returns the content of a file, unpacked."""
     try:
-        with path.open("rb") as file:
-            if path.suffix != ".gz":
+        if path.suffix != ".gz":
+            with path.open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            with gzip.open(file) as packed, tempfile.TemporaryFile() as unpacked:
-                shutil.copyfileobj(packed, unpacked, 2**20)
-                unpacked.flush()
-                return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
+        with tempfile.TemporaryFile() as unpacked:
+            for part in gunzip(path):
+                unpacked.write(part)
+            unpacked.flush()
+            return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise DataError(f"{path} is empty.") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except DAMAGED as error:
         raise DataError(f"{path} is no whole gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error

@@ -9,14 +9,13 @@ in the order of their names.
 
 import csv
 import dataclasses
-import gzip
 import json
 import pathlib
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dms_jax.checks import is_whole, show
+from dms_jax.data.unpacking import DAMAGED, gunzip
 from dms_jax.errors import DataError
 from dms_jax.evaluation.extras import import_extra
 
@@ -168,12 +167,11 @@ def _read_json(path: pathlib.Path) -> Iterator[Record]:
 
 
 def _unpacked(path: pathlib.Path) -> bytes:
-    content = path.read_bytes()
     if not path.name.endswith(_PACKED):
-        return content
+        return path.read_bytes()
     try:
-        return gzip.decompress(content)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        return b"".join(gunzip(path))
+    except DAMAGED as error:
         raise DataError(f"{path} is not a whole gzip file: {error}.") from error
 
 
