@@ -11,6 +11,7 @@ both versions read it.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -93,7 +94,8 @@ class ModelConfig(Options):
       num_heads: H, number of query heads.
       num_kv_heads: K, number of key and value heads; divides H.
       head_dim: D, dimension of a head; even, and not necessarily E / H.
-      max_position_embeddings: longest sequence that the model supports, in tokens.
+      max_position_embeddings: longest sequence that the model supports, in tokens, with what the
+        scaling of the rotary positions adds.
       rms_norm_eps: epsilon that every RMS norm adds to the mean square.
       rope: the rotary position embedding.
       qkv_bias: whether the q, k and v projections have biases.
@@ -177,6 +179,8 @@ class ModelConfig(Options):
             given("max_position_embeddings", defaults["max_position_embeddings"]),
             CountOnDevice,
         )
+        rope = _rope_from_hf(config, max_positions)
+        max_positions = scaled_positions(rope, max_positions)
         refuse_sliding_window(config, family, num_layers, max_positions)
         kv_heads = given("num_key_value_heads", defaults["num_key_value_heads"])
         attention_bias = family in ("llama", "qwen3") and check(
@@ -196,7 +200,7 @@ class ModelConfig(Options):
             head_dim=check("head_dim", head_dim, CountOnDevice),
             max_position_embeddings=max_positions,
             rms_norm_eps=check("rms_norm_eps", given("rms_norm_eps", 1e-6), Positive),
-            rope=_rope_from_hf(config, max_positions),
+            rope=rope,
             qkv_bias=family == "qwen2" or attention_bias,
             output_bias=attention_bias,
             mlp_bias=family == "llama" and check("mlp_bias", given("mlp_bias", False), bool),
@@ -223,7 +227,7 @@ class ModelConfig(Options):
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": self.max_position_embeddings,
+            "max_position_embeddings": _unscaled_positions(self),
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope.theta,
             "rope_scaling": _rope_scaling_to_hf(self.rope),
@@ -238,13 +242,36 @@ class ModelConfig(Options):
             hf["sliding_window"] = None
         if self.model_type in ("qwen2", "qwen3"):
             hf["use_sliding_window"] = False
-        if ModelConfig.from_hf(hf) != self:
+        again = ModelConfig.from_hf(hf)
+        positions = self.max_position_embeddings
+        if dataclasses.replace(again, max_position_embeddings=positions) != self:
             raise ConfigError(
                 f"Hugging Face's {architecture} cannot express this combination of qkv_bias="
                 f"{self.qkv_bias}, output_bias={self.output_bias}, mlp_bias={self.mlp_bias}, "
                 f"qk_norm={self.qk_norm}. Choose a model_type that has them."
             )
         return hf
+
+
+def scaled_positions(rope: Rope, positions: int) -> int:
+    """Returns the longest sequence of a model whose config gives `positions`.
+
+    As in vLLM: configs often give the positions of pretraining, which "linear" and "yarn" extend by
+    their factor. "llama3" has them counted.
+    """
+    original = positions if rope.kind == "linear" else rope.original_max_position_embeddings
+    if rope.kind not in ("linear", "yarn") or original is None:
+        return positions
+    extended = int(min(original * rope.factor, 2**31 - 1))
+    return max(positions, extended)
+
+
+def _unscaled_positions(config: ModelConfig) -> int:
+    """Returns the max_position_embeddings from which `from_hf` makes those of a config."""
+    positions = config.max_position_embeddings
+    if config.rope.kind != "linear" or config.rope.factor <= 1:
+        return positions
+    return max(1, math.ceil(positions / config.rope.factor))
 
 
 def _rope_from_hf(config: Mapping[str, Any], max_positions: int) -> Rope:
@@ -283,7 +310,7 @@ def _parse_rope(
             f"Rotary scaling {show(kind)} ({where}) is not supported; supported: "
             f"{', '.join(ROPE_KINDS)}."
         )
-    if fields.get("mrope_section") is not None:
+    if fields.get("mrope_section"):
         raise ConfigError(
             f"Multimodal rotary positions (mrope_section in {where}) are not supported."
         )

@@ -62,7 +62,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     act = config.get("hidden_act")
     if act is not None and act not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {show(act)} is not supported; supported: silu.")
-    if config.get("quantization_config") is not None:
+    if config.get("quantization_config") not in (None, {}):
         raise ConfigError(
             "The checkpoint is quantized (quantization_config), which is not supported. Load the "
             "unquantized weights."
@@ -99,7 +99,8 @@ def refuse_sliding_window(
         return
     window = config.get("sliding_window", 4096)  # transformers' default when the key is absent
     if family in ("qwen2", "qwen3"):
-        if not check("use_sliding_window", config.get("use_sliding_window", False), bool):
+        used = config.get("use_sliding_window")
+        if not check("use_sliding_window", False if used is None else used, bool):
             return
         first = config.get("max_window_layers", 28)
         if layer_types is not None or (isinstance(first, int) and first >= num_layers):

@@ -72,6 +72,7 @@ def _read_directory(directory: pathlib.Path) -> Contents:
         raise CheckpointError(f"{directory / 'config.json'} does not exist{hint}")
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(tensor_files(directory))
+    weights.unwrap()
     found = names.adapter_shape(weights.shapes, qkv_bias=config.qkv_bias)
     policy = policy_from_hf(hf_config, has_adapter=found is not None)
     tokenizer = Tokenizer.from_directory(directory)

@@ -98,6 +98,12 @@ def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) ->
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
+    if problems and (prefix := _prefix(found, expected)):
+        raise CheckpointError(
+            f"the names of all {len(found)} tensors begin with {plain(repr(prefix))}, and those of "
+            f"a {config.model_type} with 'model.' or 'lm_head.': save the model that this one is "
+            "wrapped in, or rename them"
+        )
     if problems:
         listed = sorted(problems)[:_MOST_PROBLEMS]
         if len(problems) > len(listed):
@@ -112,6 +118,19 @@ def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) ->
             f"the tensors do not fit {weights.config_name} ({config.model_type}), "
             f"{len(problems)} problems:\n" + "\n".join(listed) + hint
         )
+
+
+def _prefix(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    """What all names begin with, if none of them is expected."""
+    if len(found) < 2 or any(name in expected for name in found):
+        return None
+    shared = []
+    for parts in zip(*(name.split(".")[:-1] for name in found), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0] + ".")
+    prefix = "".join(shared)
+    return prefix if prefix and not prefix.startswith("model.layers.") else None
 
 
 def _check_tied(weights: Tensors, shape: tuple[int, ...]) -> None:

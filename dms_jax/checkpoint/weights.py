@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 
 from dms_jax.checkpoint.files import MAX_INDEX_BYTES, find, read_json
+from dms_jax.checkpoint.wrappers import parameter_names
 from dms_jax.errors import CheckpointError, plain
 
 SINGLE = "model.safetensors"
@@ -73,25 +74,45 @@ class Weights(Tensors):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, np.dtype] = {}
         self._files: dict[str, tuple[pathlib.Path, safetensors.safe_open]] = {}
+        self._stored: dict[str, str] = {}
         for file in files:
             self._open(file)
 
+    def unwrap(self) -> None:
+        """Take off what PyTorch's wrappers left in the names of the tensors.
+
+        Raises:
+            CheckpointError: two tensors then have the same name.
+        """
+        stored = parameter_names(self._files)
+        if all(name == old for name, old in stored.items()):
+            return
+        self._stored = stored
+        for table in (self._files, self.shapes, self.dtypes):
+            renamed = {name: table[old] for name, old in stored.items()}
+            table.clear()
+            table.update(renamed)
+
     def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
         path, handle = self._files[name]
+        stored = self.stored_name(name)
         try:
             if all(part == slice(None) for part in index):
-                tensor = handle.get_tensor(name)
+                tensor = handle.get_tensor(stored)
             else:
-                tensor = handle.get_slice(name)[index]
+                tensor = handle.get_slice(stored)[index]
         except Exception as error:  # the library raises nothing more precise
             raise CheckpointError(
-                f"{path.name}: tensor {plain(name)} cannot be read: {plain(error, 300)}"
+                f"{path.name}: tensor {plain(stored)} cannot be read: {plain(error, 300)}"
             ) from error
         with np.errstate(over="ignore"):
             return tensor if dtype is None else tensor.astype(dtype, copy=False)
 
     def file_name(self, name: str) -> str:
         return self._files[name][0].name
+
+    def stored_name(self, name: str) -> str:
+        return self._stored.get(name, name)
 
     def _open(self, path: pathlib.Path) -> None:
         try:

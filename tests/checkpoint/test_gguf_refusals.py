@@ -107,9 +107,20 @@ def test_entries_that_change_nothing_are_accepted(tmp_path):
         llama__attention__sliding_window=64,
         llama__attention__head_count=[4, 4],
         llama__rope__scaling__type="none",
+        llama__rope__scaling__factor=0.0,
+        llama__rope__scaling__attn_factor=1.0,
+        llama__rope__scaling__yarn_attn_factor=1.0,
+        llama__embedding_scale=1.0,
         llama__tensor_data_layout="Meta AI original pth",
     )
     assert load(path).config.num_heads == 4
+
+
+@pytest.mark.parametrize(("kind", "original"), [("linear", None), ("yarn", 64)])
+def test_positions_that_a_scaled_rope_adds(kind, original, tmp_path):
+    entries = {"type": kind, "factor": 4.0, "original_context_length": original}
+    entries = {f"llama__rope__scaling__{name}": value for name, value in entries.items()}
+    assert load(with_entries(tmp_path, **entries)).config.max_position_embeddings == 256
 
 
 def renamed(old: str, new: str):

@@ -19,8 +19,8 @@ import numpy as np
 
 from dms_jax.checkpoint.gguf.file import GgufFiles
 from dms_jax.checkpoint.gguf.weights import ROPE_FACTORS, GgufWeights
-from dms_jax.checks import CountOnDevice, Number, Positive, check
-from dms_jax.config import Layers, ModelConfig, Rope
+from dms_jax.checks import CountOnDevice, NotNegative, Number, Positive, check
+from dms_jax.config import Layers, ModelConfig, Rope, scaled_positions
 from dms_jax.errors import CheckpointError, ConfigError, plain
 
 # GGUF architecture: Hugging Face family. llama.cpp's converter writes Mistral models as llama.
@@ -60,6 +60,14 @@ _KNOWN = {
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "tensor_data_layout",
+}
+# Factors, which change nothing if they are 1.
+_FACTORS = {
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
 }
 
 
@@ -107,6 +115,8 @@ def _config(
     if vocab_size:  # else the tensor is reported as missing
         metadata.must_be("vocab_size", vocab_size, CountOnDevice, "the rows of token_embd.weight")
     positions = metadata.get("context_length", CountOnDevice)
+    rope = _rope(metadata, weights, positions, head_dim)
+    positions = scaled_positions(rope, positions)
     window = metadata.get("attention.sliding_window", int, 0)
     if 0 < window < positions:
         raise ConfigError(
@@ -125,7 +135,7 @@ def _config(
         head_dim=head_dim,
         max_position_embeddings=positions,
         rms_norm_eps=metadata.get("attention.layer_norm_rms_epsilon", Positive),
-        rope=_rope(metadata, weights, positions, head_dim),
+        rope=rope,
         qkv_bias=family == "qwen2" or weights.has("self_attn.q_proj.bias"),
         output_bias=weights.has("self_attn.o_proj.bias"),
         mlp_bias=weights.has("mlp.down_proj.bias"),
@@ -207,7 +217,10 @@ class _Metadata:
         unknown = [
             f"{self.key(name)} = {plain(repr(value), 40)}"
             for name, value in self._values.items()
-            if name not in _KNOWN and value not in (0, "", []) and value is not False
+            if name not in _KNOWN
+            and value not in (0, "", [])
+            and value is not False
+            and not (name in _FACTORS and value == 1)
         ]
         if unknown:
             raise ConfigError(
@@ -217,8 +230,9 @@ class _Metadata:
 
 def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: int) -> Rope:
     theta = metadata.get("rope.freq_base", Number, 10_000.0)
-    factor = metadata.get("rope.scaling.factor", Positive, 0) or metadata.get(
-        "rope.scale_linear", Positive, 1.0
+    # 0 is no factor, as in llama.cpp.
+    factor = metadata.get("rope.scaling.factor", NotNegative, 0) or (
+        metadata.get("rope.scale_linear", NotNegative, 0) or 1.0
     )
     # Files older than rope.scaling.type mean linear scaling if they have a factor.
     kind = metadata.get("rope.scaling.type", str, "none" if factor == 1 else "linear")

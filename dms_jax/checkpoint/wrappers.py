@@ -1,0 +1,60 @@
+"""Take off what PyTorch's wrappers leave in the names of tensors.
+
+    _orig_mod.model.layers.0.mlp.up_proj.weight          torch.compile, of the model
+    model.layers.0._orig_mod.mlp.up_proj.weight          torch.compile, layer by layer
+    module.model.layers.0.mlp.up_proj.weight             DataParallel
+    base_model.model.model.layers.0.mlp.up_proj.weight   PEFT, after merging
+    layers.0.mlp.up_proj.weight                          the model without its head
+
+In each case the name of the parameter is model.layers.0.mlp.up_proj.weight. A prefix is taken off
+only if every tensor has it and what is left are names of a model, so that nothing is guessed.
+"""
+
+from collections.abc import Collection
+
+from dms_jax.errors import CheckpointError, plain
+
+_WITHIN = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_IN_FRONT = ("module.", "base_model.")
+_ROOTS = ("model.", "lm_head.")
+_HEADLESS = ("embed_tokens.", "layers.", "norm.")
+
+
+def parameter_names(stored: Collection[str]) -> dict[str, str]:
+    """The name of the parameter of each tensor: parameter name to stored name.
+
+    Raises:
+        CheckpointError: two tensors have the same name without what a wrapper left in it.
+    """
+    names = {name: _without(name) for name in stored}
+    while prefix := _common(names.values()):
+        names = {name: short.removeprefix(prefix) for name, short in names.items()}
+    if names and all(short.startswith((*_HEADLESS, "lm_head.")) for short in names.values()):
+        heads = ("lm_head.",)
+        names = {n: s if s.startswith(heads) else f"model.{s}" for n, s in names.items()}
+    found: dict[str, str] = {}
+    for name, short in names.items():
+        if short in found:
+            raise CheckpointError(
+                f"the tensors {plain(found[short])} and {plain(name)} are both {plain(short)} "
+                "without what a wrapper of PyTorch left in their names: keep one of them"
+            )
+        found[short] = name
+    return found
+
+
+def _without(name: str) -> str:
+    for part in _WITHIN:
+        name = name.replace(part, "")
+    return name
+
+
+def _common(names: Collection[str]) -> str | None:
+    """The first component of all names, if it is a wrapper's or none of a model's."""
+    first = next(iter(names), "").partition(".")
+    prefix = first[0] + "."
+    if not first[2] or not all(name.startswith(prefix) for name in names):
+        return None
+    left = [name.removeprefix(prefix) for name in names]
+    known = prefix in _IN_FRONT or all(name.startswith(_ROOTS) for name in left)
+    return prefix if known and all(left) else None
