@@ -152,6 +152,7 @@ def test_public_names_and_those_in_messages_are_there():
 # Runs without the import hook of the tests, so that warnings name the real caller, and as if
 # dms_jax were not installed.
 CALLER = """
+import dataclasses
 import importlib.metadata
 import warnings
 
@@ -168,16 +169,15 @@ importlib.metadata.distribution = without_us
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.model.language_model import GenerationDefaults
 
 model = dms_jax.load(assets.path("stories260k"))
-policy = dms_jax.DMS(window=8)
-sampling = dms_jax.Sampling(max_new_tokens=1)
+sampling = dms_jax.Sampling(max_new_tokens=600)
+ends = dataclasses.replace(model, generation=GenerationDefaults(eos_token_ids=tuple(range(512))))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    model.logits([[1, 2]], policy=policy)  # warns
-    dms_jax.generate(model, [[1, 2]], policy=policy, sampling=sampling)  # warns
-    dms_jax.score(model, [[1, 2]], policy=policy)  # warns
-    model.resolve_policy(policy)  # warns
+    dms_jax.generate(ends, [[1, 2]], sampling=sampling)  # warns
+    dms_jax.Engine(ends).generate([[1, 2]], sampling=sampling)  # warns
 print(dms_jax.__version__)
 for one in caught:
     print(one.filename, one.lineno)

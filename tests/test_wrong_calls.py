@@ -286,7 +286,7 @@ def estimate_cases(config: ModelConfig) -> dict[str, Case]:
         "estimate dtype of whole numbers": case("dtype int8", "kv_dtype", dtype="int8"),
         "estimate dtype of a byte": case("float8_e4m3fn", "kv_dtype", dtype="float8_e4m3fn"),
         "estimate config": case("ModelConfig", given={"num_layers": 3}),
-        "estimate policy": case("Not a cache policy", policy="DMS"),
+        "estimate policy": case("Unknown cache policy 'DSM'", "mean DMS", policy="DSM"),
         "estimate too small": case(
             "do not fit", error="CapacityError", device=Device(1000, 1e9, 1e9)
         ),
@@ -373,10 +373,11 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "chat of strings": data("'role' and 'content'", prompts=[[chat[0], "hello"]]),
         "model a path": case("ConfigError", "dms_jax.load", "'some/path'", given="some/path"),
         "model none": case("ConfigError", "dms_jax.load", "None", given=None),
-        "policy a name": case("ConfigError", "Not a cache policy: 'DMS'", policy="DMS"),
-        "policy a class": case("ConfigError", "Not a cache policy", policy=dms_jax.DMS),
+        "policy a wrong name": case("ConfigError", "Unknown cache policy 'DSM'", policy="DSM"),
+        "policy a class": case("ConfigError", "Not a cache policy", "DMS()", policy=dms_jax.DMS),
+        "policy never learned": case("ConfigError", "dms-jax retrofit", "TOVA(", policy="DMS"),
         "policy needs an adapter": case(
-            "ConfigError", "DMS", "adapter", "Retrofit", policy=dms_jax.DMS(source="adapter")
+            "ConfigError", "DMS", "adapter", "retrofit", policy=dms_jax.DMS(source="adapter")
         ),
         "sampling a dict": case("ConfigError", "a Sampling", sampling={"temperature": 0}),
         "seeds": case(
@@ -477,7 +478,7 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             lambda: dms_jax.Conversation("path"), "ConfigError", ("dms_jax.load",)
         ),
         "conversation policy": Case(
-            lambda: dms_jax.Conversation(model, "DMS"), "ConfigError", ("Not a cache policy",)
+            lambda: dms_jax.Conversation(model, "DSM"), "ConfigError", ("Unknown cache policy",)
         ),
         "say nothing": say("The prompt is an empty string", prompt=""),
         "say no ids": say("The prompt is empty", prompt=[]),
@@ -501,7 +502,7 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score memory": score("at least", sequences=[[1, 2]], memory=9, error="CapacityError"),
         "score model": score("dms_jax.load", sequences=[[1, 2]], given=None, error="ConfigError"),
         "score policy": score(
-            "Not a cache policy", sequences=[[1, 2]], policy="TOVA", error="ConfigError"
+            "Not a cache policy", sequences=[[1, 2]], policy=7, error="ConfigError"
         ),
         "score max_length huge": score(
             "max_length",
@@ -591,7 +592,7 @@ def logits_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             segment_ids=np.ones((1, 3), int),
             error="ConfigError",
         ),
-        "logits policy": case("Not a cache policy", policy="DMS", error="ConfigError"),
+        "logits policy": case("Not a cache policy", policy=["DMS"], error="ConfigError"),
         "logits adapter": case(
             "adapter", policy=dms_jax.DMS(source="adapter"), error="ConfigError"
         ),
@@ -622,9 +623,9 @@ def hyperscale_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         ),
         "hyperscale policy": case("hyperscale wants systems", systems=dms_jax.Vanilla()),
         "hyperscale system": Case(
-            lambda: System("TOVA", "TOVA"),
+            lambda: System("TOVA", 7),  # pyright: ignore[reportArgumentType]
             "ConfigError",
-            ("System: policy must be a Policy or None, got 'TOVA'",),
+            ("System: policy must be a Policy or a text or None, got 7",),
         ),
         "hyperscale axis": Case(
             lambda: point.frontier("vanilla", "bytes"),
@@ -690,7 +691,7 @@ def file_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[str,
         "save unwritable": save("cannot be written", path="/proc/model"),
         "save no model": save("dms_jax.load", path=scratch / "x", given=3, error="ConfigError"),
         "save no policy": save(
-            "Not a cache policy", path=scratch / "x", policy="DMS", error="ConfigError"
+            "Not a cache policy", path=scratch / "x", policy=None, error="ConfigError"
         ),
         "save weights that are not numbers": save(
             "model.embed_tokens.weight", "NaN", path=scratch / "x", given=_without_numbers(model)
@@ -747,7 +748,7 @@ def retrofit_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[
     return {
         "retrofit model": case("dms_jax.load", given="path"),
         "retrofit policy": case("TOVA", "DMS", policy=dms_jax.TOVA()),
-        "retrofit policy a name": case("DMS", policy="DMS"),
+        "retrofit policy a wrong name": case("mean DMS", policy="DSM"),
         "retrofit recipe": case("recipe", recipe="dms_published"),
         "retrofit checkpoint_every": case("checkpoint_every", checkpoint_every=0),
         "retrofit seed": case("seed", seed="x"),

@@ -12,7 +12,7 @@ def memory_trace(
     model: LanguageModel,
     tokens: Int[np.ndarray, "B T"],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     chunk: int = 32,
     page_size: int = 16,
 ) -> tuple[list[int], list[int], list[int]]:

@@ -119,7 +119,7 @@ def retention(
     model: LanguageModel,
     tokens: Int[np.ndarray, "B T"],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     prompt_lengths: Int[np.ndarray, " B"] | None = None,
     page_size: int = 16,
 ) -> Retention:

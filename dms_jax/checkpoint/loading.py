@@ -30,6 +30,7 @@ def load(
     adapter: str | pathlib.Path | None = None,
     merge: bool = False,
     for_training: bool = False,
+    untrained: bool = False,
 ) -> LanguageModel:
     """Load a checkpoint.
 
@@ -49,6 +50,8 @@ def load(
             layer; without low-rank updates it changes nothing.
         for_training: whether the mesh's `data` axis splits the parameters too, as training keeps
             them, so that no device holds the whole model. `model.place()` places them for decoding.
+        untrained: whether policies run that the model never learned (DMS and DMC with a neuron of
+            attention), which is of use to tests and benchmarks alone.
 
     Returns:
         the model, with its tokenizer (None if there is none) and the policy that its config
@@ -62,6 +65,7 @@ def load(
     dtype = _check_dtype(dtype)
     merge = check("load: merge", merge, bool)
     for_training = check("load: for_training", for_training, bool)
+    untrained = check("load: untrained", untrained, bool)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ConfigError(f"mesh must come from dms_jax.make_mesh, got {mesh!r:.80}")
     place = find_checkpoint(path)
@@ -91,6 +95,7 @@ def load(
         generation=contents.generation,
         mesh=mesh,
         source=os.path.abspath(place),
+        untrained=untrained,
     )
 
 

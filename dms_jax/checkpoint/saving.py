@@ -37,8 +37,8 @@ from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
-from dms_jax.policies import Policy
-from dms_jax.policies.base import check_adapter, check_policy
+from dms_jax.policies import Policy, as_policy
+from dms_jax.policies.base import check_adapter
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -49,7 +49,7 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def save(
     model: LanguageModel,
-    policy: Policy,
+    policy: Policy | str,
     path: str | pathlib.Path,
     *,
     adapter_only: bool = False,
@@ -89,7 +89,7 @@ def save(
 
 def begin_save(
     model: LanguageModel,
-    policy: Policy,
+    policy: Policy | str,
     path: str | pathlib.Path,
     *,
     adapter_only: bool = False,
@@ -119,7 +119,7 @@ def begin_save(
 
 def _asked(
     model: LanguageModel,
-    policy: Policy,
+    policy: Policy | str,
     path: Any,
     adapter_only: bool,
     max_shard_bytes: int,
@@ -133,7 +133,7 @@ def _asked(
         ConfigError: the policy and the model do not belong together.
     """
     check_model(model)
-    check_policy(policy)
+    policy = as_policy(policy)
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(
             f"the path to write a checkpoint to must be a directory: {plain(repr(path))}"

@@ -102,7 +102,7 @@ def evaluate_choices(
     model: LanguageModel,
     task: ChoiceTask,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     problems: int | None = None,
     start: int = 0,
     serving: Serving | None = None,

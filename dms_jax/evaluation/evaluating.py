@@ -30,7 +30,7 @@ def evaluate(
     model: LanguageModel,
     task: Task | Sequence[Task],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     problems: int | None = None,
     split: Split = "test",
     start: int = 0,

@@ -76,7 +76,8 @@ def open_turn(tokenizer: Any, messages: Sequence[Any], **variables: Any) -> str:
     there. Where the template trims contents, the space at the end of this one goes, too.
 
     Raises:
-      DataError: there is no message, one is malformed, or the template leaves out some of the last content.
+      DataError: there is no message, one is malformed, or the template leaves out content of the
+        last.
     """
     if not messages or (last := read_messages(messages)[-1])["content"] is None:
         raise DataError("a turn that is to be continued needs a content, which may be empty.")

@@ -52,7 +52,7 @@ class System(Options):
     """
 
     name: str
-    policy: Policy | None = None
+    policy: Policy | str | None = None
     model: LanguageModel | None = None
     compression_ratio: Ratio | None = None
 

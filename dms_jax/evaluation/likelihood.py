@@ -164,7 +164,7 @@ def likelihoods(
     model: LanguageModel,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     serving: Serving | None = None,
 ) -> list[Likelihood]:
     """Computes the log-probabilities of continuations given their contexts.

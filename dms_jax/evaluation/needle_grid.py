@@ -82,7 +82,7 @@ class NeedleGrid:
 
 def needle_grid(
     model: LanguageModel,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     *,
     lengths: Sequence[int],
     depths: Sequence[float | int] = DEPTHS,

@@ -98,7 +98,7 @@ def perplexity(
     model: LanguageModel,
     path: str | pathlib.Path,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     window: int | None = None,
     max_tokens: int | None = None,
     serving: Serving | None = None,

@@ -89,7 +89,7 @@ def generate(
     model: LanguageModel,
     prompts: Sequence[Prompt],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     sampling: Sampling | None = None,
     memory: float | int | None = None,
     chunk: int = 32,
@@ -111,7 +111,7 @@ def generate(
     Args:
       model: from `load` or `retrofit`.
       prompts: strings, lists of token ids, or lists of chat messages, of any lengths.
-      policy: the cache policy; None for the one that the checkpoint declares.
+      policy: the cache policy, or its name ("TOVA"); None for what the checkpoint declares.
       sampling: how tokens are drawn and when generation ends; None for `Sampling()`.
       memory: bytes for the cache; None for what the requests can need, within the free memory.
         Requests that do not fit wait; a running one may be preempted and recomputed.
@@ -169,7 +169,7 @@ def score(
     model: LanguageModel,
     sequences: Sequence[Prompt] | np.ndarray,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     num_lanes: int = MAX_LANES,
     memory: float | int | None = None,
     chunk: int = 64,
@@ -185,7 +185,7 @@ def score(
     Args:
       model: from `load` or `retrofit`.
       sequences: token ids or text, at least two tokens each.
-      policy: the cache policy; None for the one that the checkpoint declares.
+      policy: the cache policy, or its name ("TOVA"); None for what the checkpoint declares.
       num_lanes, memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
       max_length: tokens from which a policy with a `compression_ratio` computes its budget; None
         for the length of each sequence.

@@ -101,7 +101,7 @@ class Conversation:
     def __init__(
         self,
         model: LanguageModel,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         *,
         max_tokens: int | None = None,
         branches: int = 0,

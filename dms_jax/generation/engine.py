@@ -81,7 +81,7 @@ class Engine:
     def __init__(
         self,
         model: LanguageModel,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         *,
         num_lanes: int = 8,
         max_tokens: int | None = None,

@@ -25,8 +25,7 @@ from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import Policy, Vanilla
-from dms_jax.policies.base import check_policy
+from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.policies.values import Footprint
 
 
@@ -51,7 +50,7 @@ class Estimate:
 
 def estimate(
     config: ModelConfig,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     *,
     tokens: int,
     compression_ratio: float | int = 1.0,
@@ -78,7 +77,7 @@ def estimate(
       ConfigError: if an argument is not valid.
       CapacityError: if the weights, or the weights and `batch` sequences, do not fit the device.
     """
-    policy = Vanilla() if policy is None else policy
+    policy = Vanilla() if policy is None else as_policy(policy)
     tokens = check("estimate: tokens", tokens, Count)
     page_size = check("estimate: page_size", page_size, CountOnDevice)
     batch = check("estimate: batch", batch, Count | None)
@@ -156,7 +155,6 @@ def _check_estimate(
 ) -> Device:
     """Returns the device; raises ConfigError for an argument that is not valid."""
     check("estimate: config", config, ModelConfig)
-    check_policy(policy)
     if compression_ratio > 1 and not policy.retrofit.needed:
         raise ConfigError(
             f"{policy.name} compresses by its own options, not by a ratio: leave "

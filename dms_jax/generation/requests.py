@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from dms_jax.cache.accounting import Meter, Usage
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, DataError
 from dms_jax.generation.sampling import Sampling
+from dms_jax.model.language_model import PACKAGE
 
 FinishReason = Literal["end", "stop", "length", "cancelled"]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
@@ -180,7 +182,24 @@ def make_requests(
         which = dict(index=index, seed=seed, copy=copies[equal])
         requests.append(make_request(config, tokens, sampling, **which, past=past))
         copies[equal] += 1
+    _tell_of_positions(config, requests, sampling)
     return requests
+
+
+def _tell_of_positions(
+    config: ModelConfig, requests: Sequence[Request], sampling: Sampling
+) -> None:
+    """Warns that answers end before `max_new_tokens`, for want of positions."""
+    short = [each for each in requests if each.max_new_tokens < sampling.max_new_tokens]
+    if short:
+        first = min(short, key=lambda each: each.max_new_tokens)
+        warnings.warn(
+            f"max_new_tokens={sampling.max_new_tokens:,} is more than the model's "
+            f"{config.max_position_embeddings:,} positions leave: {len(short)} of {len(requests)} "
+            f"answers end earlier, that to prompt {first.index} of {len(first.prompt):,} tokens "
+            f"after {first.max_new_tokens:,}.",
+            skip_file_prefixes=(PACKAGE,),
+        )
 
 
 def make_request(

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.template_variables import check_template_variables
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import Policy, Vanilla
-from dms_jax.policies.base import check_adapter, check_policy
+from dms_jax.policies import Policy, Vanilla, as_policy
+from dms_jax.policies.base import LEARN_FIRST, check_adapter
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # warnings point to the line that called into it
 
@@ -52,6 +51,8 @@ class LanguageModel:
       generation: generation defaults such as the end tokens.
       mesh: mesh over which the parameters are sharded; None for the default device.
       source: path of the checkpoint that the parameters were loaded from; None for a new model.
+      untrained: whether policies run that the model never learned, and evict by neurons that say
+        nothing: for tests and benchmarks. `load` and training set it to False.
     """
 
     transformer: Transformer
@@ -60,6 +61,7 @@ class LanguageModel:
     generation: GenerationDefaults = dataclasses.field(default_factory=GenerationDefaults)
     mesh: jax.sharding.Mesh | None = None
     source: str | None = None
+    untrained: bool = True
 
     @property
     def config(self) -> ModelConfig:
@@ -108,14 +110,14 @@ class LanguageModel:
         )
         return dataclasses.replace(self, transformer=placed_transformer)
 
-    def resolve_policy(self, policy: Policy | None) -> Policy:
-        """Returns the policy to run: the checkpoint's own unless another is given.
+    def resolve_policy(self, policy: Policy | str | None) -> Policy:
+        """Returns the policy to run: the checkpoint's own unless another, or its name, is given.
 
         Raises:
-          ConfigError: if the model cannot run the policy, or was trained for an incompatible one.
+          ConfigError: if the model cannot run the policy, never learned it, or was trained for an
+            incompatible one.
         """
-        policy = self.policy if policy is None else policy
-        check_policy(policy)
+        policy = self.policy if policy is None else as_policy(policy)
         check_adapter(policy, self.transformer.adapter_shape)
         trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
@@ -139,17 +141,18 @@ class LanguageModel:
                 f"that must take no part in attention; {policy} would use them. Run it with its "
                 "own policy (a window beyond the sequence's length evicts nothing)."
             )
-        warnings.warn(
-            f"This checkpoint was not retrofitted for {policy.name}: the decisions will be "
-            "those of untrained neurons, which are also removed from attention.",
-            skip_file_prefixes=(PACKAGE,),
-        )
+        if not self.untrained:
+            raise ConfigError(
+                f"{policy.name} learns what to evict, and this model was never trained for it: it "
+                f"would evict by neurons that say nothing. {LEARN_FIRST} Tests and benchmarks "
+                "load the model with untrained=True."
+            )
 
     def logits(
         self,
         tokens: Int[Array | np.ndarray, "B T"],
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         prompt_lengths: Int[Array | np.ndarray, " B"] | None = None,
         segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:

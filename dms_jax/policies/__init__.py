@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from dms_jax.checks import check_names, guess
+from dms_jax.checks import check_names, guess, show
 from dms_jax.errors import ConfigError
 from dms_jax.policies.allocation import AdaKV, PyramidKV
 from dms_jax.policies.base import Policy
@@ -76,6 +76,23 @@ def from_dict(data: dict[str, Any]) -> Policy:
     return policy(**fields | inner)
 
 
+def as_policy(policy: Any) -> Policy:
+    """Returns a policy: the given one, or that of a name with its default options.
+
+    # In: "TOVA"  Out: TOVA()
+
+    Raises:
+      ConfigError: it is neither, or there is no policy of that name.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return from_dict({"name": policy})
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise ConfigError(f"Not a cache policy: {show(policy)}. Write {policy.name}().")
+    raise ConfigError(f"Not a cache policy: {show(policy)}. Use e.g. dms_jax.TOVA(budget=512).")
+
+
 __all__ = [
     "DMC",
     "DMS",
@@ -98,5 +115,6 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "Vanilla",
+    "as_policy",
     "from_dict",
 ]

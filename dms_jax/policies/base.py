@@ -51,7 +51,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.cache.pages import few_sizes
-from dms_jax.checks import Options, Traced, kinds, show, traced
+from dms_jax.checks import Options, Traced, kinds, traced
 from dms_jax.errors import ConfigError
 from dms_jax.policies.values import (
     AdapterShape,
@@ -351,10 +351,10 @@ def _register(cls: type[Policy]) -> None:
 _register(Policy)
 
 
-def check_policy(policy: Any) -> None:
-    """Raises ConfigError unless `policy` is a policy (and not, say, the name of one)."""
-    if not isinstance(policy, Policy):
-        raise ConfigError(f"Not a cache policy: {show(policy)}. Use e.g. dms_jax.DMS(window=256).")
+LEARN_FIRST = (
+    "Train the model for it with `dms-jax retrofit` (dms_jax.retrofit), load an adapter that was "
+    "trained (adapter=), or use a policy that needs no training, such as dms_jax.TOVA(budget=512)."
+)
 
 
 def check_adapter(policy: Policy, adapter: AdapterShape | None) -> None:
@@ -365,7 +365,7 @@ def check_adapter(policy: Policy, adapter: AdapterShape | None) -> None:
     if adapter is None:
         raise ConfigError(
             f"{policy.name} reads its decisions from an adapter, which this model does not have. "
-            "Retrofit the model first, or load a checkpoint with adapter tensors."
+            f"{LEARN_FIRST}"
         )
     raise ConfigError(
         f"{policy} reads its decisions from {needed}, and this model has {adapter}, which was made "

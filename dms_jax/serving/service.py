@@ -126,7 +126,7 @@ class Service:
     def __init__(
         self,
         model: LanguageModel,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         *,
         num_lanes: int = 8,
         max_tokens: int | None = None,

@@ -22,13 +22,13 @@ from dms_jax.data.lanes import Deal, lane_batches
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of
-from dms_jax.policies import Policy, Vanilla
-from dms_jax.policies.base import check_policy
+from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.base_weights import base_digest
 from dms_jax.training.loop import Loop, Vocabulary
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.out_of_memory import placed, with_advice
 from dms_jax.training.recipe import Recipe
+from dms_jax.training.recipes import recommended
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer, rows_here
@@ -40,10 +40,10 @@ _FREE = ("name", "snapshots", "micro_batch_size", "remat", "unroll")
 @show_options(RunOptions)
 def retrofit(
     model: LanguageModel,
-    policy: Policy,
+    policy: Policy | str,
     *,
-    recipe: Recipe,
-    data: Any,
+    recipe: Recipe | None = None,
+    data: Any = None,
     out: str | os.PathLike | None = None,
     **options: Unpack[RunKeywords],
 ) -> LanguageModel:
@@ -56,7 +56,8 @@ def retrofit(
       policy: a policy with a trainable form, e.g. `DMS(window=256, source="adapter")`. An adapter
         is added where the policy reads one and the model has none.
       recipe: stages that include a ramp or supervise, sizes and learning rates
-        (`dms_jax.recipes`).
+        (`dms_jax.recipes`); None for `dms_jax.recipes.recommended(policy, positions)`, which takes
+        what `dms-jax retrofit train` does.
       data, out, **options: as for `train`.
 
     Returns:
@@ -66,12 +67,20 @@ def retrofit(
       ConfigError: the policy has nothing to learn, the recipe has no such stage, or what `train`
         refuses.
     """
-    if not isinstance(policy, Policy) or not policy.retrofit.trainable:
-        name = policy.name if isinstance(policy, Policy) else repr(policy)
+    policy = as_policy(policy)
+    if not policy.retrofit.trainable:
         raise ConfigError(
-            f"{name} has nothing to learn; retrofit for DMS(...) or DMC(...), or for KVzap(...) or "
-            "KVpop(...)."
+            f"{policy.name} has nothing to learn; retrofit for DMS(...) or DMC(...), or for "
+            "KVzap(...) or KVpop(...)."
         )
+    check_model(model)
+    if data is None:
+        raise DataError(
+            "retrofit learns from data=: texts, conversations, token ids, or paths of files "
+            "(dms_jax.data.as_source), best answers of the model itself."
+        )
+    if recipe is None:
+        recipe = recommended(policy, model.config.max_position_embeddings)
     if isinstance(recipe, Recipe) and recipe.compression_ratio == 1 and not recipe.supervises:
         raise ConfigError(
             f"The recipe {recipe.name} has no ramp to a compression ratio; add Stage('ramp', ...)."
@@ -85,7 +94,7 @@ def train(
     *,
     recipe: Recipe,
     data: Any,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     out: str | os.PathLike | None = None,
     **options: Unpack[RunKeywords],
 ) -> LanguageModel:
@@ -120,7 +129,7 @@ def train(
       OtherProcessError: another process of the run failed (`dms_jax.processes`).
     """
     compilation.prepare()
-    policy = Vanilla() if policy is None else policy
+    policy = Vanilla() if policy is None else as_policy(policy)
     _check(model, policy, recipe)
     run = RunOptions(**options)
     if run.adapter_only:
@@ -192,7 +201,6 @@ def _resume(trainer: Trainer, source: Any, directory: RunDirectory) -> None:
 def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     """Raises ConfigError if model, policy and recipe do not fit together."""
     check_model(model)
-    check_policy(policy)
     check("recipe", recipe, Recipe)
     if recipe.supervises and policy.retrofit.supervision is None:
         raise ConfigError(

@@ -22,7 +22,7 @@ def calibrate(
     batches: Any,
     *,
     compression_ratio: float | int,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
 ) -> Policy:
     """Returns the policy with the threshold that keeps 1 / compression_ratio of held-out tokens.
 

@@ -24,7 +24,7 @@ def held_out_loss(
     model: LanguageModel,
     batches: Mapping[str, Any],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     compute_dtype: str | None = "bfloat16",
 ) -> dict[str, float]:
     """Returns the mean negative log-likelihood of each part of the data.
@@ -53,7 +53,7 @@ def held_out_distillation(
     teacher: LanguageModel,
     batches: Mapping[str, Any],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     compute_dtype: str | None = "bfloat16",
 ) -> dict[str, float]:
     """Returns the mean divergence KL(model || teacher) of each part of the data.
@@ -77,7 +77,7 @@ def _means(
     model: LanguageModel,
     teacher: Transformer | None,
     batches: Mapping[str, Any],
-    policy: Policy | None,
+    policy: Policy | str | None,
     compute_dtype: str | None,
 ) -> dict[str, float]:
     policy = model.resolve_policy(policy)

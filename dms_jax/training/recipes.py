@@ -14,6 +14,8 @@ import math
 from typing import Annotated, Any, Literal
 
 from dms_jax.checks import Count, Number, Range, Whole, check, require
+from dms_jax.errors import ConfigError
+from dms_jax.policies import Policy
 from dms_jax.training.parameters import Trained
 from dms_jax.training.recipe import Loss, Recipe, Stage
 from dms_jax.training.scorer_recipes import kvpop as kvpop
@@ -25,6 +27,28 @@ def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
     compression_ratio = check("recipes: compression_ratio", compression_ratio, above_one)
     steps_per_ratio = check("recipes: steps_per_ratio", steps_per_ratio, Count)
     return max(1, round((compression_ratio - 1) * steps_per_ratio))
+
+
+def recommended(policy: Policy, positions: int) -> Recipe:
+    """Returns the recipe that `retrofit` takes unless another is given.
+
+    The released one for DMS (to ratio 8), the paper's for DMC (to 4), and ours for the scorers of
+    KVzap and KVpop, on sequences of at most as many tokens as the model has positions.
+
+    Args:
+      policy: a policy that is learned.
+      positions: positions of the model.
+
+    Raises:
+      ConfigError: no recipe was made for the policy.
+    """
+    if policy.name not in _MADE_FOR:
+        raise ConfigError(
+            f"No recipe was made for {policy.name}, only for {', '.join(_MADE_FOR)}: give recipe=."
+        )
+    recipe = _MADE_FOR[policy.name]()
+    length = min(recipe.sequence_length, positions)
+    return dataclasses.replace(recipe, sequence_length=length)
 
 
 def dms_published(compression_ratio: Number = 8.0) -> Recipe:
@@ -411,3 +435,6 @@ def pretraining(
         unroll=True,
         packing="first_fit",
     )
+
+
+_MADE_FOR = {"DMS": dms_published, "DMC": dmc_paper, "KVzap": kvzap, "KVpop": kvpop}

@@ -377,5 +377,5 @@ class Trainer:
             for name, x in self.state.parameters.items()
         }
         return dataclasses.replace(
-            self._skeleton, transformer=self._rebuild(self._frozen | trained)
+            self._skeleton, transformer=self._rebuild(self._frozen | trained), untrained=False
         )

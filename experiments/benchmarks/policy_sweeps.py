@@ -13,7 +13,6 @@ import hashlib
 import pathlib
 import sys
 import time
-import warnings
 from typing import Any
 
 import jax
@@ -71,16 +70,14 @@ class Programs:
 def main(config: Config) -> None:
     """Runs the sweeps and writes the figures."""
     make_place("--out", config.out)
-    model, programs = dms_jax.load(assets.path("stories260k")), Programs()
+    model, programs = dms_jax.load(assets.path("stories260k"), untrained=True), Programs()
     prompts = [PROMPT, PROMPT[: len(PROMPT) // 2]]
     sampling = Sampling(temperature=0, max_new_tokens=config.new_tokens)
 
     def answers(policy: Policy) -> str:
-        with warnings.catch_warnings():  # this model was not trained to evict
-            warnings.simplefilter("ignore")
-            out = dms_jax.generate(
-                model, prompts, policy=policy, sampling=sampling, page_size=config.page_size
-            )
+        out = dms_jax.generate(
+            model, prompts, policy=policy, sampling=sampling, page_size=config.page_size
+        )
         tokens = ",".join(str(token) for answer in out.tokens for token in answer)
         return hashlib.sha256(tokens.encode()).hexdigest()[:16]
 

@@ -170,11 +170,17 @@ def test_what_drops_nothing_says_so_and_what_serves_is_said_once(policy, options
 
 @pytest.mark.usefixtures("fakes")
 def test_a_warning_is_a_line_and_names_no_code(capsys):
-    """DMS on a checkpoint that was not made for it."""
-    assert call(["Once", "--policy", "DMS", *QUICK]) == 0
+    """Answers that are longer than the model has positions for."""
+    assert call(["Once", *QUICK, "--max-new-tokens", "600"]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("Warning: This checkpoint was not retrofitted for DMS")
+    assert said.startswith("Warning: max_new_tokens=600 is more than the model's 512 positions")
     assert ".py" not in said
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_policy_that_the_model_never_learned_is_refused(capsys):
+    assert call(["Once", "--policy", "DMS", *QUICK]) == 2
+    assert "dms-jax retrofit" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.usefixtures("fakes")

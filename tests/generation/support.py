@@ -42,7 +42,7 @@ GREEDY = dms_jax.Sampling(temperature=0, max_new_tokens=NEW_TOKENS, logprobs=Tru
 @functools.cache
 def stories() -> LanguageModel:
     """The shipped model."""
-    return dms_jax.load(assets.path("stories260k"))
+    return dms_jax.load(assets.path("stories260k"), untrained=True)
 
 
 @functools.cache

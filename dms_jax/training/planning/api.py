@@ -28,8 +28,7 @@ from dms_jax.checks import Count, check
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import Policy, Vanilla
-from dms_jax.policies.base import check_policy
+from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.planning.collectives import Collective, collectives
 from dms_jax.training.planning.lowering import AbstractStep, StepInputs, bytes_a_device
 from dms_jax.training.planning.machines import Machine, find_machine
@@ -192,7 +191,7 @@ class Plan:
 
 def plan(
     model: ModelConfig | LanguageModel,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     *,
     recipe: Recipe,
     machine: str,
@@ -221,8 +220,7 @@ def plan(
     config = model.config if isinstance(model, LanguageModel) else model
     check("plan: model", config, ModelConfig)
     check("plan: recipe", recipe, Recipe)
-    policy = Vanilla() if policy is None else policy
-    check_policy(policy)
+    policy = Vanilla() if policy is None else as_policy(policy)
     target = find_machine(machine)
     shards = check("plan: model_shards", model_shards, Count)
     of_rows = check("plan: sequence_shards", sequence_shards, Count)

@@ -1,0 +1,34 @@
+"""Answers for which the model has no positions are told of before anything runs."""
+
+import warnings
+
+import pytest
+
+from dms_jax.generation import Sampling
+from dms_jax.generation.requests import make_requests
+from tests.support.models import tiny_config
+
+CONFIG = tiny_config()
+POSITIONS = CONFIG.max_position_embeddings
+
+
+def test_longer_answers_than_positions_are_told_of():
+    prompts = [[1] * 2, [1] * 12, [1] * 3]
+    sampling = Sampling(max_new_tokens=POSITIONS - 3)
+    says = (
+        rf"max_new_tokens={POSITIONS - 3:,} .* model's {POSITIONS:,} positions .* 1 of 3 answers "
+        rf"end earlier, that to prompt 1 of 12 tokens after {POSITIONS - 12:,}"
+    )
+    with pytest.warns(UserWarning, match=says):
+        requests = make_requests(CONFIG, prompts, sampling)
+    assert [each.max_new_tokens for each in requests] == [
+        POSITIONS - 3,
+        POSITIONS - 12,
+        POSITIONS - 3,
+    ]
+
+
+def test_answers_that_fit_are_not():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_requests(CONFIG, [[1] * 3], Sampling(max_new_tokens=POSITIONS - 3))
