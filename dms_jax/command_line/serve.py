@@ -8,12 +8,23 @@ r"""Answer requests over HTTP as OpenAI's API does, many at a time from one smal
 Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions, streamed
 or whole. Requests join those that run. The options of sampling are those of requests that do not
 say; /metrics is for Prometheus, /health for whoever starts and stops it. Needs the extra `serve`
-(pip install 'dms-jax[serve]'). There is no password: where strangers are, a proxy goes before it.
+(pip install 'dms-jax[serve]').
+
+Where others reach the server, give it a key: --api-key FILE or the variable DMS_JAX_API_KEY. It
+answers to localhost, to IP addresses, and to --allowed-hosts, and no web page of another server may
+ask it but those of --allowed-origins. There is no encryption: a proxy adds it.
+
+Limits: a body is JSON, has 16 MB, and comes within 60 s; the head of a request within 20 s. A text
+has 32 characters for each token of --max-tokens. A request of more than 32 kB is read within 30 s.
+There are 256 connections beside --lanes and --max-waiting.
 """
 
 import dataclasses
+import os
 import pathlib
+import socket
 import time
+import warnings
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -23,6 +34,7 @@ from dms_jax import compilation
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.serving import Service
+from dms_jax.serving.access import Access, is_loopback, is_name, read_keys
 from dms_jax.serving.messages import Served
 from dms_jax.serving.server import Server, take_address
 
@@ -52,6 +64,14 @@ class Config(Generating):
     """Decode steps between two looks: text arrives, and requests join, this often."""
     drain_seconds: float = 30.0
     """How long running requests may take when the server is told to end."""
+    api_key: str | None = None
+    """File with one key a line, of which requests bear one (Authorization: Bearer KEY); so does
+    the variable DMS_JAX_API_KEY. Anybody may ask unless one is given."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of the server besides localhost and IP addresses: example.org, *.example.org, or * for
+    all."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages that may ask and read the answers (CORS): https://example.org, or * for all."""
 
 
 def main(config: Config) -> None:
@@ -69,6 +89,7 @@ def main(config: Config) -> None:
     console = Console(highlight=False)
     seconds = check("--drain-seconds", config.drain_seconds, NotNegative)
     sampling = config.make_sampling()
+    access = make_access(config)
     with take_address(config.host, config.port) as taken, Server(taken) as server:
         service = make_service(config)
         console.print("Compiling whatever requests can need ...")
@@ -80,15 +101,32 @@ def main(config: Config) -> None:
         try:
             service.check()
             name = config.name or pathlib.PurePath(config.model).name
-            served = Served.of(service, name, sampling, config.seed)
+            served = Served.of(service, name, sampling, config.seed, access)
             host, port = taken.getsockname()[:2]
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            taken.listen()  # whoever sees the address may come at once, and waits for the answer
             console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
             drained = server.serve(service, served, drain_seconds=seconds)
         finally:
             service.drain(0.0)  # its thread ends, at most a chunk later
     console.print("All requests had ended." if drained else "Requests were cut off.")
+
+
+def make_access(config: Config) -> Access:
+    """Who may ask.
+
+    Raises:
+      ConfigError: a key cannot be read, or a name is none.
+    """
+    keys = read_keys(config.api_key, os.environ)
+    # The names of this machine and of the address are its own.
+    names = {name for name in (socket.gethostname(), config.host) if is_name(name)}
+    if not keys and not is_loopback(config.host):
+        warnings.warn(
+            f"Whoever reaches {config.host}:{config.port} may ask this server: it has no key. "
+            "Give it one: --api-key FILE.",
+            stacklevel=2,
+        )
+    return Access(keys, (*config.allowed_hosts, *sorted(names)), config.allowed_origins)
 
 
 def make_service(config: Config) -> Service:

@@ -13,18 +13,19 @@ import functools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dms_jax.checks import show
 from dms_jax.errors import (
     BusyError,
     CapacityError,
@@ -32,16 +33,22 @@ from dms_jax.errors import (
     DataError,
     OtherProcessError,
     OutOfMemoryError,
+    TooLongError,
+    plain,
 )
 from dms_jax.generation import Completion
+from dms_jax.serving.access import Access
 from dms_jax.serving.engine_client import EngineClient
 from dms_jax.serving.messages import Served
 from dms_jax.serving.metrics import Metrics
-from dms_jax.serving.protocol import RefusalError, read_ask, read_body
+from dms_jax.serving.protocol import TOO_LONG, RefusalError, unknown_model
+from dms_jax.serving.reading import SMALL, Body, Reader
 from dms_jax.serving.replies import Replies, to_json
 from dms_jax.serving.service import DrainingError, Piece
 
 MOST_BYTES = 2**24  # of a body
+MOST_HELD = 2**28  # of all bodies that have not been read
+BODY_SECONDS = 60.0  # in which a body comes
 FULL_SECONDS = 1  # after which a client of a full server is told to try again
 DRAINING_SECONDS = 10  # the same of one that ends, and is to be started again
 OUT_OF_MEMORY = (
@@ -56,14 +63,15 @@ _GONE = 499  # nobody reads it, but it is counted
 _logger = logging.getLogger("dms_jax")
 
 
-def make_app(engine: EngineClient, served: Served) -> Starlette:
+def make_app(engine: EngineClient, served: Served, reader: Reader) -> Starlette:
     """Returns the ASGI application over an engine.
 
     Args:
       engine: answers; it is open.
       served: what it says that it serves.
+      reader: of bodies.
     """
-    api = _Api(engine, served)
+    api = _Api(engine, served, reader)
     routes = [
         Route("/v1/chat/completions", functools.partial(api.answer, chat=True), methods=["POST"]),
         Route("/v1/completions", functools.partial(api.answer, chat=False), methods=["POST"]),
@@ -72,14 +80,46 @@ def make_app(engine: EngineClient, served: Served) -> Starlette:
         Route("/health", api.health),
         Route("/metrics", api.metrics),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _of_http, Exception: _wrong})
+    middleware = [Middleware(_Guard, access=served.access)]
+    if origins := served.access.origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+        middleware.insert(0, cors)
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _of_http, Exception: _wrong},
+    )
+
+
+class _Guard:
+    """Answers only who may ask."""
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._access.check(scope["path"], Headers(scope=scope))
+        except RefusalError as error:
+            response = _refusal(error)
+            if error.status == 401:
+                response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _Api:
     """The functions behind the addresses."""
 
-    def __init__(self, engine: EngineClient, served: Served):
+    def __init__(self, engine: EngineClient, served: Served, reader: Reader):
         self.engine, self.served, self.seeds = engine, served, random.Random(served.seed)
+        self.reader, self._held = reader, 0
         self.counts = Metrics()
         self.since = int(time.time())
 
@@ -94,20 +134,10 @@ class _Api:
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         since, served = time.monotonic(), self.served
-        fields = read_body(await _body(request))
-        if fields.get("model", served.name) != served.name:
-            raise self._unknown(fields["model"])
-        # Templates and tokenizers take their time, in which others must get their chunks.
-        ask = await run_in_threadpool(
-            read_ask,
-            fields,
-            chat=chat,
-            model=served,
-            defaults=served.defaults,
-            max_tokens=served.max_tokens,
-            most=served.most,
-            seed=self.seeds.getrandbits(32),
-        )
+        _check_type(request.headers.get("content-type"))
+        seed = self.seeds.getrandbits(32)
+        with self._holding() as take:
+            ask = await self.reader.read(Body(await _body(request, take), chat, seed))
         prompts = [prompt for prompt in ask.prompts for _ in range(ask.choices)]
         news, began = _News(len(prompts)), set()
 
@@ -137,7 +167,7 @@ class _Api:
         """Returns what is known of the one model that is served."""
         name = request.path_params["name"]
         if name != self.served.name:
-            return _refusal(self._unknown(name))
+            return _refusal(unknown_model(name, self.served.name))
         return JSONResponse(self._card())
 
     async def health(self, request: Request) -> Response:
@@ -163,13 +193,26 @@ class _Api:
             "policy": self.served.policy,
         }
 
-    def _unknown(self, name: Any) -> RefusalError:
-        return RefusalError(
-            f"There is no model {show(name)} here, only {self.served.name!r}.",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of a body that come, and forgets them when they have been read."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            taken += size
+            self._held += size
+            if taken > SMALL and self._held > MOST_HELD:
+                raise RefusalError(
+                    "Too many large requests are being sent at once. Try again later.",
+                    status=503,
+                    retry_after=FULL_SECONDS,
+                )
+
+        try:
+            yield take
+        finally:
+            self._held -= taken
 
 
 class _News:
@@ -214,17 +257,38 @@ class _News:
                 raise error
 
 
-async def _body(request: Request) -> bytes:
+def _check_type(kind: str | None) -> None:
+    """Raises RefusalError if a body is said not to be JSON.
+
+    Pages may send other types to any server, and JSON only to those that allow it.
+    """
+    if kind is not None and kind.partition(";")[0].strip().lower() != "application/json":
+        raise RefusalError(
+            f"A body is JSON here, and this one is said to be {plain(kind)}. Send the header "
+            "Content-Type: application/json (curl: --json in place of -d).",
+            status=415,
+        )
+
+
+async def _body(request: Request, take: Callable[[int], None] = lambda size: None) -> bytes:
+    """Returns the body; `take` is told of the bytes that come, and may refuse them."""
     parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > MOST_BYTES:
-            raise RefusalError(
-                f"The body has more than {MOST_BYTES:,} bytes, the most of a request here. Send "
-                "its prompts in several requests.",
-                status=413,
-            )
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                take(len(part))
+                if size > MOST_BYTES:
+                    raise RefusalError(
+                        f"The body has more than {MOST_BYTES:,} bytes, the most of a request "
+                        "here. Send its prompts in several requests.",
+                        status=413,
+                    )
+    except TimeoutError:
+        raise RefusalError(
+            f"The body was not there after {BODY_SECONDS:g} seconds.", status=408
+        ) from None
     return b"".join(parts)
 
 
@@ -315,8 +379,8 @@ def _refused(error: Exception) -> RefusalError:
             return RefusalError(
                 OUT_OF_MEMORY, status=503, code="out_of_memory", retry_after=FULL_SECONDS
             )
-        case CapacityError():
-            return RefusalError(error, code="context_length_exceeded")
+        case CapacityError() | TooLongError():
+            return RefusalError(error, code=TOO_LONG)
         case ConfigError() | DataError():
             return RefusalError(error)
     _logger.error("A request failed.", exc_info=error)

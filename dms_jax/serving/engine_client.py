@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import pickle
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from dms_jax.errors import OtherProcessError
 from dms_jax.generation import Sampling
 from dms_jax.serving.messages import (
-    LENGTH,
     Cancel,
     End,
     Look,
@@ -20,6 +18,7 @@ from dms_jax.serving.messages import (
     Served,
     State,
     Submit,
+    next_message,
     packed,
 )
 from dms_jax.serving.service import Listener, Piece, call_listener
@@ -55,7 +54,7 @@ class EngineClient:
         reader, self._writer = await asyncio.open_unix_connection(
             sock=connection, limit=_MOST_BUFFERED
         )
-        served = await _next(reader)
+        served = await next_message(reader)
         self._reading = asyncio.create_task(self._read(reader))
         return served
 
@@ -111,7 +110,7 @@ class EngineClient:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._take(await _next(reader))
+                self._take(await next_message(reader))
         except (EOFError, OSError):
             pass
         except Exception:  # whoever waits would wait for ever
@@ -156,16 +155,6 @@ class _Listening:
 
     def __init__(self, listener: Listener, running: int):
         self.listener, self.running = listener, running
-
-
-async def _next(reader: asyncio.StreamReader) -> Any:
-    """Returns the next message.
-
-    Raises:
-      EOFError: there are no more.
-    """
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))
 
 
 def _gone() -> OtherProcessError:

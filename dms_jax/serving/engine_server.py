@@ -6,16 +6,14 @@ chunk, and never waits for HTTP.
 
 import contextlib
 import logging
-import pickle
 import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 from dms_jax.errors import DmsJaxError
 from dms_jax.serving.messages import (
-    LENGTH,
     Cancel,
     End,
     Look,
@@ -26,6 +24,7 @@ from dms_jax.serving.messages import (
     Submit,
     packed,
     portable,
+    read,
 )
 from dms_jax.serving.service import Piece, Service
 
@@ -67,11 +66,11 @@ class EngineServer:
     def _read(self) -> None:
         try:
             with self._connection.makefile("rb") as stream:
-                while (message := _next(stream)) is not None:
+                while (message := read(stream)) is not None:
                     self._take(message)
         except OSError:  # the client has gone
             pass
-        except Exception:  # whoever asks would wait for ever
+        except BaseException:  # whoever asks would wait for ever
             _logger.exception("What HTTP says cannot be read.")
             self._hang_up()
         self._out.put(None)
@@ -116,20 +115,10 @@ class EngineServer:
                 self._connection.sendall(packed(message))
         except OSError:  # the client has gone, which `_read` says
             pass
-        except Exception:  # as of what has no pickle; the client would wait for ever
+        except BaseException:  # as of what has no pickle; the client would wait for ever
             _logger.exception("What HTTP is to be told cannot be sent.")
             self._hang_up()
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):  # the client has done so
             self._connection.shutdown(socket.SHUT_RDWR)
-
-
-def _next(stream: BinaryIO) -> Any:
-    """Returns the next message; None at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    data = stream.read(length)
-    return pickle.loads(data) if len(data) == length else None

@@ -8,14 +8,19 @@ process says so or has gone. Signals are for that one.
 """
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
+import time
 
 import uvicorn
 
 from dms_jax.serving.app import make_app
+from dms_jax.serving.connections import Connection, Seldom, most_connections
 from dms_jax.serving.engine_client import EngineClient
+from dms_jax.serving.reading import Reader
+from dms_jax.serving.starting import BACKLOG
 
 
 async def answer(listening: socket.socket, connection: socket.socket) -> None:
@@ -30,23 +35,43 @@ async def answer(listening: socket.socket, connection: socket.socket) -> None:
         served = await engine.open(connection)
     except EOFError:  # it ended before there was a model, and has said why
         return
+    most, at_a_time = most_connections(served.most)
+    reader = Reader(served)
     config = uvicorn.Config(
-        make_app(engine, served),
+        make_app(engine, served, reader),
+        http=type("Connection", (Connection,), {"most": most}),
+        ws="none",
         log_config=None,  # that of the process stays
         log_level="warning",
         access_log=False,
         lifespan="off",
+        backlog=at_a_time,
     )
     server = _Server(config)
     engine.on_end = server.end
     try:
         await server.serve([listening])
     finally:
+        reader.close()
         engine.close()
 
 
 class _Server(uvicorn.Server):
     """A server that the engine's process ends."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets more connections wait than are taken at a time."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Leaves clients that have had their time, once a second."""
+        if counter % 10 == 0:
+            for each in list(self.server_state.connections):
+                if isinstance(each, Connection):
+                    each.look(time.monotonic())
+        return await super().on_tick(counter)
 
     def end(self, in_order: bool) -> None:
         """Takes no more connections, and waits for those that there are if it ends in order."""
@@ -61,6 +86,9 @@ def main() -> None:
     """Answers with the sockets of the command line."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    said = logging.StreamHandler()
+    said.addFilter(Seldom())
+    logging.basicConfig(handlers=[said], format="%(message)s")
     listening, connection = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
     asyncio.run(answer(listening, connection))
 

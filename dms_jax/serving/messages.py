@@ -7,14 +7,16 @@ A message is its length in eight bytes and then its pickle; those of a direction
 side that has gone is the end of the stream.
 """
 
+import asyncio
 import dataclasses
 import pickle
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 from dms_jax.config import ModelConfig
 from dms_jax.errors import DmsJaxError
 from dms_jax.generation import Sampling
+from dms_jax.serving.access import Access
 from dms_jax.serving.service import Figures, Piece, Service
 
 LENGTH = struct.Struct("!Q")
@@ -33,6 +35,7 @@ class Served:
       most: the most answers that can run or wait.
       defaults: of requests that do not say how to draw.
       seed: of the seeds that requests get which give none.
+      access: who may ask.
     """
 
     name: str
@@ -43,9 +46,17 @@ class Served:
     most: int
     defaults: Sampling
     seed: int
+    access: Access = dataclasses.field(default_factory=Access)
 
     @classmethod
-    def of(cls, service: Service, name: str, defaults: Sampling, seed: int) -> "Served":
+    def of(
+        cls,
+        service: Service,
+        name: str,
+        defaults: Sampling,
+        seed: int,
+        access: Access | None = None,
+    ) -> "Served":
         """What a service serves, under a name."""
         model = service.engine.model
         return cls(
@@ -57,6 +68,7 @@ class Served:
             most=service.most,
             defaults=defaults,
             seed=seed,
+            access=Access() if access is None else access,
         )
 
 
@@ -126,6 +138,26 @@ def packed(message: Any) -> bytes:
     """Returns a message as it is sent."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
+
+
+def read(stream: BinaryIO) -> Any:
+    """Returns the next message of a stream; None at its end."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    data = stream.read(length)
+    return pickle.loads(data) if len(data) == length else None
+
+
+async def next_message(reader: asyncio.StreamReader) -> Any:
+    """Returns the next message of a stream.
+
+    Raises:
+      EOFError: there are no more.
+    """
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
 
 
 def portable(error: Exception) -> Exception:

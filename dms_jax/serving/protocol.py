@@ -12,11 +12,17 @@ from typing import Annotated, Any
 
 from dms_jax.checkpoint.messages import text_of
 from dms_jax.checks import Count, Number, Range, Seed, Share, Whole, check, check_names, show
-from dms_jax.errors import ConfigError, DataError, DmsJaxError, plain
+from dms_jax.errors import ConfigError, DataError, DmsJaxError, TooLongError, plain
 from dms_jax.generation import Sampling
-from dms_jax.generation.prompts import Encoder, encode_prompt
+from dms_jax.generation.prompts import (
+    Encoder,
+    check_characters,
+    check_messages_length,
+    encode_prompt,
+)
 from dms_jax.model.template_variables import check_template_variables
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's word, by which clients shorten what they send
 MOST_CHOICES = 128
 MOST_STOPS = 16
 _LONGEST_MESSAGE = 2000
@@ -146,6 +152,22 @@ def read_body(body: bytes) -> Mapping[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def check_model(fields: Mapping[str, Any], name: str) -> None:
+    """Raises RefusalError if another model than the one of this name is asked for."""
+    if fields.get("model", name) != name:
+        raise unknown_model(fields["model"], name)
+
+
+def unknown_model(asked: Any, name: str) -> RefusalError:
+    """Returns what is said of a model that is not the one of this name."""
+    return RefusalError(
+        f"There is no model {show(asked)} here, only {name!r}.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
 def read_ask(
     fields: Mapping[str, Any],
     *,
@@ -177,13 +199,16 @@ def read_ask(
     sent = [] if chat else _completion_prompts(given)
     choices = given.get("n", 1)
     _check_answers(1 if chat else len(sent), choices, most)
-    if chat:
-        prompts = [_chat_prompt(given, model)]
-    else:
-        prompts = [
-            encode_prompt(model, prompt, name=f"Prompt {index}")
-            for index, prompt in enumerate(sent)
-        ]
+    try:
+        if chat:
+            prompts = [_chat_prompt(given, model, max_tokens)]
+        else:
+            prompts = [
+                encode_prompt(model, prompt, name=f"Prompt {index}", most=max_tokens)
+                for index, prompt in enumerate(sent)
+            ]
+    except TooLongError as error:
+        raise _too_long(error, chat) from None
     if not chat and given.get("logprobs", 0) > 1:
         raise RefusalError(
             "logprobs: only the log-probability of the chosen token is known; ask for 0 or 1.",
@@ -191,11 +216,10 @@ def read_ask(
         )
     longest = max(map(len, prompts))
     if longest >= max_tokens:
-        raise RefusalError(
+        raise _too_long(
             f"The prompt has {longest:,} tokens, which leaves no room for an answer in the "
             f"{max_tokens:,} of a sequence here. Shorten it to at most {max_tokens - 1:,}.",
-            param="messages" if chat else "prompt",
-            code="context_length_exceeded",
+            chat,
         )
     asked = given.get("max_completion_tokens", given.get("max_tokens"))
     if asked is not None and longest + asked > max_tokens:
@@ -203,7 +227,7 @@ def read_ask(
             f"The prompt has {longest:,} tokens and an answer of up to {asked:,} is asked for; a "
             f"sequence may have {max_tokens:,} here. Ask for at most {max_tokens - longest:,}.",
             param="max_completion_tokens" if "max_completion_tokens" in given else "max_tokens",
-            code="context_length_exceeded",
+            code=TOO_LONG,
         )
     drawn = {name: given[name] for name in ("temperature", "top_p", "min_p") if name in given}
     if "top_k" in given:
@@ -219,6 +243,10 @@ def read_ask(
     )
     stream = given.get("stream", False)
     return Ask(prompts, choices, sampling, stream, _include_usage(given, stream))
+
+
+def _too_long(what: object, chat: bool) -> RefusalError:
+    return RefusalError(what, param="messages" if chat else "prompt", code=TOO_LONG)
 
 
 def _check_answers(prompts: int, choices: int, most: int) -> None:
@@ -300,7 +328,7 @@ def _completion_prompts(given: Mapping[str, Any]) -> list[Any]:
     return prompts
 
 
-def _chat_prompt(given: Mapping[str, Any], model: Encoder) -> list[int]:
+def _chat_prompt(given: Mapping[str, Any], model: Encoder, most: int) -> list[int]:
     """The token ids of a conversation, as the checkpoint's template writes it."""
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -320,9 +348,14 @@ def _chat_prompt(given: Mapping[str, Any], model: Encoder) -> list[int]:
             "The checkpoint has no chat template; send the text as prompt to /v1/completions.",
             param="messages",
         )
+    name = "The conversation"
+    check_messages_length(said, most, name)
     try:
         text = tokenizer.apply_chat_template(said, **variables)
-        return encode_prompt(model, tokenizer.encode(text, False), name="The conversation")
+        check_characters(len(text), most, name)
+        return encode_prompt(model, tokenizer.encode(text, False), name=name, most=most)
+    except TooLongError:
+        raise
     except DataError as error:
         raise RefusalError(error, param="messages") from None
 

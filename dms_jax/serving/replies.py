@@ -15,6 +15,7 @@ from typing import Any
 
 from dms_jax.generation import Completion
 from dms_jax.generation.api import total_usage
+from dms_jax.generation.text import TextOffsets
 from dms_jax.serving.protocol import Ask
 from dms_jax.serving.service import Piece
 
@@ -47,7 +48,7 @@ class Replies:
     tokenizer: Any
     _id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     _created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    _offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+    _offsets: dict[int, TextOffsets] = dataclasses.field(default_factory=dict)
     _last: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
@@ -157,23 +158,23 @@ class Replies:
                 for text, token, logprob in zip(texts, piece.tokens, piece.logprobs, strict=True)
             ]
             return {"content": content, "refusal": None}
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets.get(piece.choice, 0))
-            self._offsets[piece.choice] = offsets[-1] + len(text)
+        if piece.choice not in self._offsets:
+            self._offsets[piece.choice] = TextOffsets(self.tokenizer, self._prompt(piece))
         return {
             "tokens": texts,
             "token_logprobs": piece.logprobs,
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": self._offsets[piece.choice].add(piece.tokens),
         }
+
+    def _prompt(self, piece: Piece) -> list[int]:
+        return self.ask.prompts[piece.choice // self.ask.choices]
 
     def _texts(self, piece: Piece) -> list[str]:
         """The text of each token of a piece: a token may begin with a space only behind another."""
         if self.tokenizer is None:
             return [""] * len(piece.tokens)
-        prompt = self.ask.prompts[piece.choice // self.ask.choices]
-        before = [self._last.get(piece.choice, prompt[-1]), *piece.tokens]
+        before = [self._last.get(piece.choice, self._prompt(piece)[-1]), *piece.tokens]
         self._last[piece.choice] = before[-1]
         return [self._decode(*pair)[len(self._decode(*pair[:1])) :] for pair in pairwise(before)]
 

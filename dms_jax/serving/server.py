@@ -8,24 +8,27 @@ not end by then are told so, and their answers are cancelled. A second Ctrl-C do
 
 import contextlib
 import errno
-import os
 import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from dms_jax.errors import ConfigError, OtherProcessError
+from dms_jax.errors import ConfigError, DmsJaxError, OtherProcessError, plain
 from dms_jax.serving.engine_server import EngineServer
 from dms_jax.serving.messages import Served
 from dms_jax.serving.service import Service
+from dms_jax.serving.starting import BACKLOG, start
 
 _LATE = 10  # seconds after the last answer, in which clients read what they are told
 _AGAIN = 1.0  # seconds after which the main thread is told once more
+
+
+class EngineFailedError(DmsJaxError):
+    """The engine's thread has ended before the server was told to."""
 
 
 class Server:
@@ -36,7 +39,7 @@ class Server:
     whatever it does: it may take minutes to load a model and to compile its programs.
 
     Args:
-      listening: the socket of its address, which listens when `serve` is called.
+      listening: the socket of its address, which listens.
 
     Raises:
       OSError: the process cannot be started.
@@ -45,18 +48,8 @@ class Server:
     def __init__(self, listening: socket.socket):
         self._listening, self._interrupted, self._watched = listening, False, False
         self._connection, other = socket.socketpair()
-        # The search path of this process, so that the same packages are found; and no device.
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        sockets = listening.fileno(), other.fileno()
         with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dms_jax.serving.http_process", *map(str, sockets)],
-                pass_fds=sockets,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-                start_new_session=True,  # Ctrl-C must reach only the parent
-            )
+            self._process = start("http_process", listening, other)
 
     def __enter__(self) -> "Server":
         self._handler = signal.getsignal(signal.SIGINT)
@@ -119,12 +112,16 @@ class Server:
           KeyboardInterrupt: it was ended by Ctrl-C: in order, or by a second one; or that came
             before, and was lost.
           OtherProcessError: the process that answers HTTP has ended by itself.
+          EngineFailedError: the engine has, after its clients were told.
         """
         if self._interrupted:
             raise KeyboardInterrupt
         self._watched = False  # from now on whoever reads from the process hears of its end
-        news: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for its end
+        news: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for an end
         with _signals(news):
+            service.on_failure = lambda: news.put(None)
+            if service.failure is not None:
+                news.put(None)
             engine = EngineServer(service, self._connection, served, lambda: news.put(None))
             self._listening.close()  # the process has it, and closes the address in the end
             ended_by = news.get()
@@ -136,6 +133,12 @@ class Server:
                 raise
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LATE)
+        if service.failure is not None:
+            kind, what = type(service.failure).__name__, plain(service.failure, 300)
+            raise EngineFailedError(
+                f"The engine has failed, and the server ends: {kind}: {what}. What it was doing "
+                "stands above. Start the server again."
+            ) from service.failure
         if ended_by is None or self._process.returncode:
             raise self._has_ended()
         if ended_by == signal.SIGINT:
@@ -146,6 +149,9 @@ class Server:
 def take_address(host: str, port: int) -> socket.socket:
     """Takes an address, where nobody is answered yet; port 0 takes any that is free.
 
+    It listens at once: two sockets may be bound to one address, but only one of them listens. Who
+    comes early waits.
+
     Raises:
       ConfigError: it cannot be had.
     """
@@ -153,6 +159,7 @@ def take_address(host: str, port: int) -> socket.socket:
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((host, port))
+        taken.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         taken.close()
         what = str(error).rstrip(".")

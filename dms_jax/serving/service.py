@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Unpack
 
 from dms_jax.checks import Whole, check, require, show_options
-from dms_jax.errors import BusyError, CapacityError, DataError, DmsJaxError, OutOfMemoryError
+from dms_jax.errors import (
+    BusyError,
+    CapacityError,
+    DataError,
+    DmsJaxError,
+    OutOfMemoryError,
+    TooLongError,
+)
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
 from dms_jax.generation.prompts import check_stop
 from dms_jax.generation.requests import (
@@ -29,6 +36,8 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
+
+_FAILED = "The server's engine has failed, and the server ends. Its log says more."
 
 _logger = logging.getLogger("dms_jax")
 
@@ -120,6 +129,8 @@ class Service:
       max_tokens: the most tokens of a request, prompt and answer.
       most: the most answers that can run or wait.
       draining: whether it takes no more requests.
+      failure: what ended the thread before its time; None unless that has happened.
+      on_failure: called in the thread then.
     """
 
     @show_options(EngineOptions)
@@ -167,6 +178,8 @@ class Service:
         self._chunks = 0
         self._figures = Figures(pages_free=self._pages)
         self.draining = False
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._work, name="dms_jax engine", daemon=True)
 
     # -- from any thread --------------------------------------------------------------------------
@@ -198,7 +211,7 @@ class Service:
           DrainingError: no more requests are taken.
           BusyError: too many wait.
           ConfigError: there are stop strings but no tokenizer.
-          DataError: a prompt and its answer are longer than `max_tokens`.
+          TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
         check_stop(self.engine.model, sampling)
@@ -213,6 +226,8 @@ class Service:
         for request in requests:
             self._check_room(request)
         with self._changed:
+            if self.failure is not None:
+                raise DrainingError(_FAILED)
             if self.draining:
                 raise DrainingError("The server is about to end and takes no more requests.")
             if len(self._jobs) + len(requests) > self.most:
@@ -309,7 +324,7 @@ class Service:
 
     def _check_length(self, prompt: int, answer: int) -> None:
         if prompt + answer > self.max_tokens:
-            raise DataError(
+            raise TooLongError(
                 f"The prompt has {prompt:,} tokens and an answer of up to {answer:,} is asked for; "
                 f"a sequence may have {self.max_tokens:,} here. {_SHORTEN}"
             )
@@ -325,6 +340,12 @@ class Service:
     # -- in the engine's thread -------------------------------------------------------------------
 
     def _work(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # whoever waits would wait for ever
+            self._give_up(error)
+
+    def _run(self) -> None:
         while not (self.draining and not self._jobs):
             try:
                 self.engine.serve(
@@ -333,6 +354,22 @@ class Service:
             except Exception as error:
                 self._fail(error)
         self._look()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends every request because the thread ends, and takes no more."""
+        _logger.critical("The engine has failed, and the server ends.", exc_info=error)
+        with self._changed:
+            self.failure, self.draining = error, True
+            jobs = list(self._jobs.values())
+            self._jobs.clear()
+            self._new.clear()
+        for job in jobs:
+            for listener, news in ((job.listener, (DrainingError(_FAILED),)), (job.told, ())):
+                try:
+                    listener(*news)
+                except BaseException:  # the one that failed, perhaps; the others are still told
+                    _logger.exception("A listener failed.")
+        self.on_failure()
 
     def _incoming(self, wait: bool) -> list[Request] | None:
         """See `arrivals.Incoming`."""

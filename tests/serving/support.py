@@ -16,6 +16,7 @@ import time
 import dms_jax
 from dms_jax import assets
 from dms_jax.serving import Service
+from dms_jax.serving.access import Access
 from dms_jax.serving.engine_server import EngineServer
 from dms_jax.serving.http_process import answer
 from dms_jax.serving.messages import Served
@@ -99,13 +100,13 @@ class Client:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-def served(service) -> Served:
+def served(service, access: Access | None = None) -> Served:
     """What is said of a service."""
-    return Served.of(service, "stories", dms_jax.Sampling(), seed=0)
+    return Served.of(service, "stories", dms_jax.Sampling(), seed=0, access=access)
 
 
 @contextlib.contextmanager
-def serving(**more):
+def serving(access: Access | None = None, **more):
     """A client of a server, which ends in order."""
     service, gone = make_service(**more), threading.Event()
     service.start()
@@ -113,7 +114,7 @@ def serving(**more):
         taken.listen()
         port = taken.getsockname()[1]
         ours, theirs = socket.socketpair()
-        engine = EngineServer(service, ours, served(service), gone.set)
+        engine = EngineServer(service, ours, served(service, access), gone.set)
         thread = threading.Thread(target=lambda: asyncio.run(answer(taken, theirs)))
         thread.start()
         try:

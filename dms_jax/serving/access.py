@@ -1,0 +1,177 @@
+"""Who may ask a server: keys, and which names and web pages reach it.
+
+A web page can have its visitor's browser ask any address that the browser reaches, servers on this
+machine among them. Three things keep strange pages away:
+
+    Host        is a name of the server. A page whose own name is made to mean this machine
+                ("DNS rebinding") asks for that name.
+    Origin      is a page of the server itself, or one that is allowed. Browsers send it with every
+                POST from a page.
+    body        JSON is not among the types that pages may send to others without asking first.
+
+IP addresses are always names of the server: nobody can rebind one.
+"""
+
+import dataclasses
+import hmac
+import ipaddress
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+
+from dms_jax.errors import ConfigError, plain
+from dms_jax.serving.protocol import RefusalError
+
+KEY_VARIABLE = "DMS_JAX_API_KEY"
+OPEN = "/health"  # needs no key: whoever starts and stops the server has none
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(?::\d*)?", re.IGNORECASE)
+_PATTERN = re.compile(r"\*|(\*\.)?[^\[\]:/@*\s]+|\[?[0-9a-f:.]+\]?", re.IGNORECASE)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/*\s]+", re.IGNORECASE)
+_KEY = re.compile(r"[!-~]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may ask.
+
+    Attributes:
+      keys: a request bears one of them; anybody may ask if there are none.
+      hosts: names of the server besides localhost and IP addresses: example.org, *.example.org,
+        or * for all.
+      origins: web pages that may ask and read the answers: https://example.org, or * for all.
+
+    Raises:
+      ConfigError: one is malformed.
+    """
+
+    keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for host in self.hosts:
+            if not _PATTERN.fullmatch(host):
+                raise ConfigError(
+                    f"--allowed-hosts: a host is a name like example.org, *.example.org, or *, "
+                    f"got {plain(repr(host))}."
+                )
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "--allowed-origins: an origin is like https://example.org, without a path, or "
+                    f"*, got {plain(repr(origin))}."
+                )
+
+    def check(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raises RefusalError if a request may not be answered.
+
+        Args:
+          path: what it asks for.
+          headers: those of HTTP, by names in any case.
+        """
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._is_ours(host):
+            raise RefusalError(
+                f"This server does not go by the name {plain(repr(host))}. If it is to, start it "
+                "with --allowed-hosts NAME.",
+                status=403,
+                code="host_not_allowed",
+            )
+        if origin is not None and not self._may_ask(origin, host):
+            raise RefusalError(
+                f"Pages of {plain(repr(origin))} may not ask this server. If they are to, start it "
+                "with --allowed-origins ORIGIN.",
+                status=403,
+                code="origin_not_allowed",
+            )
+        if self.keys and path != OPEN and not self._has_key(headers.get("authorization", "")):
+            raise RefusalError(
+                "This server wants an API key: send the header Authorization: Bearer KEY.",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    def _is_ours(self, host: str) -> bool:
+        if "*" in self.hosts:
+            return True
+        match = _HOST.fullmatch(host.strip())
+        if match is None:
+            return False
+        name = _plain_name(match[1])
+        return (
+            _is_address(name)
+            or name == "localhost"
+            or name.endswith(".localhost")
+            or any(_fits(name, _plain_name(each)) for each in self.hosts)
+        )
+
+    def _may_ask(self, origin: str, host: str | None) -> bool:
+        origin = origin.strip().lower()
+        if {origin, "*"} & {each.lower() for each in self.origins}:
+            return True
+        return host is not None and origin.partition("://")[2] == host.strip().lower()
+
+    def _has_key(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        # All are compared, each in the same time: how long it takes tells nothing.
+        found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
+        return scheme.lower() == "bearer" and any(found)
+
+
+def read_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the keys of a file, one a line, and that of the environment.
+
+    Raises:
+      ConfigError: the file cannot be read, or one of the two holds no key.
+    """
+    keys: list[str] = []
+    if path is not None:
+        try:
+            text = pathlib.Path(path).expanduser().read_text("utf-8-sig")
+        except (OSError, ValueError) as error:
+            what = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(
+                f"--api-key wants a file with one key a line, and this one cannot be read: {what}. "
+                "A key itself has no place on a command line, where every user of the machine can "
+                f"read it; the variable {KEY_VARIABLE} takes one."
+            ) from error
+        keys += _keys(text.splitlines(), "The file of --api-key")
+    if KEY_VARIABLE in environment:
+        keys += _keys([environment[KEY_VARIABLE]], f"The variable {KEY_VARIABLE}")
+    return tuple(keys)
+
+
+def _keys(lines: Iterable[str], where: str) -> list[str]:
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"{where} is empty. Put a key into it, or leave it out.")
+    if not all(_KEY.fullmatch(key) for key in keys):
+        raise ConfigError(f"{where} holds a key with spaces, or with characters beyond ASCII.")
+    return keys
+
+
+def is_name(host: str) -> bool:
+    """Whether a host is a name that `Access` takes, and no IP address."""
+    return bool(_PATTERN.fullmatch(host)) and not _is_address(_plain_name(host))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address to listen at."""
+    name = _plain_name(host)
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+def _plain_name(host: str) -> str:
+    return host.strip("[]").rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name.endswith(pattern[1:]) if pattern.startswith("*.") else name == pattern

@@ -1,0 +1,455 @@
+"""What strangers send: too much, too slowly, or never the end of it; others are answered."""
+
+import contextlib
+import gc
+import http.client
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+import dms_jax
+from dms_jax.errors import DataError, TooLongError
+from dms_jax.generation import prompts
+from dms_jax.serving import app, connections, reading
+from dms_jax.serving.connections import Seldom, most_connections
+from dms_jax.serving.service import DrainingError
+from tests.serving.support import MAX_TOKENS, hold_steps, make_service, serving, stories, wait_until
+from tests.support.instances import further
+
+pytestmark = pytest.mark.usefixtures("fakes")
+WORDS = "the cat "
+SAY = [{"role": "user", "content": "Hi"}]
+
+
+def error_of(client, body, chat=False):
+    response = client.send(body, chat=chat)
+    return response.status, json.loads(response.read())["error"]
+
+
+# -- prompts that are too long -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chat", "fields"),
+    [
+        (False, dict(prompt=WORDS * 80)),  # a little too long
+        (False, dict(prompt=WORDS * 1000)),  # more characters than are tokenized
+        (False, dict(prompt=["a", WORDS * 1000])),
+        (False, dict(prompt=[5] * MAX_TOKENS)),
+        (False, dict(prompt=[5] * 513)),  # more than the model has positions
+        (False, dict(prompt=[[5], [5] * 5000])),
+        (False, dict(prompt=[10**6] * 3000)),  # outside the vocabulary, too
+        (True, dict(messages=[{"role": "user", "content": WORDS * 80}])),
+        (True, dict(messages=[{"role": "user", "content": WORDS * 1000}])),
+        (True, dict(messages=[{"role": "user", "content": "a b c d"}] * 1000)),
+        (
+            True,
+            dict(messages=[SAY[0] | {"content": [{"type": "text", "text": WORDS * 500}] * 2}]),
+        ),
+        (True, dict(messages=SAY, chat_template_kwargs={"start": WORDS * 1000})),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_by_openais_word(client, chat, fields):
+    status, error = error_of(client, fields, chat)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == ("messages" if chat else "prompt")
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_that_is_too_long_is_too(client, name):
+    chat = name == "max_completion_tokens"
+    fields = {"messages": SAY} if chat else {"prompt": "a"}
+    status, error = error_of(client, fields | {name: MAX_TOKENS}, chat)
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", name)
+
+
+def test_what_the_service_finds_too_long_is_told_by_the_same_word():
+    service = make_service()
+    with pytest.raises(TooLongError, match="160 here") as error:
+        service.submit([[5] * 100], dms_jax.Sampling(max_new_tokens=61), print)
+    assert app._refused(error.value).code == "context_length_exceeded"
+    assert app._refused(dms_jax.CapacityError("full")).code == "context_length_exceeded"
+    assert app._refused(DataError("odd")).code is None
+
+
+@pytest.mark.parametrize("prompt", ["a" * 20_000, [{"role": "user", "content": "a" * 20_000}]])
+def test_far_too_long_texts_are_refused_before_they_are_tokenized(prompt, monkeypatch):
+    """512 positions: 16,384 characters are looked at."""
+    model = stories()
+
+    def encode(*given, **more):
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", encode)
+    monkeypatch.setattr(type(model.tokenizer), "apply_chat_template", encode)
+    with pytest.raises(TooLongError, match="20,000 characters, too many for the 512 tokens"):
+        prompts.encode_prompt(model, prompt)
+    with pytest.raises(TooLongError, match="20,000 characters"):
+        dms_jax.generate(model, [prompt])
+
+
+def test_texts_of_the_longest_words_are_tokenized():
+    own = stories()
+    longest = max(own.tokenizer.backend.get_vocab(), key=len)
+    assert len(longest) < prompts.CHARACTERS_A_TOKEN
+    text = longest.replace("▁", " ") * 400
+    assert len(prompts.encode_prompt(own, text)) <= 512
+
+
+# -- large bodies --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """A client of a server that reads every body of 100 bytes elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "SMALL", 100)
+        readers, init = [], reading.Reader.__init__
+
+        def kept(self, served):
+            readers.append(self)
+            init(self, served)
+
+        patch.setattr(reading.Reader, "__init__", kept)
+        with serving() as made:
+            assert made.get("/health")[0] == 200  # it has begun
+            yield made, readers[0]
+
+
+LARGE = dict(prompt="Once upon a time", max_tokens=3, temperature=0, user="me" * 100)
+
+
+def test_large_bodies_are_read_in_another_process_and_answered_alike(reader, client):
+    other, own = reader
+    assert other.ask(**LARGE)["choices"] == client.ask(**LARGE)["choices"]
+    assert own._process.pid != os.getpid()
+    chat = dict(messages=SAY, max_tokens=3, temperature=0, user="me" * 100)
+    assert other.ask(chat=True, **chat)["choices"] == client.ask(chat=True, **chat)["choices"]
+    for body in (LARGE | {"colour": 1}, LARGE | {"model": "gpt"}, LARGE | {"prompt": WORDS * 80}):
+        assert error_of(other, body) == error_of(client, body)
+    assert other.send(b"[" * 10_000).status == 400
+
+
+@pytest.mark.nightly
+def test_a_body_that_takes_too_long_is_refused_and_the_next_is_read(reader, monkeypatch):
+    client, own = reader
+    client.ask(**LARGE)
+    before = own._process
+    before.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(reading, "SECONDS", 0.3)
+    answers = []
+    waits = threading.Thread(target=lambda: answers.append(error_of(client, LARGE)))
+    waits.start()
+    while waits.is_alive():
+        start = time.monotonic()
+        assert client.get("/health")[0] == 200
+        assert time.monotonic() - start < 5  # others do not wait
+    assert answers[0][0] == 400
+    assert "more than 0.3 seconds" in answers[0][1]["message"]
+    assert before.returncode == -signal.SIGKILL
+    monkeypatch.undo()
+    assert client.ask(**LARGE)["choices"]
+
+
+@pytest.mark.nightly
+def test_the_end_of_the_process_that_reads_is_told_and_the_next_is_read(reader):
+    client, own = reader
+    client.ask(**LARGE)
+    own._process.kill()
+    own._process.wait()
+    status, error = error_of(client, LARGE)
+    assert (status, error["type"]) == (503, "server_error")
+    assert client.ask(**LARGE)["choices"]
+
+
+def test_bodies_that_are_being_sent_have_a_limit_together(client, monkeypatch):
+    monkeypatch.setattr(app, "MOST_HELD", 100_000)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            sends = stack.enter_context(connected(client))
+            sends.sendall(head(size=10**6) + b"a" * 45_000)
+        wait_until(lambda: held(client) == 90_000)
+        status, error = error_of(client, LARGE | {"user": "a" * 50_000})
+        assert (status, error["type"]) == (503, "server_error")
+        assert "Too many large requests" in error["message"]
+        assert client.ask(**LARGE)["choices"]  # small ones are read
+    wait_until(lambda: held(client) == 0)
+
+
+def held(client):
+    """Bytes of bodies that the client's server holds."""
+    return max(each._held for each in gc.get_objects() if isinstance(each, app._Api))
+
+
+# -- connections ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connected(client):
+    with socket.create_connection(("127.0.0.1", client.port), timeout=30) as connection:
+        yield connection
+
+
+def head(path="/v1/completions", size=10):
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
+
+
+def ended(connection, seconds=30.0):
+    """What comes until the server ends a connection."""
+    connection.settimeout(seconds)
+    came = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(2**16):
+            came += part
+    return came
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        GET + b"GET /he",  # of a second request
+        *further(
+            b"",
+            b"GET /health HTTP/1.1\r\nHost: loc",
+            GET.replace(b"\r\n\r\n", b"\r\nContent-Length: 999\r\n\r\n"),  # nobody reads it
+            head("/nowhere", 999),
+        ),
+    ],
+    ids=["half of a second head", "nothing", "half a head", "a body for health", "a body for 404"],
+)
+def test_whoever_does_not_finish_a_head_is_left(client, monkeypatch, sent):
+    monkeypatch.setitem(connections._LIMITS, "head", 0.5)
+    with connected(client) as connection:
+        connection.sendall(sent)
+        stop = threading.Event()
+
+        def trickle():  # a letter now and then
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.2):
+                    connection.sendall(b"a")
+
+        thread = threading.Thread(target=trickle, daemon=True)
+        if sent:
+            thread.start()
+        came = ended(connection, 10)
+        stop.set()
+    assert came.startswith(b"HTTP/1.1") == (b"\r\n\r\n" in sent)
+
+
+def test_connections_that_ask_again_and_again_are_kept(client, monkeypatch):
+    monkeypatch.setitem(connections._LIMITS, "head", 0.5)
+    connection = client.connect()
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
+        time.sleep(0.05)
+
+
+def test_an_answer_may_take_longer_than_a_head(idle, monkeypatch):
+    monkeypatch.setitem(connections._LIMITS, "head", 0.3)
+    go_on, waits = hold_steps(idle, monkeypatch)
+    answers = []
+    asks = threading.Thread(target=lambda: answers.append(idle.ask(prompt="a", max_tokens=9)))
+    asks.start()
+    assert waits.wait(60)
+    time.sleep(2.5)
+    go_on.set()
+    asks.join(60)
+    assert answers[0]["usage"]["completion_tokens"] == 9
+
+
+def test_a_body_that_does_not_come_is_told_so(client, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    with connected(client) as connection:
+        connection.sendall(head() + b"{")
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 408")
+    wait_until(lambda: held(client) == 0)
+
+
+@pytest.mark.nightly
+def test_a_client_that_reads_nothing_is_left(client, monkeypatch):
+    monkeypatch.setitem(connections._LIMITS, "writing", 0.5)
+    with connected(client) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        connection.settimeout(1)
+        end, left = time.monotonic() + 30, False
+        while time.monotonic() < end and not left:
+            try:
+                connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
+            except TimeoutError:
+                pass
+            except OSError:  # it is reset
+                left = True
+        assert left
+
+
+def test_what_never_becomes_a_request_makes_room(monkeypatch):
+    """A file limit, or the number of connections, must not keep others from an answer."""
+    from dms_jax.serving import http_process
+
+    monkeypatch.setattr(http_process, "most_connections", lambda answers: (8, 4))
+    with serving() as client, contextlib.ExitStack() as stack:
+        for sent in (b"", b"GET", head(size=1000)) * 10:
+            stack.enter_context(connected(client)).sendall(sent)
+        start = time.monotonic()
+        assert client.get("/health")[0] == 200
+        assert client.ask(prompt="a", max_tokens=2)["choices"]
+        assert time.monotonic() - start < connections.HEAD_SECONDS / 2
+
+
+def test_requests_that_run_do_not_make_room(monkeypatch):
+    from dms_jax.serving import http_process
+
+    monkeypatch.setattr(http_process, "most_connections", lambda answers: (3, 4))
+    with serving() as client:
+        go_on, waits = hold_steps(client, monkeypatch)
+        answers = []
+        asks = [
+            threading.Thread(target=lambda: answers.append(client.ask(prompt="a", max_tokens=9)))
+            for _ in range(3)
+        ]
+        for each in asks:
+            each.start()
+        assert waits.wait(60)
+        wait_until(lambda: len(client.service._jobs) == 3)
+        with pytest.raises((ConnectionError, http.client.HTTPException)):  # one too many
+            client.get("/health")
+        go_on.set()
+        for each in asks:
+            each.join(60)
+        assert len(answers) == 3
+
+
+def test_there_are_files_for_all_connections():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        most, at_a_time = most_connections(100)
+        assert (most, at_a_time) == (356, 128)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356 + 2 * 128 + 64
+        for files in (200, 80, 20):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
+                patch.setattr(resource, "setrlimit", lambda which, limits: None)
+                most, at_a_time = most_connections(10_000)
+                assert most >= 1 <= at_a_time
+                assert files < 100 or most + 2 * at_a_time < files
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_what_is_said_again_and_again_is_written_seldom():
+    seldom = Seldom(most=3, seconds=10)
+
+    def said(place, when):
+        record = logging.LogRecord("a", logging.WARNING, "file", place, "%s is odd", ("it",), None)
+        record.created = when
+        return record.getMessage() if seldom.filter(record) else None
+
+    told = [said(1, when) for when in (0, 1, 2, 3, 4)]
+    assert told[:2] == ["it is odd"] * 2
+    assert [each for each in told if each] == told[: len([each for each in told if each])]
+    assert len([each for each in told if each]) <= 3
+    assert said(2, 4) == "it is odd"
+    assert said(1, 11) == "it is odd"
+
+
+# -- the engine fails ----------------------------------------------------------------------------
+
+
+class PanicError(BaseException):
+    """As that of Rust's code, which is no `Exception`."""
+
+
+def fail(service, monkeypatch, error):
+    def extend(*given, **more):
+        raise error
+
+    monkeypatch.setattr(service.engine.runner, "extend", extend)
+
+
+@pytest.mark.parametrize("error", [PanicError("oh"), SystemExit(3)])
+def test_whatever_ends_the_engine_is_told_to_those_who_wait(monkeypatch, error):
+    service, told, ends = make_service(), [], threading.Event()
+    service.on_failure = ends.set
+    fail(service, monkeypatch, error)
+    sampling = dms_jax.Sampling(max_new_tokens=4)
+    for place in range(6):  # in lanes, and in the queue
+        service.submit([[5, 6]], sampling, lambda news, place=place: told.append((place, news)))
+    service.start()
+    assert ends.wait(60)
+    service._thread.join(60)
+    assert [place for place, _ in told] == [*range(6)]
+    assert all(isinstance(news, DrainingError) for _, news in told)
+    assert not service.alive
+    assert service.failure is error
+    with pytest.raises(DrainingError, match="engine has failed"):
+        service.submit([[5, 6]], sampling, told.append)
+    assert service.drain(1.0)
+
+
+def test_an_error_in_what_ends_a_request_ends_the_engine_too(monkeypatch):
+    """Whatever the cause, nobody waits for a thread that is no more."""
+    service, told = make_service(), []
+    fail(service, monkeypatch, ValueError("oh"))
+    monkeypatch.setattr(service, "_fail", lambda error: 1 / 0)
+    service.submit([[5, 6]], dms_jax.Sampling(max_new_tokens=4), told.append)
+    service.start()
+    service._thread.join(60)
+    assert isinstance(service.failure, ZeroDivisionError)
+    assert isinstance(told[0], DrainingError)
+
+
+@pytest.mark.nightly
+def test_the_server_ends_with_the_reason_and_its_clients_are_told(monkeypatch):
+    from dms_jax.serving.server import EngineFailedError, Server, take_address
+    from tests.serving.support import Client, served
+
+    with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
+        port = taken.getsockname()[1]
+        service, answers = make_service(), []
+        fail(service, monkeypatch, PanicError("the tokenizer panicked"))
+        client = Client(port, service, None)  # pyright: ignore[reportArgumentType]
+
+        def ask():
+            response = client.send(dict(prompt="a", max_tokens=2))
+            answers.append((response.status, json.loads(response.read())["error"]))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        service.start()
+        with pytest.raises(EngineFailedError, match="PanicError: the tokenizer panicked"):
+            server.serve(service, served(service), drain_seconds=60.0)
+        thread.join(60)
+        assert server._process.returncode == 0
+    assert answers[0][0] == 503
+    assert answers[0][1]["code"] == "server_draining"
+    assert "engine has failed" in answers[0][1]["message"]
+
+
+# -- the address ---------------------------------------------------------------------------------
+
+
+def test_an_address_is_taken_by_one_server_from_the_start():
+    from dms_jax.serving.server import take_address
+
+    with take_address("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(dms_jax.ConfigError, match=rf"--port {port}: .*in use\. Another"):
+                take_address(host, port)
+        # Who comes early waits.
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    with take_address("127.0.0.1", port):  # at once, although a client was there
+        pass

@@ -1,0 +1,104 @@
+"""`logprobs.text_offset`: where each token stands in the text, also as a part of a character.
+
+The oracle knows bytes alone: a token stands where the character stands that holds its first byte.
+"""
+
+import pathlib
+from types import SimpleNamespace
+
+import pytest
+
+from dms_jax import assets
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.generation.text import TextOffsets
+from dms_jax.serving.replies import Replies
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
+KINDS = ["stories260k", "gpt2", "qwen2", "mistral", "unigram"]
+TEXTS = [
+    " I \U0001f600 it",
+    " 日本語 is 日本\nand 日",
+    "\n\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7e\u0301 Zoë's ½ naïve \x00 café",
+    "\U0001f600" * 70 + " end",
+    "    def f(x):\n\treturn 'ключ'\n",
+]
+
+
+def tokenizer(kind):
+    path = assets.path("stories260k") if kind == "stories260k" else GOLDEN / kind
+    found = Tokenizer.from_directory(path)
+    assert found is not None
+    return found
+
+
+def places(tokens, text, own):
+    """The oracle: the character of each token's first byte."""
+    starts = [0]
+    for char in text:
+        starts.append(starts[-1] + len(char.encode()))
+    expected, byte = [], 0
+    for token in tokens:
+        expected.append(max(place for place, start in enumerate(starts) if start <= byte))
+        byte += len(own.bytes_of(token))
+    assert byte == starts[-1]
+    return expected
+
+
+def encoded(text, own):
+    """A prompt and the tokens of a text behind it; None if the tokenizer cannot write the text."""
+    prompt = own.encode("So", False)
+    tokens = own.encode("So" + text, False)[len(prompt) :]
+    whole = own.decode(prompt + tokens)[len(own.decode(prompt)) :]
+    return None if "\ufffd" in whole else (prompt, tokens, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_stands_where_the_character_of_its_first_byte_does(kind):
+    own, seen = tokenizer(kind), 0
+    for text in TEXTS:
+        if (found := encoded(text, own)) is None or None in map(own.bytes_of, found[1]):
+            continue
+        prompt, tokens, whole = found
+        seen += 1
+        assert TextOffsets(own, prompt).add(tokens) == places(tokens, whole, own)
+        pieces = TextOffsets(own, prompt)
+        assert [pieces.add([each])[0] for each in tokens] == places(tokens, whole, own)
+    assert seen > 0
+
+
+def test_what_is_no_character_and_what_is_no_text_move_nothing_by_too_much():
+    own = tokenizer("stories260k")
+    byte = lambda value: own.backend.token_to_id(f"<0x{value:02X}>")  # noqa: E731
+    word = own.encode("Tom cat", False)[-1]
+    prompt = own.encode("So", False)
+    broken = [byte(0xF0), byte(0x9F), word]
+    text = own.decode(prompt + broken)[2:]
+    assert TextOffsets(own, prompt).add(broken)[-1] == text.rindex(own.decode([word]).strip()[0])
+    begin = own.bos_token_id  # a special token has no text
+    assert begin is not None
+    assert (
+        TextOffsets(own, prompt).add([word, begin, word])[1:]
+        == [len(own.decode([*prompt, word])) - 2] * 2
+    )
+    assert TextOffsets(None, prompt).add(broken) == [0, 0, 0]
+
+
+def test_whole_and_streamed_answers_tell_the_same_places():
+    own = tokenizer("stories260k")
+    found = encoded(TEXTS[0], own)
+    assert found is not None
+    prompt, tokens, text = found
+    ask = SimpleNamespace(prompts=[prompt], choices=1, sampling=SimpleNamespace(logprobs=True))
+
+    def told(*pieces):
+        replies = Replies(ask, False, "m", own)  # pyright: ignore[reportArgumentType]
+        return [
+            place
+            for part in pieces
+            for place in replies._logprobs(
+                SimpleNamespace(choice=0, tokens=part, logprobs=[0.0] * len(part))  # pyright: ignore
+            )["text_offset"]
+        ]
+
+    assert told(tokens) == told(*([each] for each in tokens)) == told(tokens[:4], tokens[4:])
+    assert told(tokens)[-1] == text.index(" it")
