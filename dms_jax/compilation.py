@@ -27,6 +27,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
+from jax._src import xla_bridge  # whether a backend was started has no public name
+
+from dms_jax.errors import ConfigError
 
 SWITCH = "DMS_JAX_COMPILATION_CACHE"
 MOST_BYTES = 8 * 10**9
@@ -49,10 +52,38 @@ class _Program(NamedTuple):
 
 _programs: list[_Program] = []  # of this process
 _thread = threading.local()
+_forked = threading.Event()  # set in a process that a process was forked into where jax had run
+
+
+def _note_fork() -> None:
+    if xla_bridge.backends_are_initialized():
+        _forked.set()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_process() -> None:
+    """Raises ConfigError in a process in which programs of jax would hang.
+
+    Its threads stay behind in the process that was forked.
+    """
+    if _forked.is_set():
+        raise ConfigError(
+            "This process was forked from one in which jax had run, and jax's programs hang in it. "
+            'Start it anew: multiprocessing.get_context("spawn"), or fork before the first model '
+            "is loaded."
+        )
 
 
 def prepare() -> None:
-    """Call this before the first program is traced."""
+    """Call this before the first program is traced.
+
+    Raises:
+      ConfigError: see `check_process`.
+    """
+    check_process()
     # It adds a setting to jax on which every program depends: what was traced before this import,
     # which tracing the kernels of a model would cause, is compiled once more when it is next used.
     importlib.import_module("jax.experimental.pallas.tpu")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dms_jax import sharding
+from dms_jax import compilation, sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import find_checkpoint, read_checkpoint
 from dms_jax.checkpoint.filling import fill
@@ -62,6 +62,7 @@ def load(
             was trained on another one.
         ConfigError: the config is malformed, or describes a model that is not served exactly.
     """
+    compilation.check_process()
     dtype = _check_dtype(dtype)
     merge = check("load: merge", merge, bool)
     for_training = check("load: for_training", for_training, bool)

@@ -26,12 +26,13 @@ lane that ended would be idle in it; the last one runs meanwhile, so that the de
 import collections
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from dms_jax import compilation
 from dms_jax.checks import Whole, check, show_options
+from dms_jax.errors import ConfigError
 from dms_jax.generation import sharing
 from dms_jax.generation.arrivals import Arrivals, Incoming
 from dms_jax.generation.calls import keep_finished, unless_busy
@@ -129,6 +130,12 @@ class Engine:
         self._arrivals = Arrivals(num_lanes)
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "An engine cannot be pickled or copied: it holds a device's memory. Make another from "
+            "the model, which each process loads for itself (dms_jax.load)."
+        )
+
     # -- public -----------------------------------------------------------------------------------
 
     def generate(
@@ -200,6 +207,7 @@ class Engine:
           CapacityError: a request does not fit; see `check_room` for what is refused at the start.
           ConfigError: there are stop strings but no tokenizer.
         """
+        compilation.check_process()
         check_stop(self.model, sampling)
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):

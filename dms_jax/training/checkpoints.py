@@ -13,7 +13,9 @@ the older ones stay, since they are removed only after a newer one is complete.
 import contextlib
 import hashlib
 import json
+import logging
 import pathlib
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -29,7 +31,40 @@ _CHECKSUMS = "checksums.json"
 # Orbax notes in it, last of all, when the checkpoint was complete.
 _TIMES = "_CHECKPOINT_METADATA"
 
+# What the stores below Orbax end their pages with.
+_OF_FILES = re.compile(
+    r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied"
+)
+
 Meta = dict[str, Any]
+
+
+class _Quiet(logging.Filter):
+    """Drops what Orbax logs of an error that it then raises: hundreds of lines of its frames.
+
+    It is raised to whoever waits for the checkpoint, and said in one line there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._open = 0
+
+    def begin(self) -> None:
+        """Begins to filter, for one more user of Orbax."""
+        self._open += 1
+        logging.getLogger("absl").addFilter(self)
+
+    def end(self) -> None:
+        """Ends it with the last one."""
+        self._open = max(self._open - 1, 0)
+        if not self._open:
+            logging.getLogger("absl").removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in pathlib.PurePath(record.pathname).parts)
+
+
+_quiet = _Quiet()
 
 
 class Checkpoints:
@@ -46,7 +81,12 @@ class Checkpoints:
         self._writing: int | None = None
         self._after: Written | None = None
         self._problem: str | None = None
-        self._manager: Any = self._open()
+        _quiet.begin()
+        try:
+            self._manager: Any = self._open()
+        except BaseException:
+            _quiet.end()
+            raise
 
     def _open(self) -> Any:
         """Returns Orbax's manager, which removes what a killed run left half written."""
@@ -268,9 +308,12 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for what is being written, and closes."""
-        self.settle()
-        self._warn()
-        self._manager.close()
+        try:
+            self.settle()
+            self._warn()
+            self._manager.close()
+        finally:
+            _quiet.end()
 
 
 def _files(place: pathlib.Path) -> list[str]:
@@ -288,4 +331,6 @@ def _reason(error: Exception) -> str:
     """The text of an error, of which Orbax and the stores below it write pages."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if known := _OF_FILES.search(str(error)):
+        return known[0]
     return plain(str(error) or type(error).__name__, 300).rstrip(".")

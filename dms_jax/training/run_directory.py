@@ -57,8 +57,8 @@ class RunDirectory:
         self._restart_from, self._log, self._lock = restart_from, None, None
         self._checkpoints: Any = None
         self._back_to: int | None = None  # the step of a restart, until later ones are removed
-        self._opening()
         try:
+            self._opening()
             self._checkpoints = Checkpoints(self.path, keep=keep)
             self._check_steps(resume)
         except BaseException:
@@ -73,6 +73,7 @@ class RunDirectory:
                 _check_writable(self.path)
                 _check_writable(self.path / "checkpoints")
                 self._lock = RunLock(self.path)
+                _check_log(self.path / "log.jsonl")
         except DmsJaxError as caught:
             error = caught
         together.first_done(error)
@@ -250,6 +251,18 @@ class RunDirectory:
             for file in (self._log, self._lock):
                 if file is not None:
                     file.close()
+
+
+def _check_log(path: pathlib.Path) -> None:
+    try:
+        if path.exists():
+            with path.open("r+b"):
+                pass
+    except OSError as error:
+        raise CheckpointError(
+            f"The log of the run, {path}, cannot be read and written: {error.strerror or error}. "
+            "Move it away, or give another `out`."
+        ) from error
 
 
 def _check_writable(path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ The system lets go of the lock when the process ends for any reason, so that a k
 keeps its directory. The file says who has it, for the message to others.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -54,10 +55,18 @@ class RunLock:
                 stacklevel=2,
             )
         who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(json.dumps(who))
-        self._file.flush()
+        try:
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(json.dumps(who))
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # closing writes what is left
+                self._file.close()
+            raise CheckpointError(
+                f"The run cannot be written to {directory}: {error.strerror or error}. Make room, "
+                "or give another `out`."
+            ) from error
 
     def close(self) -> None:
         """Lets go of the directory."""

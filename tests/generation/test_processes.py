@@ -1,0 +1,43 @@
+"""Engines stay in their process, and processes in which programs would hang say so."""
+
+import copy
+import os
+import pickle
+
+import pytest
+
+from dms_jax import compilation
+from dms_jax.errors import ConfigError
+from dms_jax.generation import Engine
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_engine_is_no_value(take):
+    engine = object.__new__(Engine)
+    with pytest.raises(ConfigError, match="cannot be pickled or copied"):
+        take(engine)
+
+
+def test_a_forked_process_in_which_programs_would_hang_refuses(monkeypatch):
+    monkeypatch.setattr(compilation.xla_bridge, "backends_are_initialized", lambda: True)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            compilation.prepare()
+            os.write(write, b"it ran")
+        except ConfigError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert "forked from one in which jax had run" in said.read()
+    os.waitpid(child, 0)
+    compilation.check_process()  # this one may
+
+
+def test_a_fork_before_jax_ran_is_none_of_it(monkeypatch):
+    monkeypatch.setattr(compilation.xla_bridge, "backends_are_initialized", lambda: False)
+    compilation._note_fork()
+    compilation.check_process()

@@ -1,0 +1,77 @@
+"""What cannot be written is said in one line, without the pages that Orbax logs of it."""
+
+import errno
+import logging
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+
+from dms_jax.errors import CheckpointError
+from dms_jax.training import checkpoints, run_lock
+from dms_jax.training.checkpoints import Checkpoints
+from dms_jax.training.run_directory import RunDirectory
+
+STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
+SETTINGS = {"model": {}, "recipe": {}, "policy": {}, "seed": 0, "data": "", "weights": None}
+
+
+def orbax_error(exc_info=True, path="/site-packages/orbax/checkpoint/_src/futures/future.py"):
+    error = (ValueError, ValueError("RESOURCE_EXHAUSTED"), None) if exc_info else None
+    return logging.LogRecord("absl", logging.ERROR, path, 1, "run() raised", (), error)
+
+
+def test_orbaxs_pages_are_not_shown_while_checkpoints_are_open(tmp_path):
+    logger = logging.getLogger("absl")
+    assert logger.filter(orbax_error())
+    (tmp_path / "checkpoints").mkdir()
+    first, second = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path, keep=1)
+    first.close()
+    assert not logger.filter(orbax_error())
+    assert logger.filter(orbax_error(exc_info=False))
+    assert logger.filter(orbax_error(path="/site-packages/other/file.py"))
+    second.close()
+    assert logger.filter(orbax_error())
+
+
+def test_a_full_disk_is_one_line_and_with_space_again_the_run_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    found = Checkpoints(tmp_path, keep=2)
+
+    def full():
+        raise ValueError(f"RESOURCE_EXHAUSTED: {'page ' * 200}: No space left on device [os=28]")
+
+    monkeypatch.setattr(checkpoints, "_sum", lambda path: full())
+    found.save(1, STATE, {"at": 1})
+    with pytest.warns(UserWarning, match=r"step 1 cannot be written to \S+: No space left .*\.$"):
+        found.save(2, STATE, {"at": 2})
+    with pytest.raises(CheckpointError, match=r"step 2 .*: No space left on device\.$"):
+        found.finish()
+    monkeypatch.undo()
+    found.save(3, STATE, {"at": 3})
+    found.finish()
+    assert found.steps == [3]
+    found.close()
+
+
+def test_a_lock_for_which_there_is_no_room_is_named(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_lock.json, "dumps", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*: No space left on device"):
+        run_lock.RunLock(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", ".lock", "checkpoints"])
+def test_a_name_that_is_taken_by_something_else_is_named(tmp_path: pathlib.Path, name):
+    out = tmp_path / "run"
+    out.mkdir()
+    if name == "checkpoints":
+        (out / name).write_text("x")
+    else:
+        (out / name).mkdir()
+    with pytest.raises(CheckpointError, match=r"directory|exists"):
+        RunDirectory(out, settings=SETTINGS, resume=True, restart_from=None, keep=1)
+    (out / name).rmdir() if (out / name).is_dir() else (out / name).unlink()
+    RunDirectory(out, settings=SETTINGS, resume=True, restart_from=None, keep=1).close()
