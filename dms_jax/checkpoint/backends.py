@@ -28,6 +28,7 @@ from dms_jax.checkpoint.files import (
     read_json,
     read_text,
 )
+from dms_jax.checkpoint.tokenizer_limits import check_layout
 from dms_jax.errors import CheckpointError, DmsJaxError, plain
 
 # The pre-tokenizer of Qwen2 and later: bytes are merged within its matches.
@@ -67,6 +68,7 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
     fast = read(directory, "tokenizer.json", max_bytes=MAX_VOCABULARY_BYTES)
     if fast is not None:
         with library_errors(CheckpointError, "tokenizer.json cannot be read as a tokenizer"):
+            check_layout(fast)
             backend = tokenizers.Tokenizer.from_buffer(fast)
             # Before anything is encoded: padding to 10^18 tokens would exhaust the memory.
             backend.no_padding()

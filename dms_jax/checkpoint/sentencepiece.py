@@ -24,6 +24,8 @@ SPACE = "\u2581"
 _LONGEST_PIECE = (
     4096  # characters; the trainer's default is 16, and every way to halve one is tried
 )
+# Characters in all ways to halve all pieces; the largest vocabularies in use have 10^7.
+_MOST_CUTS = 2**28
 
 
 class PieceType(enum.IntEnum):
@@ -99,10 +101,12 @@ def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     backend.decoder = decoders.Sequence(steps)
     special = (PieceType.CONTROL, PieceType.UNKNOWN)
-    for piece, kind in zip(model.pieces, model.types, strict=True):
-        if kind in special or kind == PieceType.USER_DEFINED:
-            token = AddedToken(piece, special=kind in special, normalized=False)
-            (backend.add_special_tokens if kind in special else backend.add_tokens)([token])
+    added = [
+        AddedToken(piece, special=kind in special, normalized=False)
+        for piece, kind in zip(model.pieces, model.types, strict=True)
+        if kind in special or kind == PieceType.USER_DEFINED
+    ]
+    backend.add_tokens(added)  # at once: each call builds anew what finds them in text
     return backend
 
 
@@ -197,6 +201,11 @@ def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
         for index, (piece, kind) in enumerate(zip(model.pieces, model.types, strict=True))
         if kind in usable
     }
+    if sum(len(piece) ** 2 for piece in identifiers) > _MOST_CUTS:
+        raise CheckpointError(
+            "the sentencepiece model has pieces that are longer than any trainer makes: it is not "
+            "what its name says"
+        )
     ranked = []
     for piece, index in identifiers.items():
         for cut in range(1, len(piece)):

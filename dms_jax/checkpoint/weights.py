@@ -88,10 +88,9 @@ class Weights(Tensors):
         if all(name == old for name, old in stored.items()):
             return
         self._stored = stored
-        for table in (self._files, self.shapes, self.dtypes):
-            renamed = {name: table[old] for name, old in stored.items()}
-            table.clear()
-            table.update(renamed)
+        self._files = {name: self._files[old] for name, old in stored.items()}
+        self.shapes = {name: self.shapes[old] for name, old in stored.items()}
+        self.dtypes = {name: self.dtypes[old] for name, old in stored.items()}
 
     def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
         path, handle = self._files[name]

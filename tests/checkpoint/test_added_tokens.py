@@ -25,6 +25,12 @@ def stories(target: pathlib.Path, **fields) -> pathlib.Path:
     return target
 
 
+def read(directory: pathlib.Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
 def test_a_context_does_not_end_in_an_added_token(tmp_path):
     model = load(stories(tmp_path / "model", tokenizer_class="LlamaTokenizer", add_eos_token=True))
     usual = load(assets.path("stories260k"))
@@ -55,7 +61,7 @@ def test_post_processors_that_add_tokens(added, begins, tmp_path):
     tokens = [(BEGIN, "<b>"), (END, "<e>")]
     layout = fast("gpt2", tokens, post_processor=ends(added) if added else None)
     write(tmp_path / "model", [], {"tokenizer.json": layout})
-    tokenizer = Tokenizer.from_directory(tmp_path / "model")
+    tokenizer = read(tmp_path / "model")
     for text in ("", "Hello", "Hello<e>", "<b>Hello<e><e>"):
         assert tokenizer.encode(text) == [*begins, *tokenizer.encode(text, False)]
     assert tokenizer.encode("Hello<e>")[-1] == END  # what the text itself says stays
@@ -63,7 +69,7 @@ def test_post_processors_that_add_tokens(added, begins, tmp_path):
 
 def openhermes(target: pathlib.Path) -> Tokenizer:
     write(target, *TABLE["openhermes: mistral with turns"])
-    return Tokenizer.from_directory(target)
+    return read(target)
 
 
 def test_turns_of_a_conversation_are_whole_tokens(tmp_path):
@@ -73,14 +79,14 @@ def test_turns_of_a_conversation_are_whole_tokens(tmp_path):
     assert (ids.count(818), ids.count(817)) == (2, 1)  # of <|im_start|> and <|im_end|>
     assert tokenizer.vocab_size == 819
     tokenizer.save(tmp_path)
-    assert Tokenizer.from_directory(tmp_path).encode(text) == tokenizer.encode(text)
+    assert read(tmp_path).encode(text) == tokenizer.encode(text)
 
 
 def test_a_token_that_no_file_numbers_gets_the_next_id_with_a_warning(tmp_path):
     layout = {"tokenizer.json": fast("gpt2"), "tokenizer_config.json": {"eos_token": "<stop>"}}
     write(tmp_path / "model", [], layout)
     with pytest.warns(UserWarning, match=f"'<stop>' {BEGIN}"):
-        tokenizer = Tokenizer.from_directory(tmp_path / "model")
+        tokenizer = read(tmp_path / "model")
     assert tokenizer.encode("Hello<stop>")[-1] == tokenizer.eos_token_id == BEGIN
 
 
@@ -89,13 +95,13 @@ def test_files_that_give_a_token_two_ids(tmp_path):
     layout = {"tokenizer.json": fast("gpt2", [(BEGIN, "<b>")]), "tokenizer_config.json": decoder}
     write(tmp_path / "fast", [], layout)
     with pytest.warns(UserWarning, match=f"the id {BEGIN}, and the files beside it say {END}"):
-        tokenizer = Tokenizer.from_directory(tmp_path / "fast")
+        tokenizer = read(tmp_path / "fast")
     assert tokenizer.encode("<b>") == [BEGIN]
     files = ["gpt2/vocab.json", "gpt2/merges.txt"]
     config = decoder | {"tokenizer_class": "GPT2Tokenizer"}
     write(tmp_path / "slow", files, {"tokenizer_config.json": config})
     with pytest.raises(CheckpointError, match=f"should have id {END}"):
-        Tokenizer.from_directory(tmp_path / "slow")
+        read(tmp_path / "slow")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,7 @@ def test_files_that_give_a_token_two_ids(tmp_path):
 def test_damaged_declarations_are_named(name, content, message, tmp_path):
     write(tmp_path / "model", [], {"tokenizer.json": fast("gpt2"), name: content})
     with pytest.raises(CheckpointError, match=message):
-        Tokenizer.from_directory(tmp_path / "model")
+        read(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

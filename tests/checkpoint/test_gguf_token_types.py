@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 
-from dms_jax.checkpoint import sentencepiece
-from tests.checkpoint.test_gguf_tokenizers import byte_level, read
+from dms_jax.checkpoint import Tokenizer, sentencepiece
+from dms_jax.model.language_model import GenerationDefaults
+from tests.checkpoint import test_gguf_tokenizers as gguf_tokenizers
 from tests.checkpoint.tokenizer_layouts import CHATML, GOLDEN
 
 TURNS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "[PAD]", "<b>"]
@@ -13,9 +14,15 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 TEXT = "<|im_start|>user\nHello<|im_end|>"
 
 
+def read(path, **entries) -> tuple[Tokenizer, GenerationDefaults]:
+    tokenizer, defaults = gguf_tokenizers.read(path, **entries)
+    assert tokenizer is not None
+    return tokenizer, defaults
+
+
 def smol(types: list[int] | None, **changes) -> dict:
     """SmolLM2's turns after GPT-2's vocabulary."""
-    entries = byte_level("gpt2")
+    entries = gguf_tokenizers.byte_level("gpt2")
     first = len(entries["tokens"])
     entries["tokens"] = entries["tokens"] + TURNS
     entries["token_type"] = entries["token_type"] + (types or [])
@@ -35,7 +42,6 @@ def test_turns_that_are_typed_as_text(turns, end, tmp_path):
         entries |= {"eos_token_id": first + end, "bos_token_id": first + end}
     with pytest.warns(UserWarning, match=r"types as text .*'<\|im_start\|>', '<\|im_end\|>'"):
         tokenizer, defaults = read(tmp_path, **entries)
-    assert tokenizer is not None
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert [ids[0], ids[-1]] == [first + 1, first + 2]
     assert set(defaults.eos_token_ids) == {first, first + 2}

@@ -237,7 +237,7 @@ _TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
         (
             "normalizer",
             {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"},
-            "encode",
+            "load",
         ),
         (
             "post_processor",

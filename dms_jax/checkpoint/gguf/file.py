@@ -32,6 +32,7 @@ _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 # The metadata of the largest vocabularies in use take about 20 MB.
 _MAX_HEADER_BYTES = 256 * 2**20
 _MAX_DIMENSIONS = 4  # as in llama.cpp
+_MAX_STRINGS = 2**21  # of a list; the largest vocabularies in use have half a million merges
 
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -267,6 +268,8 @@ class _Header:
         if kind == _STRING:
             if 8 * count > self._end - self.position:
                 raise self._cut_short()
+            if count > _MAX_STRINGS:
+                raise self.damaged(f"{plain(what)} is a list of {count:,} texts")
             return [self.text(what) for _ in range(count)]
         if kind in _NUMBERS:
             return self._numbers(kind, count)

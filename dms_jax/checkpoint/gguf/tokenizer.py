@@ -311,11 +311,13 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     )
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind in (PieceType.CONTROL, PieceType.UNKNOWN):
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == PieceType.USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False)])
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)
+    added = [
+        AddedToken(token, special=kind in special, normalized=False)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in special or kind == PieceType.USER_DEFINED
+    ]
+    backend.add_tokens(added)
     return backend, words.begin
 
 
