@@ -1,9 +1,19 @@
 """Budgets that differ between layers or heads, around any scorer.
 
 AdaKV (Feng et al., arXiv 2407.11550) ranks the tokens of all KV heads of a layer together: the
-layer keeps K * budget tokens, whichever heads they are in, after each head was given its
-alpha * budget best. Rows of a layer then differ in length, which costs nothing here: a row owns
-the pages that it needs.
+layer keeps K * budget tokens, whichever heads they are in, with a part of the budget guaranteed to
+each head. Rows of a layer then differ in length, which costs nothing here: a row owns the pages
+that it needs. What is guaranteed differs between kvpress, which is the default here, and the
+authors' code (github.com/FFY0/AdaKV). With w tokens that a scorer always keeps and a budget b:
+
+    rule="kvpress"    a head's floor(alpha b) best, before the others compete for the rest
+    rule="published"  w + round((1 - alpha) won + floor(alpha (b - w))) tokens of a head, where it
+                      won so many of the K (b - w) places beside the w
+
+The w score highest, so kvpress's guarantee is used up by them where alpha b <= w: with SnapKV's
+window of 64 and alpha 0.2 nothing more is guaranteed up to a budget of 320. The authors' budgets
+are rounded head by head, which may keep K / 2 tokens of a layer more than its budget. They rank
+query heads; here, as in kvpress, scores are those of KV heads.
 
 PyramidKV (Cai et al., arXiv 2406.02069) gives early layers more than late ones. Besides the w
 tokens that a scorer always keeps, a budget b leaves b - w; with
@@ -12,14 +22,17 @@ tokens that a scorer always keeps, a budget b leaves b - w; with
     budget of layer l of L = w + floor(high - l (high - low) / (L - 1))
 
 the mean over layers is at most b (the published code rounds the slope down instead, and keeps a
-little more). The part of the early layers' budgets that a short prompt leaves unused is not given
-to the other layers.
+little more). An early layer leaves a part of its budget unused where fewer tokens were seen: with
+b = 2048 and 3,000 tokens in 32 layers, 6%. By default it stays unused. With `redistribute` it goes
+to the later layers, as in the authors' code: high is then at most the tokens seen - w, though not
+below b - w, and low = 2 (b - w) - high. (KVCache-Factory then gives all layers equal budgets up to
+2 (b - w) tokens.)
 
 The two compose: AdaKV(PyramidKV(SnapKV(budget=512))).
 """
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -111,18 +124,37 @@ class AdaKV(Allocation):
     Attributes:
       scorer: the policy whose scores are compared across heads.
       alpha: fraction of the budget that is guaranteed to each head.
+      rule: of what alpha is a fraction: "kvpress" of each head's best tokens, those included that
+        the scorer always keeps, "published" of the budget beside them, as in the authors' code.
     """
 
     alpha: Annotated[Share, Traced(float)] = 0.2
+    rule: Literal["kvpress", "published"] = "kvpress"
 
     def footprint(self, tokens, **options) -> Footprint:
         """Returns the scorer's footprint without a bound: one head may take most of its layer's."""
         return dataclasses.replace(super().footprint(tokens, **options), at_most=None)
 
     def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
-        """Keeps each head's best tokens, then the highest scores of all heads together."""
-        own = jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
+        """Keeps what each head is guaranteed, and the highest scores of all heads together."""
+        if self.rule == "published":
+            beside = jnp.maximum(budget - self.protected, 0)
+            competing = jnp.where(scores == jnp.inf, -jnp.inf, scores)
+            won = self._won(competing, beside, chunk) & (competing > -jnp.inf)
+            sizes = (1 - self.alpha) * won.sum(-1) + self._part(beside)
+            return highest(scores, jnp.round(sizes).astype(jnp.int32) + self.protected)
+        own = self._part(budget)
         scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)
+        return self._won(scores, budget, chunk)
+
+    def _part(self, budget: Int[Array, "B 1"]) -> Int[Array, "B 1"]:
+        """Returns alpha of a budget, rounded down."""
+        return jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
+
+    def _won(
+        self, scores: Float[Array, "B K S"], budget: Int[Array, "B 1"], chunk: Chunk
+    ) -> Bool[Array, "B K S"]:
+        """Marks the highest scores of all heads together, `budget` for each of them."""
         num_kv_heads, head_axis = scores.shape[1], chunk.static.head_axis
         if head_axis is not None:
             scores = jax.lax.all_gather(scores, head_axis, axis=1, tiled=True)
@@ -144,9 +176,11 @@ class PyramidKV(Allocation):
     Attributes:
       scorer: the policy whose budget is distributed over the layers.
       beta: the last layer gets 1 / beta of the budget; higher is steeper.
+      redistribute: whether later layers get what early ones cannot use of a short text.
     """
 
     beta: Annotated[CountOnDevice, Traced(int)] = 20
+    redistribute: bool = False
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """Returns a budget that falls linearly with the layer's index."""
@@ -156,6 +190,10 @@ class PyramidKV(Allocation):
         beside = budget - self.protected
         low = beside // self.beta
         high = 2 * beside - low
+        if self.redistribute:
+            seen = (chunk.newest + 1)[:, None] - self.protected
+            high = jnp.minimum(high, jnp.maximum(seen, beside))
+            low = 2 * beside - high
         fall = -(-chunk.tokens.layer * (high - low) // (num_layers - 1))
         return jnp.maximum(self.protected + high - fall, 1)
 

@@ -13,7 +13,10 @@ share of the tokens of held-out text.
 
 What differs from the publication: KVzip+ takes the attention of a repetition of the text and from
 all of it, and here it is the text's own queries beyond the window (`importance.py`); the
-publication trains outside of the model, on sampled tokens; and `sinks` are ours.
+publication trains outside of the model, on sampled tokens; `sinks` are ours; and so is the form of
+the scorer, which has an RMS norm of its own before its layers and the tanh form of GELU, where the
+publication reads the hidden states after the layer's own norm, with the exact GELU. Its
+checkpoints cannot be loaded.
 
 The first tokens are kept unasked. Attention rests on them although their values are next to
 nothing, and the importance of a key is its weight times the norm of its value: it says that they

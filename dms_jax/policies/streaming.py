@@ -1,7 +1,14 @@
 """StreamingLLM (Xiao et al., arXiv 2309.17453): the first tokens and the most recent ones.
 
 A query at position i sees key j iff j < sinks (the attention sinks) or j is among the last
-`budget - sinks` tokens, including i itself. Keys are rotated by their true positions.
+`budget - sinks` tokens, including i itself.
+
+What differs from the publication: keys are rotated by their true positions, so that the sinks move
+away from the query as the text grows. The paper numbers tokens within the cache, which leaves the
+distances of recent tokens as they are and keeps the sinks at most `budget` positions away: with it
+a model reads beyond the positions that it was trained for, and here it does not (kvpress does so
+with KeyRerotationPress alone). Keys are stored after rotation, and the distance of a sink would
+differ between the queries of a pass. The tokens that stay are the same.
 
 With a budget in tokens the lifetime of every key is known in advance: delayed eviction. With a
 compression ratio the budget differs between sequences, and between turns of a conversation, so

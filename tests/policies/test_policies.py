@@ -64,7 +64,7 @@ CHANGED = [
     KeyDiff(compression_ratio=3),
     ExpectedAttention(budget=9, future=7, sinks=2, covariance=False, epsilon=0.5),
     RandomSelection(seed=3),
-    AdaKV(PyramidKV(Knorm(budget=7), beta=3), alpha=0.5),
+    AdaKV(PyramidKV(Knorm(budget=7), beta=3, redistribute=True), alpha=0.5, rule="published"),
     PyramidKV(SnapKV(window=3), beta=2),
     StreamingLLM(budget=9, sinks=1),
     KVzap(window=3, threshold=-4.5, hidden=0, temperature=0.5),

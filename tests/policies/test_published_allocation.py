@@ -1,0 +1,104 @@
+"""AdaKV and PyramidKV as their authors' code computes them, transcribed to NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from dms_jax.policies import AdaKV, Knorm, PyramidKV, SnapKV
+from tests.policies.test_allocation import token
+from tests.support.chunks import chunk_of, tokens_of
+
+
+def authors_adakv(scores: np.ndarray, budget: int, window: int, alpha: float) -> np.ndarray:
+    """FFY0/AdaKV, `AdaptiveSnapKVCluster.update_kv`; scores [K, S] without the window. [K, S]."""
+    base = budget - window
+    order = np.argsort(-scores.ravel(), kind="stable")[: len(scores) * base]
+    won = np.bincount(order // scores.shape[1], minlength=len(scores))
+    capacity = np.round(won * (1 - alpha) + int(base * alpha)).astype(int)
+    keep = np.zeros(scores.shape, bool)
+    for head, count in enumerate(capacity):
+        keep[head, np.argsort(-scores[head], kind="stable")[:count]] = True
+    return keep
+
+
+@pytest.fixture
+def scores():
+    """Two heads whose scores are a thousand times smaller, in front of a window of 32."""
+    drawn = np.random.default_rng(0).random((4, 168)).astype(np.float32)
+    return drawn * np.array([[1.0], [0.001], [0.001], [1.0]], np.float32)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("budget", [40, 96, 150])
+def test_adakv_of_the_authors(scores, alpha, budget):
+    policy = AdaKV(SnapKV(window=32, budget=budget), alpha=alpha, rule="published")
+    whole = np.concatenate([scores, np.full((4, 32), np.inf, np.float32)], axis=1)
+    found = np.asarray(policy.select(jnp.asarray(whole)[None], jnp.asarray([[budget]]), token()))[0]
+    assert found[:, 168:].all()
+    assert (found[:, :168] == authors_adakv(scores, budget, 32, alpha)).all()
+    assert abs(found.sum() - 4 * budget) <= 4
+
+
+def test_its_guarantee_is_beside_the_window_and_kvpresss_is_not(scores):
+    whole = np.concatenate([scores, np.full((4, 32), np.inf, np.float32)], axis=1)
+    kept = {}
+    for rule in ("published", "kvpress"):
+        policy = AdaKV(SnapKV(window=32, budget=96), alpha=0.2, rule=rule)
+        mask = policy.select(jnp.asarray(whole)[None], jnp.asarray([[96]]), token())
+        kept[rule] = np.asarray(mask)[0].sum(-1)
+    assert kept["kvpress"][[1, 2]].tolist() == [32, 32]
+    assert kept["published"][[1, 2]].tolist() == [44, 44]  # 32 + int(0.2 * 64)
+
+
+def test_heads_on_several_devices_compete_all_the_same(scores):
+    policy = AdaKV(SnapKV(window=32, budget=96), alpha=0.2, rule="published")
+    whole = np.concatenate([scores, np.full((4, 32), np.inf, np.float32)], axis=1)[None]
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(
+        lambda scores: policy.select(scores, jnp.asarray([[96]]), token(head_axis="heads")),
+        mesh=mesh,
+        in_specs=PartitionSpec(None, "heads"),
+        out_specs=PartitionSpec(None, "heads"),
+        check_vma=False,
+    )
+    want = policy.select(jnp.asarray(whole), jnp.asarray([[96]]), token())
+    assert (np.asarray(split(jnp.asarray(whole))) == np.asarray(want)).all()
+
+
+def test_a_head_that_holds_less_than_its_capacity_keeps_what_it_has():
+    nothing = -jnp.inf
+    scores = jnp.asarray([[[9.0, 8, 7, 6], [1, nothing, nothing, nothing]]])
+    policy = AdaKV(Knorm(budget=2), alpha=1.0, rule="published")
+    found = policy.select(scores, jnp.asarray([[2]]), token()) & (scores > nothing)
+    assert found[0].tolist() == [[True, True, False, False], [True, False, False, False]]
+
+
+def budgets(policy, seen: int, layers: int) -> np.ndarray:
+    def chunk(layer):
+        tokens = tokens_of(np.zeros((1, 1, 1, 2)), positions=[[seen - 1]], layer=layer)
+        return chunk_of(tokens, max_lengths=(seen,), page_size=4, num_layers=layers)
+
+    return np.array([int(policy.layer_budget(chunk(n))[0, 0]) for n in range(layers)])
+
+
+@pytest.mark.parametrize("seen", [1500, 2048, 3000, 4000, 8000])
+def test_pyramidkv_gives_on_what_a_short_text_leaves(seen):
+    """Rounded so that the mean is at most the budget, where the authors round the slope."""
+    budget, window, layers = 2048, 64, 32
+    low = (budget - window) // 20
+    high = 2 * (budget - window) - low
+    if high >= seen - window:
+        high = max(seen - window, budget - window)
+        low = 2 * (budget - window) - high
+    step = (high - low) / (layers - 1)
+    want = [window + np.floor(high - n * step + 1e-9) for n in range(layers)]
+    policy = PyramidKV(SnapKV(budget=budget, window=window), redistribute=True)
+    found = budgets(policy, seen, layers)
+    assert found.tolist() == want
+    assert budget - 1 < found.mean() <= budget
+    left = budgets(PyramidKV(SnapKV(budget=budget, window=window)), seen, layers)
+    unused = np.minimum(left, seen).sum()
+    assert np.minimum(found, seen).sum() >= unused
+    assert (seen >= 4000) == (found.tolist() == left.tolist())
