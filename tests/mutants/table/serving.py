@@ -6,6 +6,10 @@ FOLDER = "dms_jax/serving/"
 ANSWERS = "tests/serving/test_answers.py"
 LOAD = "tests/serving/test_load.py"
 PROCESSES = "tests/serving/test_processes.py"
+ACCESS = "tests/serving/test_access.py"
+OFFSETS = "tests/serving/test_text_offsets.py"
+STRANGERS = "tests/serving/test_strangers.py"
+UNPACKING = "tests/data/test_unpacking.py"
 WARM = "tests/serving/test_warm.py::test_a_warm_server_compiles_nothing_whatever_comes"
 ARRIVALS = "tests/generation/test_arrivals.py"
 SAMPLING = "tests/generation/test_sampling.py"
@@ -157,5 +161,110 @@ MUTANTS = [
         "fits = self.runner.fits(alone, prompt=True)",
         "fits = self.runner.fits(alone)",
         (f"{LOAD}::test_a_prompt_that_is_cut_afterwards_must_fit_in_full",),
+    ),
+    Mutant(
+        "serving: a page's own name may mean this machine",
+        FOLDER + "access.py",
+        "if host is not None and not self._is_ours(host):",
+        "if False:",
+        (f"{ACCESS}::test_a_name_that_was_made_to_mean_this_machine_reads_nothing",),
+    ),
+    Mutant(
+        "serving: a name that begins as an allowed one is allowed",
+        FOLDER + "access.py",
+        "name.endswith(pattern[1:])",
+        "name.endswith(pattern[2:])",
+        (f"{ACCESS}::test_other_names_are_refused",),
+    ),
+    Mutant(
+        "serving: pages of others may ask",
+        FOLDER + "access.py",
+        "return host is not None and origin.partition",
+        "return True or origin.partition",
+        (f"{ACCESS}::test_pages_of_others_may_not_ask",),
+    ),
+    Mutant(
+        "serving: the type of a body is not looked at",
+        FOLDER + "app.py",
+        '        _check_type(request.headers.get("content-type"))\n',
+        "",
+        (f"{ACCESS}::test_bodies_that_any_page_may_send_are_refused",),
+    ),
+    Mutant(
+        "serving: any key opens a server",
+        FOLDER + "access.py",
+        'return scheme.lower() == "bearer" and any(found)',
+        'return scheme.lower() == "bearer"',
+        (f"{ACCESS}::test_a_key_is_asked_for_everywhere_but_where_health_is_told",),
+    ),
+    Mutant(
+        "serving: texts of any length are tokenized",
+        "dms_jax/generation/prompts.py",
+        "if characters > CHARACTERS_A_TOKEN * most:",
+        "if False:",
+        (f"{STRANGERS}::test_far_too_long_texts_are_refused_before_they_are_tokenized",),
+    ),
+    Mutant(
+        "serving: a second head has all the time",
+        FOLDER + "connections.py",
+        "elif self.cycle is None or self.cycle.response_complete:",
+        "elif self.cycle is None:",
+        (f"{STRANGERS}::test_whoever_does_not_finish_a_head_is_left",),
+    ),
+    Mutant(
+        "serving: the time of a head goes on from one request to the next",
+        FOLDER + "connections.py",
+        "if (phase, self.cycle) != self._phase:",
+        "if phase != self._phase[0]:",
+        (f"{STRANGERS}::test_connections_that_ask_again_and_again_are_kept",),
+    ),
+    Mutant(
+        "serving: a connection too many is refused, whatever the others do",
+        FOLDER + "connections.py",
+        "        if not asking:\n",
+        "        if True:\n",
+        (f"{STRANGERS}::test_what_never_becomes_a_request_makes_room",),
+    ),
+    Mutant(
+        "serving: requests that run make room for a connection",
+        FOLDER + "connections.py",
+        "asking = [each for each in others if each.is_asking]",
+        "asking = others",
+        (f"{STRANGERS}::test_requests_that_run_do_not_make_room",),
+    ),
+    Mutant(
+        "serving: what is no Exception ends the engine without a word",
+        FOLDER + "service.py",
+        "        except BaseException as error:  # whoever",
+        "        except Exception as error:  # whoever",
+        (f"{STRANGERS}::test_whatever_ends_the_engine_is_told_to_those_who_wait",),
+    ),
+    Mutant(
+        "serving: an address is bound, and nobody listens",
+        FOLDER + "server.py",
+        "        taken.listen(BACKLOG)\n",
+        "",
+        (f"{STRANGERS}::test_an_address_is_taken_by_one_server_from_the_start",),
+    ),
+    Mutant(
+        "serving: every part of a character is one more of them",
+        "dms_jax/generation/text.py",
+        "place = self._begins if goes_on else self._length",
+        "place = self._length",
+        (f"{OFFSETS}::test_a_token_stands_where_the_character_of_its_first_byte_does",),
+    ),
+    Mutant(
+        "data: a packed file is unpacked whatever comes out",
+        "dms_jax/data/unpacking.py",
+        "if self._size > self._most:",
+        "if False:",
+        (f"{UNPACKING}::test_a_gzip_file_of_one_letter_is_refused_before_it_is_unpacked",),
+    ),
+    Mutant(
+        "data: a run of letters is one piece",
+        "dms_jax/data/pieces.py",
+        "        if last == longest:\n            return last\n",
+        "",
+        (f"{UNPACKING}::test_a_run_that_no_place_is_right_for_is_cut_all_the_same",),
     ),
 ]
