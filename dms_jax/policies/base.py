@@ -91,7 +91,8 @@ class LayerGroup:
 class Policy(Options):
     """Base of all cache policies: appends every token, reads every slot, and keeps no state.
 
-    Subclasses override the methods in which they differ.
+    Subclasses override the methods in which they differ. Inside programs a policy is put together
+    from its fields, without `__init__` and `__post_init__`, and those that are `Traced` are arrays.
     """
 
     name: ClassVar[str]  # the public name, equal to the name of the class
@@ -274,8 +275,10 @@ class Policy(Options):
 
     def bound(self, field: str) -> int:
         """Returns a bounded field's value rounded up to one of `few_sizes`; static in programs."""
-        bounds = self.__dict__.get("_bounds", {})
-        return bounds.get(field) or few_sizes(getattr(self, field))
+        value = getattr(self, field)
+        if isinstance(value, int) and value:  # 0 holds the place of any number (`make_cache`)
+            return few_sizes(value)
+        return self.__dict__["_bounds"][field]
 
     def replaced(self, **changes: Any) -> "Policy":
         """Returns the policy with some fields replaced, unchecked; also inside programs."""

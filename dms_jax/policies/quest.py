@@ -219,10 +219,10 @@ def _bounded_largest(
 
     Args:
       score: scores of pages.
-      count: at most the bound, and at least two thirds of it but one page (`few_sizes`).
+      count: at most the bound, and by no more than a third of it and a page less (`few_sizes`).
       bound: number of pages to return, below M.
     """
-    pages, spare = score.shape[-1], bound // 3 + 2
+    pages, spare = score.shape[-1], bound // 3 + 1
     filled = jnp.where(jnp.arange(spare) < bound - count, jnp.inf, -jnp.inf).astype(score.dtype)
     columns = jnp.broadcast_to(filled, (*score.shape[:-1], spare))
     columns = jnp.concatenate([score, columns], -1).reshape(-1, pages + spare)

@@ -12,7 +12,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dms_jax.cache.pages import few_sizes
@@ -67,13 +67,11 @@ TRACED = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_leaves_are_the_numbers(name):
-    paths, _ = jax.tree_util.tree_flatten_with_path(POLICIES[name](), is_leaf=lambda x: x is None)
-    assert {path[0].name for path, _ in paths} | _childless(name) == TRACED[name]
-
-
-def _childless(name: str) -> set[str]:
-    """Returns the fields that hold a policy without numbers, by default `Vanilla()`."""
-    return {"over"} & {field.name for field in dataclasses.fields(POLICIES[name])}
+    """Those of a policy with another one inside it lie in their own fields and in that policy's."""
+    over = {"over"} & {field.name for field in dataclasses.fields(POLICIES[name])}
+    policy = POLICIES[name](**dict.fromkeys(over, DMS()))
+    paths, _ = jax.tree_util.tree_flatten_with_path(policy, is_leaf=lambda x: x is None)
+    assert {path[0].name for path, _ in paths} == TRACED[name]
 
 
 EXAMPLES = [policy() for policy in POLICIES.values()] + [
@@ -112,10 +110,21 @@ def test_what_chooses_code_is_part_of_the_structure():
 
 
 def test_a_bound_follows_its_field():
-    inside = jax.tree.unflatten(*reversed(jax.tree.flatten(Quest(budget=600))))
+    leaves, structure = jax.tree.flatten(Quest(budget=600))
+    inside = jax.tree.unflatten(structure, leaves)
     assert inside.bound("budget") == 768
     assert inside.replaced(budget=LONGEST).bound("budget") == LONGEST
     assert dataclasses.replace(inside, budget=64).bound("budget") == 64
+    for factor, bound in (2, 1536), (0.5, 384):
+        other = jax.tree.map(lambda number, factor=factor: int(factor * number), inside)
+        assert other == Quest(budget=int(600 * factor))
+        assert other.bound("budget") == bound
+        assert jax.tree.structure(other) == jax.tree.structure(Quest(budget=bound))
+    # Whatever stands for a number in a tree leaves the bound as it is.
+    for number in (0, np.array(5), np.array([600, 700]), object()):
+        assert jax.tree.structure(jax.tree.unflatten(structure, [number])) == structure
+    with pytest.raises(KeyError, match="budget"):  # no number, and no bound that belongs to it
+        inside.replaced(budget=np.array(900)).bound("budget")
 
 
 @given(ratio=st.floats(1, 2**20), tokens=st.integers(0, 2**24))
@@ -130,14 +139,21 @@ def share_of(policy, max_lengths):
     return shares(chunk, policy.compression_ratio)
 
 
-@given(seed=st.integers(0, 2**20), budget=st.integers(1, 40))
-def test_pages_within_a_bound_are_those_of_a_sort(seed, budget):
-    """Pages of one token, so that a budget is their number; some scores are equal or infinite."""
+@given(
+    seed=st.integers(0, 2**20),
+    budget=st.integers(1, 40),
+    page_size=st.just(1),  # further ones are further programs
+)
+@example(seed=0, budget=9, page_size=5)  # one page within two
+@example(seed=0, budget=129, page_size=5)  # 25 within 38
+def test_pages_within_a_bound_are_those_of_a_sort(seed, budget, page_size):
+    """Some scores are equal or infinite; the bound is that of the tokens, in whole pages."""
+    pages = budget // page_size
     random = np.random.default_rng(seed)
     score = random.choice([-np.inf, -1.0, 0.0, 0.5, 2.0, np.inf], (2, 1, 3, 80)).astype(np.float32)
-    count = np.full((2, 1, 1, 1), budget, np.int32)
-    found = np.asarray(BOUNDED(score, count, few_sizes(budget)))[..., :budget]
-    order = np.argsort(-score, axis=-1, kind="stable")[..., :budget]
+    count = np.full((2, 1, 1, 1), pages, np.int32)
+    found = np.asarray(BOUNDED(score, count, few_sizes(budget) // page_size))[..., :pages]
+    order = np.argsort(-score, axis=-1, kind="stable")[..., :pages]
     chex.assert_trees_all_equal(found, np.sort(order, -1).astype(np.int32))
 
 
