@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dms_jax.checkpoint import Tokenizer
-from dms_jax.errors import CheckpointError
 from tests.checkpoint import tokenizer_layouts as layouts
 
 
@@ -42,43 +41,41 @@ def read(directory: pathlib.Path, texts: list[str], *, pieces: bool) -> dict[str
 
 def differences(
     layout: tuple[list[str], dict[str, Any]], directory: pathlib.Path, expected: list[Any]
-) -> dict[str, Any]:
-    """What neither version of transformers reads, unless a warning or an error says so."""
+) -> tuple[dict[str, Any], list[str]]:
+    """What neither version of transformers reads there, and the warnings."""
     copied, written = layout
     layouts.write(directory, copied, written)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        try:
-            found = read(
-                directory, layouts.texts(written), pieces="mistral/tokenizer.model" in copied
-            )
-        except CheckpointError as error:
-            return {"refused": str(error)}
+        pieces = "mistral/tokenizer.model" in copied
+        found = read(directory, layouts.texts(written), pieces=pieces)
     wrong = {
         key: (value, [each.get(key) for each in expected])
         for key, value in found.items()
         if value not in [each.get(key) for each in expected]
     }
-    return {} if said else wrong
+    return wrong, [str(warning.message) for warning in said]
 
 
 @pytest.mark.parametrize("name", layouts.TABLE)
 def test_layouts_of_well_known_models(name, tmp_path):
     expected = [recorded(version)["table"][name] for version in (4, 5)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not differences(layouts.TABLE[name], tmp_path / "model", expected)
+    assert differences(layouts.TABLE[name], tmp_path / "model", expected) == ({}, [])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, layouts.RANDOM_LAYOUTS, 100))
 def test_random_layouts(first, tmp_path):
-    wrong = {}
+    """Nothing differs in silence; where the two versions differ, either is right."""
+    silent, warned = {}, 0
     for seed in range(first, first + 100):
         expected = [recorded(version)["random"][seed] for version in (4, 5)]
         if all("error" in each for each in expected):
             continue
-        directory = tmp_path / str(seed)
-        if found := differences(layouts.random_layout(seed), directory, expected):
-            wrong[seed] = found
-    assert not wrong
+        layout = layouts.random_layout(seed)
+        wrong, said = differences(layout, tmp_path / str(seed), expected)
+        warned += bool(wrong and said)
+        if wrong and not said:
+            silent[seed] = wrong
+    assert not silent
+    assert warned < 10  # tokens without an id, which the two versions number differently
