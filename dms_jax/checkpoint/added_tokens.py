@@ -217,13 +217,14 @@ def _key(token: AddedToken) -> tuple[Any, ...]:
 
 def _token(value: Any, where: str) -> AddedToken | None:
     """A special token, as a text or as a table of text and flags."""
-    if value is None:
+    text = value.get("content") if isinstance(value, Mapping) else value
+    if value is None or text == "":  # which the library ignores, too
         return None
     if isinstance(value, str):
         return AddedToken(value, special=True)
-    if isinstance(value, Mapping) and isinstance(value.get("content"), str):
+    if isinstance(value, Mapping) and isinstance(text, str):
         flags = {f: value[f] for f in _FLAGS if isinstance(value.get(f), bool) and f != "special"}
-        return AddedToken(value["content"], special=True, **flags)
+        return AddedToken(text, special=True, **flags)
     raise CheckpointError(f"{where} must be a text, or a table with one as its content")
 
 
@@ -236,7 +237,7 @@ def _extra(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[AddedToken]:
     listed = []
     for place, fields in tables.items():
         for name, value in fields.items():
-            if name.endswith("_token") and name not in NAMED and isinstance(value, str):
+            if name.endswith("_token") and name not in NAMED and isinstance(value, str) and value:
                 yield AddedToken(value, special=True)
         for name in _EXTRA:
             where = f"{place}: {name}"

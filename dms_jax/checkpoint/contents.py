@@ -27,6 +27,7 @@ MAX_END_TOKENS = 64
 # ends as a file of weights does: more often it is missing than a repository of that name, which
 # with its revision is none.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+_TOKENIZER = "the tokenizer"  # as the place of what a message is about
 _WEIGHTS = (".gguf", ".safetensors")
 _PATH = ("/", "./", "../", "~")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
@@ -170,7 +171,7 @@ def _generation_defaults(
         found = {
             "generation_config.json": fields.get(name),
             "config.json": hf_config.get(name),
-            "the tokenizer": own,
+            _TOKENIZER: own,
         }
         return {
             place: _token_ids(place, name, value, vocab_size)
@@ -202,8 +203,10 @@ def _token_ids(place: str, name: str, value: Any, vocab_size: int) -> tuple[int,
         )
     outside = [i for i in kept if not 0 <= i < vocab_size]
     if outside:
+        own = place == _TOKENIZER
+        field = f"{name.removesuffix('_id')} of tokenizer_config.json" if own else name
         raise CheckpointError(
             f"{place}: {name} is {plain(outside[0])}, which is no token of the model: config.json "
-            f"gives it a vocabulary of {vocab_size}. Set {name} to the right token, or to null"
+            f"gives it a vocabulary of {vocab_size}. Set {field} to the right token, or to null"
         )
     return kept

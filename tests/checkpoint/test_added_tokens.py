@@ -150,6 +150,22 @@ def test_ids_outside_the_vocabulary_are_refused(place, name, value, tmp_path):
         load(target)
 
 
+def test_an_end_token_that_the_model_lacks_is_refused(tmp_path):
+    target = stories(tmp_path / "model", eos_token="<|x|>")
+    (target / "added_tokens.json").write_text('{"<|x|>": 512}')
+    with pytest.raises(CheckpointError, match=r"Set eos_token of tokenizer_config\.json"):
+        load(target)
+
+
+@pytest.mark.parametrize("empty", ["", {"content": ""}])
+def test_an_empty_text_is_no_token(empty, tmp_path, recwarn):
+    config = {"pad_token": empty, "additional_special_tokens": [empty], "image_token": ""}
+    layout = {"tokenizer.json": fast("gpt2"), "tokenizer_config.json": config}
+    write(tmp_path / "model", [], layout)
+    assert read(tmp_path / "model").special_tokens == {}
+    assert not recwarn.list
+
+
 def test_the_library_numbers_added_tokens_after_the_others():
     """On which the order of what is declared rests."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
