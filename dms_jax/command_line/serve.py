@@ -122,7 +122,7 @@ def make_access(config: Config) -> Access:
     names = {name for name in (socket.gethostname(), config.host) if is_name(name)}
     if not keys and not is_loopback(config.host):
         warnings.warn(
-            f"Whoever reaches {config.host}:{config.port} may ask this server: it has no key. "
+            f"Whoever reaches {config.host} may ask this server: it has no key. "
             "Give it one: --api-key FILE.",
             stacklevel=2,
         )
