@@ -14,7 +14,7 @@ import re
 
 _SIGNS = str.maketrans(
     {
-        **dict.fromkeys("\u2212\uff0d\ufe63\u2010\u2011", "-"),  # minus signs and hyphens
+        **dict.fromkeys("\u2212\uff0d\ufe63\u2010\u2011\u2012", "-"),  # minus signs and hyphens
         **dict.fromkeys("\u00a0\u202f\u2009\u2007\u2008\u200a", " "),  # spaces within numbers
         **dict.fromkeys("\u200b\u200e\u200f\u2060\ufeff", ""),  # what has no width
         **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb\u300c\u300d\u3010\u3011\uff02`", '"'),
@@ -59,6 +59,10 @@ _LEAD = re.compile(
     r"(?:\s|[*_:=~#≈]|\[answer\]|\\(?:approx|sim)\b|(?:therefore|thus|simply|just|exactly|about|around"
     r"|approximately|roughly|only|equal to|equals|given by|a total of)\b)*+",
     re.IGNORECASE,
+)
+# Before a number: "x =", "Total:", and "twenty-nine" of "twenty-nine (29)"
+_LABEL = re.compile(
+    r"\$?[A-Za-z][A-Za-z ]{0,30}[=:]\s?(?=[-$\d(])|[A-Za-z]+(?:[- ][A-Za-z]+){0,5} (?=\([-$\d])"
 )
 _BULLET = re.compile(r"\s*[-+•*]\s+")
 _MATH = re.compile(
@@ -138,6 +142,8 @@ def stated(text: str, *, bulleted: bool = False, numeric: bool = False) -> str |
     if bulleted:
         text = _BULLET.sub("", text, count=1) if _BULLET.match(text) else text
     text = _led(text)
+    if numeric and (label := _LABEL.match(text)):
+        text = text[label.end() :]
     if math := _MATH.match(text):
         inside = next(group for group in math.groups() if group is not None)
         rest = text[math.end() :]

@@ -12,6 +12,15 @@ from tests.evaluation.tasks.published import lines
 
 RIGHT = {
     "29": [
+        "twenty-nine (29).",
+        "A: 29",
+        "x=29 (3 * 10 - 1).",
+        "$x=29$ per 30 days.",
+        "Total: $29 for 30 days",
+        "29 -- see above",
+        "29 => done in 3 steps",
+        "29~minutes",
+        "29 (or twenty-nine)",
         "29",
         "29.",
         "\\$29.",
