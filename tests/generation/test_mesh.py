@@ -26,6 +26,10 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     expected = engine_for("dms").generate(prompts(), sampling=GREEDY)
     engine = Engine(model, max_tokens=64, **(SHAPE | {"num_lanes": lanes}))
     assert engine.runner.num_shards == shards
+    # The policy's numbers are on every device: no program has to wait until they are sent there.
+    for number in jax.tree.leaves(engine.runner.traced_policy):
+        assert number.sharding.is_fully_replicated
+        assert number.sharding.device_set == set(mesh.devices.flat)
     lowered: collections.Counter[str] = collections.Counter()
 
     def count(event: str, seconds: float, **facts) -> None:

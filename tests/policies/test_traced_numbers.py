@@ -10,12 +10,14 @@ import pickle
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dms_jax.cache.pages import few_sizes
+from dms_jax.model import language_model
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import (
     DMC,
@@ -38,7 +40,7 @@ from dms_jax.policies.budget import LONGEST, share, shares
 from tests.laws.rows import model_of
 from tests.support.chunks import chunk_of
 from tests.support.compilations import Compilations
-from tests.support.models import random_tokens
+from tests.support.models import random_model, random_tokens, tiny_config
 
 SCORER = {"budget", "compression_ratio", "interval"}
 # By hand, from what each field does: every other field is part of the program.
@@ -96,6 +98,24 @@ def test_a_policy_survives_its_tree(policy):
     assert jax.tree.structure(again) == structure
 
 
+LARGEST = [
+    *(policy(seed=2**32 - 1) for policy in (DMS, RandomEviction, RandomSelection)),
+    ExpectedAttention(budget=LONGEST, interval=LONGEST, sinks=LONGEST - 1),
+    PyramidKV(SnapKV(), beta=2**31 - 1),
+    TOVA(compression_ratio=1),
+    TOVA(compression_ratio=1e30),
+]
+
+
+@pytest.mark.parametrize("policy", LARGEST, ids=repr)
+def test_the_largest_numbers_fit_in_32_bits(policy):
+    on_device = jax.tree.leaves(jax.device_put(policy))
+    for number, want in zip(on_device, jax.tree.leaves(policy), strict=True):
+        assert number.dtype.itemsize == 4
+        is_whole = np.issubdtype(number.dtype, np.integer)
+        assert int(number) == want if is_whole else float(number) == pytest.approx(want, rel=1e-7)
+
+
 def test_what_chooses_code_is_part_of_the_structure():
     structure = jax.tree.structure
     assert structure(TOVA(budget=5)) == structure(TOVA(budget=900))
@@ -125,6 +145,19 @@ def test_a_bound_follows_its_field():
         assert jax.tree.structure(jax.tree.unflatten(structure, [number])) == structure
     with pytest.raises(KeyError, match="budget"):  # no number, and no bound that belongs to it
         inside.replaced(budget=np.array(900)).bound("budget")
+
+
+def test_budgets_that_differ_by_little_have_page_tables_of_one_width(monkeypatch):
+    """Of logits of 100 tokens, on pages of 16."""
+    widths = []
+    monkeypatch.setattr(
+        language_model, "_logits_through_cache", lambda *_, width: widths.append(width)
+    )
+    model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
+    for policy in [TOVA(budget=budget) for budget in (15, 63, 64, 95, 96, 500)] + [Quest()]:
+        model.logits(np.zeros((1, 100), np.int32), policy=policy)
+    # With the token that is read, of 1, 4, 5, 6, 7, 7 and 7 pages; no row has more than 7.
+    assert widths == [1, 4, 6, 6, 7, 7, 7]
 
 
 @given(ratio=st.floats(1, 2**20), tokens=st.integers(0, 2**24))

@@ -11,11 +11,13 @@ from tests.mutants.table import (
     policies,
     prompts,
     serving,
+    traced_numbers,
     training,
 )
 
 MUTANTS = [
     *policies.MUTANTS,
+    *traced_numbers.MUTANTS,
     *training.MUTANTS,
     *layers.MUTANTS,
     *cache.MUTANTS,

@@ -373,4 +373,32 @@ MUTANTS = [
         "asked = []",
         ("tests/generation/test_cancel.py::test_running_and_waiting_requests_end[keeps]",),
     ),
+    Mutant(
+        "generation: the first token of a chain is drawn at the position of its empty lane",
+        FOLDER + "sharing.py",
+        "runner.seen[sources].astype(np.int32),",
+        "runner.seen.astype(np.int32),",
+        (f"{SHARED}::test_other_prompts_between_equal_ones",),
+    ),
+    Mutant(
+        "generation: an answer that was put back goes on from its first token",
+        FOLDER + "launched.py",
+        "running[lane].generated[-1] for lane in continued",
+        "running[lane].generated[0] for lane in continued",
+        (f"{AT_RANDOM}",),
+    ),
+    Mutant(
+        "generation: what was launched does not count for what remains",
+        FOLDER + "launched.py",
+        "return remaining - np.minimum(self.runner.unread, remaining)",
+        "return remaining",
+        (f"{AT_RANDOM}",),
+    ),
+    Mutant(
+        "generation: a lane that had no steps has ended with the last answer in it",
+        FOLDER + "runner.py",
+        "np.isin(steps.tokens[-1], launched.end_tokens) & (launched.most > 0)",
+        "np.isin(steps.tokens[-1], launched.end_tokens)",
+        (f"{AT_RANDOM}",),
+    ),
 ]

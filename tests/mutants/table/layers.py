@@ -78,4 +78,34 @@ MUTANTS = [
         "until = jnp.where(marked & exists, age, FOREVER)",
         (layer_law("DMS-window=0-"),),
     ),
+    Mutant(
+        "layers: Quest counts the last page where it lies behind the selected ones",
+        POLICIES + "quest.py",
+        "has_last = (last & (jnp.arange(selected) < count[..., None])).any(-1)",
+        "has_last = last.any(-1)",
+        (layer_law("Quest-budget=9-"),),
+    ),
+    Mutant(
+        "layers: Quest updates the bounds of a chunk's last pages alone",
+        POLICIES + "quest.py",
+        "written = column * size < placement.lengths[..., None]",
+        "written = (column * size < placement.lengths[..., None]) & (\n"
+        "                column >= chunk.lengths[..., None] // size\n"
+        "            )",
+        ("tests/policies/test_observing.py::test_quest_bounds_are_those_of_the_keys_on_each_page",),
+    ),
+    Mutant(
+        "layers: StreamingLLM with a ratio gives up its last sink",
+        POLICIES + "streaming.py",
+        "leaves = jnp.where(held & (positions >= self.sinks), positions, FOREVER)",
+        "leaves = jnp.where(held & (positions >= self.sinks - 1), positions, FOREVER)",
+        (layer_law("StreamingLLM-compression_ratio"),),
+    ),
+    Mutant(
+        "layers: KCache never scales the weights of what it fetches",
+        POLICIES + "kcache.py",
+        "fetch = Fetch(self.top, renormalize=self.renormalize)",
+        "fetch = Fetch(self.top)",
+        (layer_law("KCache-top=3-"),),
+    ),
 ]
