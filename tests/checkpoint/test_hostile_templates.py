@@ -196,14 +196,15 @@ def test_it_is_harmless(name):
 
 
 def test_messages_are_json_data():
-    frozen = types.MappingProxyType({"role": "user", "content": ("a", 1.5, None, True)})
-    text = render_chat("{{ messages[0].content|tojson }}", messages=(frozen,))
+    message = {"role": "user", "content": "x"}
+    frozen = types.MappingProxyType(message | {"extra": ("a", 1.5, None, True)})
+    text = render_chat("{{ messages[0].extra|tojson }}", messages=(frozen,))
     assert text == '["a", 1.5, null, true]'
     endless: list = []
     endless.append(endless)
     for wrong in (object(), {1, 2}, endless, {(1, 2): 3}, 10**5000):
         with pytest.raises(DataError, match="must be texts, numbers, lists and dicts"):
-            render_chat("", messages=[wrong])
+            render_chat("", messages=[message | {"extra": wrong}])
 
 
 def test_a_process_that_dies_at_a_request_is_replaced(monkeypatch):
@@ -245,7 +246,9 @@ def test_threads_get_their_own_answers():
     answers = {}
 
     def ask(number: int) -> None:
-        answers[number] = [render_chat(f"{{{{ {number} * n }}}}", n=n) for n in range(20)]
+        answers[number] = [
+            render_chat(f"{{{{ {number} * n }}}}", messages=(), n=n) for n in range(20)
+        ]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
