@@ -9,11 +9,14 @@ import numpy as np
 from dms_jax.checkpoint.messages import read_messages
 from dms_jax.checks import check, is_whole, show
 from dms_jax.config import ModelConfig
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import ConfigError, DataError, TooLongError
 from dms_jax.generation.requests import OnTokens
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import LanguageModel, check_tokens
 
+# A text with more characters than this for each token that fits is not even tokenized: most tokens
+# have four, and a text of nothing but the longest ones is none that anybody writes.
+CHARACTERS_A_TOKEN = 32
 _ANSWER = "(the answer that stands here)"  # marks where a chat template puts an answer
 
 
@@ -68,7 +71,12 @@ def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def encode_prompt(
-    model: Encoder, prompt: Any, *, name: str = "The prompt", continuing: bool = False
+    model: Encoder,
+    prompt: Any,
+    *,
+    name: str = "The prompt",
+    continuing: bool = False,
+    most: int | None = None,
 ) -> list[int]:
     """Returns the token ids of a prompt.
 
@@ -77,12 +85,16 @@ def encode_prompt(
       prompt: a string, a list of chat messages, or token ids.
       name: what error messages call the prompt.
       continuing: whether a text continues a sequence, without a beginning-of-sequence token.
+      most: the most tokens that are of use; None for the model's positions. Far longer texts are
+        refused before they are tokenized (`check_characters`).
 
     Raises:
-      DataError: the prompt is empty, of another type, outside the vocabulary, longer than the
-        model's positions, or text for a model without a tokenizer.
+      TooLongError: the prompt is longer than the model's positions.
+      DataError: the prompt is empty, of another type, outside the vocabulary, or text for a model
+        without a tokenizer.
     """
     tokenizer = model.tokenizer
+    most = model.config.max_position_embeddings if most is None else most
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
             raise DataError(
@@ -97,8 +109,10 @@ def encode_prompt(
             text, special = prompt, not continuing
         else:
             _check_messages(prompt, name)
+            check_messages_length(prompt, most, name)
             text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
             special = False
+        check_characters(len(text), most, name)
         try:
             tokens = tokenizer.encode(text, add_special_tokens=special)
         except DataError as error:
@@ -110,8 +124,25 @@ def encode_prompt(
     try:
         check_tokens(np.asarray(tokens, np.int64), model.config)
     except DataError as error:
-        raise DataError(f"{name}: {error}") from None
+        raise type(error)(f"{name}: {error}") from None
     return tokens
+
+
+def check_characters(characters: int, most: int, name: str = "The prompt") -> None:
+    """Raises TooLongError if a text has too many characters to be `most` tokens."""
+    if characters > CHARACTERS_A_TOKEN * most:
+        raise TooLongError(
+            f"{name} has {characters:,} characters, too many for the {most:,} tokens of a sequence "
+            f"here: {CHARACTERS_A_TOKEN * most:,} are the most that are looked at. Shorten it."
+        )
+
+
+def check_messages_length(messages: Sequence[Any], most: int, name: str = "The prompt") -> None:
+    """Raises TooLongError if messages, which may have parts, hold too much text for a prompt."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for each in contents for part in (each if isinstance(each, list) else [each])]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    check_characters(sum(len(text) for text in texts if isinstance(text, str)), most, name)
 
 
 def encode_prompts(model: LanguageModel, prompts: Sequence[Any] | np.ndarray) -> list[list[int]]:

@@ -18,9 +18,11 @@ single-byte tokens (the byte fallback of sentencepiece decodes a run as a whole,
 do not interrupt it). The work per token does not grow with the length of the text.
 """
 
+import codecs
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from dms_jax.generation.requests import Request
@@ -101,7 +103,7 @@ class TextTracker:
             return ""
         stream = self._streams.get(request.index)
         if stream is None:  # a request with text goes on from an earlier call
-            stream = self._begin(request)
+            stream = self.begin(request.prompt, stop)
             earlier = StopStrings(stop)
             earlier.add(request.text)
             stream.shown = len(request.text) - earlier.held
@@ -137,18 +139,23 @@ class TextTracker:
             request = self._unfinished[-1]
             tokens = request.generated
             tokens = tokens[:-1] if request.finish_reason == "end" else tokens
-            request.text = self._text(self._begin(request), tokens, len(tokens))
+            request.text = self._text(self.begin(request.prompt), tokens, len(tokens))
             self._unfinished.pop()
 
-    def _begin(self, request: Request) -> _Stream:
-        """Returns the state before the first token."""
-        before = self._last_with_text(request.prompt)
+    def begin(self, prompt: list[int], stops: tuple[str, ...] = ()) -> _Stream:
+        """Returns the state before the first token behind a prompt."""
+        before = self._last_with_text(prompt)
         return _Stream(
             before,
             start=-len(before),
             prefix=len(self._decode(before)),
-            stops=StopStrings(request.sampling.stop_strings),
+            stops=StopStrings(stops),
         )
+
+    def length(self, stream: _Stream, tokens: list[int]) -> int:
+        """Returns the length of the text of the tokens so far, parts of characters included."""
+        self._commit(stream, tokens, len(tokens))
+        return len(stream.text) + len(self._behind(stream, tokens, len(tokens)))
 
     def _last_with_text(self, prompt: list[int]) -> list[int]:
         """Returns the last token of a prompt that has a text of its own; none behind a special one.
@@ -267,3 +274,40 @@ class TextTracker:
         if end - stream.committed > _MOST_PENDING:  # what is committed then is known
             known = max(known, self._last_complete(stream, tokens, end)[1], key=len)
         return known
+
+
+class TextOffsets:
+    r"""Where each token of an answer stands in its text, in characters.
+
+    A token that goes on with a character stands where that begins:
+
+    # In: " I", "\xf0", "\x9f", "\x98", "\x80", " it"  Out: 0, 2, 2, 2, 2, 3
+
+    Args:
+      tokenizer: the model's tokenizer; None if it has none, and then there is no text.
+      prompt: token ids before the answer.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: list[int]):
+        self._tokenizer, self._tokens = tokenizer, list[int]()
+        self._tracker = TextTracker(tokenizer, ())
+        self._stream = None if tokenizer is None else self._tracker.begin(prompt)
+        self._length = 0
+        self._part, self._begins = b"", 0  # the bytes of an incomplete character, and its place
+
+    def add(self, tokens: Iterable[int]) -> list[int]:
+        """Returns the places of the next tokens."""
+        return [self._add(token) for token in tokens]
+
+    def _add(self, token: int) -> int:
+        if self._stream is None:
+            return 0
+        own = self._tokenizer.bytes_of(token) or b""
+        goes_on = bool(self._part) and own[:1] != b"" and 0x80 <= own[0] < 0xC0
+        place = self._begins if goes_on else self._length
+        reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        complete = reader.decode(self._part + own if goes_on else own)
+        self._part, self._begins = reader.getstate()[0], place + len(complete)
+        self._tokens.append(token)
+        self._length = self._tracker.length(self._stream, self._tokens)
+        return place
