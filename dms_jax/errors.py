@@ -89,6 +89,10 @@ class DataError(DmsJaxError):
     """Training data, evaluation data or a prompt cannot be used as given."""
 
 
+class TooLongError(DataError):
+    """A prompt, or a prompt and its answer, has more tokens than a sequence may have."""
+
+
 class TrainingDivergedError(DmsJaxError):
     """The loss or the gradients stopped being finite."""
 

@@ -20,7 +20,7 @@ from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import show
 from dms_jax.config import ModelConfig
 from dms_jax.devices import fits_device
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import ConfigError, DataError, TooLongError
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.template_variables import check_template_variables
@@ -261,16 +261,16 @@ def check_model(model: Any) -> None:
 
 
 def check_tokens(tokens: Int[np.ndarray, "*shape"], config: ModelConfig) -> None:
-    """Raises DataError for ids outside the vocabulary or too many positions."""
+    """Raises TooLongError for too many positions, and DataError for ids outside the vocabulary."""
+    if tokens.shape[-1] > config.max_position_embeddings:
+        raise TooLongError(
+            f"{tokens.shape[-1]} tokens do not fit the model's "
+            f"{config.max_position_embeddings} positions; shorten them."
+        )
     if tokens.size and (tokens.min() < 0 or tokens.max() >= config.vocab_size):
         raise DataError(
             f"Token ids must lie in 0 ... {config.vocab_size - 1}, got "
             f"{int(tokens.min())} ... {int(tokens.max())}. Is this the model's tokenizer?"
-        )
-    if tokens.shape[-1] > config.max_position_embeddings:
-        raise DataError(
-            f"{tokens.shape[-1]} tokens do not fit the model's "
-            f"{config.max_position_embeddings} positions; shorten them."
         )
 
 
