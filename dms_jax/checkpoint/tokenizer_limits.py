@@ -103,7 +103,7 @@ def _pattern(step: Mapping[str, Any]) -> tuple[str | None, str | None]:
     )
 
 
-def _written(step: Mapping[str, Any]) -> float:
+def _written(step: Mapping[str, Any]) -> float | int:
     """How many characters a replacement makes of one, at the worst."""
     content = step.get("content")
     if step.get("type") != "Replace" or not isinstance(content, str) or not content:
