@@ -150,9 +150,12 @@ def test_a_bound_follows_its_field():
 def test_budgets_that_differ_by_little_have_page_tables_of_one_width(monkeypatch):
     """Of logits of 100 tokens, on pages of 16."""
     widths = []
-    monkeypatch.setattr(
-        language_model, "_logits_through_cache", lambda *_, width: widths.append(width)
-    )
+
+    def stub(transformer, tokens, prompts, policy, *, width):
+        widths.append(width)
+        return jnp.zeros((*tokens.shape, 1))
+
+    monkeypatch.setattr(language_model, "_logits_through_cache", stub)
     model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
     for policy in [TOVA(budget=budget) for budget in (15, 63, 64, 95, 96, 500)] + [Quest()]:
         model.logits(np.zeros((1, 100), np.int32), policy=policy)

@@ -350,7 +350,7 @@ def test_there_are_files_for_all_connections():
 
 
 def test_what_is_said_again_and_again_is_written_seldom():
-    seldom = Seldom(most=3, seconds=10)
+    seldom = Seldom(most=3, seconds=10.0)
 
     def said(place, when):
         record = logging.LogRecord("a", logging.WARNING, "file", place, "%s is odd", ("it",), None)

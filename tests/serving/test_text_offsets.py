@@ -4,14 +4,16 @@ The oracle knows bytes alone: a token stands where the character stands that hol
 """
 
 import pathlib
-from types import SimpleNamespace
 
 import pytest
 
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
+from dms_jax.generation import Sampling
 from dms_jax.generation.text import TextOffsets
+from dms_jax.serving.protocol import Ask
 from dms_jax.serving.replies import Replies
+from dms_jax.serving.service import Piece
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 KINDS = ["stories260k", "gpt2", "qwen2", "mistral", "unigram"]
@@ -88,15 +90,15 @@ def test_whole_and_streamed_answers_tell_the_same_places():
     found = encoded(TEXTS[0], own)
     assert found is not None
     prompt, tokens, text = found
-    ask = SimpleNamespace(prompts=[prompt], choices=1, sampling=SimpleNamespace(logprobs=True))
+    ask = Ask([prompt], 1, Sampling(logprobs=True), stream=False, include_usage=False)
 
     def told(*pieces):
-        replies = Replies(ask, False, "m", own)  # pyright: ignore[reportArgumentType]
+        replies = Replies(ask, False, "m", own)
         return [
             place
             for part in pieces
             for place in replies._logprobs(
-                SimpleNamespace(choice=0, tokens=part, logprobs=[0.0] * len(part))  # pyright: ignore
+                Piece(0, "", tokens=part, logprobs=[0.0] * len(part), completion=None)
             )["text_offset"]
         ]
 

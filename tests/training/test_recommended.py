@@ -35,7 +35,7 @@ def test_no_recipe_is_recommended_for_others():
 def test_retrofit_takes_it(monkeypatch):
     model = dms_jax.load(dms_jax.assets.path("stories260k"))
     asked = []
-    monkeypatch.setattr(api, "train", lambda model, **options: asked.append(options))
+    monkeypatch.setattr(api, "train", lambda model, **options: asked.append(options) or model)
     dms_jax.retrofit(model, "KVzap", data=["Once"])
     wanted = dataclasses.replace(recipes.kvzap(), sequence_length=512)
     assert asked == [{"policy": dms_jax.KVzap(), "recipe": wanted, "data": ["Once"], "out": None}]
