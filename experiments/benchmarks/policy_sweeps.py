@@ -63,8 +63,8 @@ class Programs:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, name: str, seconds: float, **_: Any) -> None:
-        self.count += name == "/jax/core/compile/jaxpr_to_mlir_module_duration"
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.count += event == "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
 def main(config: Config) -> None:
