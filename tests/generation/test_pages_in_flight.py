@@ -11,6 +11,7 @@ import pytest
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
+from dms_jax.generation.sampling import LanesFilter
 from tests.generation.support import answer, host_engine, squeezed, story_tokens
 from tests.support.fake_programs import ENDS
 
@@ -113,3 +114,24 @@ def check_answers(engine, name, pages, prompts, lengths) -> None:
     for each in requests:
         given = dict(copy=each.copy, ends=ENDS, new_tokens=each.max_new_tokens)
         answer(each.prompt, sampling, name, **given).check(each)
+
+
+def test_an_idle_lane_that_is_taken_behind_a_chunk_keeps_its_unread_steps():
+    """The chunk ends in the last token of the lane's old answer, which is an end token."""
+    runner = host_engine("keeps", 2, ends=ENDS).runner
+    rule, seeds = LanesFilter(2).of({}), np.zeros((2, 2), np.uint32)
+    runner.recover()
+    runner.reserve(np.array([8, 8]))
+
+    def launch(remaining):
+        tokens = np.array([ENDS[0], ENDS[0] + 1], np.int32)
+        tokens[0] += remaining[0] > 0  # of the new request
+        remaining = np.array(remaining, np.int32)
+        return runner.decode(tokens, remaining, seeds, rule, num_steps=4, end_tokens=ENDS)
+
+    idle, taken = launch([0, 4]), launch([4, 0])
+    runner.read(idle)
+    assert runner.unread.tolist() == [4, 0]
+    runner.read(taken)
+    assert not runner.unread.any()
+    runner.clear([0, 1])
