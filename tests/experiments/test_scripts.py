@@ -67,6 +67,9 @@ RUNS: dict[str, dict] = {
         dtype="float32",
     ),
     "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2"), steps=1),
+    "reproduction.answers_under_load": dict(
+        policies=("Vanilla",), requests=3, lanes=2, most_tokens=16
+    ),
     "reproduction.batch_dependence": dict(
         models=("stories260k",),
         dtypes=("float32",),

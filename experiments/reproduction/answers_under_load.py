@@ -1,0 +1,213 @@
+"""How often a seeded answer under load differs from the same request's answer alone, and why.
+
+    python -m experiments.reproduction.answers_under_load --out experiments/results/batch/load.json
+
+Requests with prompts, lengths, temperatures and seeds of their own join one engine at random, whose
+pool holds a part of what its lanes need: some are preempted and recomputed. The same engine then
+answers each with nothing else in flight. Where an answer differs, the script reports:
+
+- **logprobs**: the largest difference between log-probabilities of the tokens before that place;
+- **margin**: the least noise on the logits, of standard deviation 1e-7, 1e-6, ..., at which draws
+  with the request's own random numbers give both tokens. Rounding explains a difference whose
+  margin is of the size of rounding.
+
+A defect of the scheduler would show in float64 too (`--dtype float64`), where rounding is 2^29
+times smaller.
+"""
+
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.command_line.running import run
+from dms_jax.generation import Engine, Sampling
+from dms_jax.generation.drawing import sample
+from dms_jax.generation.programs import request_keys
+from dms_jax.generation.requests import Request, make_request
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+
+POLICIES: dict[str, tuple[str, Policy, dict[str, Any]]] = {
+    "Vanilla": ("stories260k", dms_jax.Vanilla(), {}),
+    "DMS": ("reasoner-11m-dms", dms_jax.DMS(window=16), {}),
+    "TOVA": ("stories260k", dms_jax.TOVA(budget=48), {}),
+    "Quest": ("stories260k", dms_jax.Quest(budget=48), {}),
+    "SnapKV": ("stories260k", dms_jax.SnapKV(budget=48, window=16, interval=32), {}),
+    "KCache": ("stories260k", dms_jax.KCache(top=16), {}),
+    "float8": ("stories260k", dms_jax.Vanilla(), {"kv_dtype": "float8_e4m3"}),
+}
+DRAWS = 4096  # draws behind each margin
+MARGINS = [10.0**exponent for exponent in range(-7, 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Compare seeded answers under load with the same requests alone."""
+
+    policies: tuple[str, ...] = tuple(POLICIES)
+    """Mechanisms of the cache, each with a shipped model."""
+    requests: int = 300
+    """Requests of each policy."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights, cache and activations; float64 needs JAX_ENABLE_X64=1."""
+    lanes: int = 48
+    """Sequences that are decoded at a time."""
+    share: float = 0.35
+    """Share of the pages that full lanes need; less than 1 preempts requests."""
+    most_tokens: int = 96
+    """Most tokens of a prompt, and of an answer."""
+    seed: int = 0
+    """Seed of prompts, lengths, sampling and arrivals."""
+    out: pathlib.Path | None = None
+    """JSON file for the figures, with device, versions, date and command."""
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Measures, prints, writes the file."""
+    if config.out is not None:
+        make_place("--out", config.out)
+    check_names("--policies", config.policies, POLICIES)
+    report: dict[str, Any] = provenance(config) | {"policies": {}}
+    for name in config.policies:
+        row = report["policies"][name] = measure(name, config)
+        print(
+            f"{name} {config.dtype}: {len(row['differ'])} of {row['requests']} answers differ, "
+            f"{row['preempted']} preempted; {row['seconds_loaded']:.0f} s under load, "
+            f"{row['seconds_alone']:.0f} s alone",
+            flush=True,
+        )
+        for each in row["differ"]:
+            print(f"  {each}", flush=True)
+        if config.out is not None:
+            write_json(config.out, report)
+    return report
+
+
+def measure(name: str, config: Config) -> dict[str, Any]:
+    """Answers the requests of one policy twice, and compares."""
+    path, policy, options = POLICIES[name]
+    model = dms_jax.load(assets.path(path), dtype=config.dtype)
+    settings: dict[str, Any] = dict(
+        num_lanes=config.lanes, max_tokens=2 * config.most_tokens, chunk=8, page_size=16, **options
+    )
+    engine = Engine(model, policy, **settings)
+    runner = engine.runner
+    pages = int(config.share * runner.allocator.pages_per_shard * runner.num_shards)
+    engine = Engine(model, policy, memory=pages * runner.page_bytes, **settings)
+    arrivals = np.random.default_rng(config.seed)
+
+    start = time.perf_counter()
+    loaded = answer(engine, make_all(model, config), lambda idle: int(arrivals.integers(0, 4)))
+    between = time.perf_counter()
+    alone = answer(engine, make_all(model, config), int)
+    end = time.perf_counter()
+    pairs = list(zip(loaded, alone, strict=True))
+    differ = [pair for pair in pairs if pair[0].generated != pair[1].generated]
+    return {
+        "model": path,
+        "policy": str(policy),
+        "requests": len(alone),
+        "tokens": sum(len(each.generated) for each in alone),
+        "preempted": sum(each.slots is not None for each in loaded),
+        "differ": [explain(model, policy, *pair) for pair in differ],
+        "largest_logprob_difference": max(difference(*pair) for pair in pairs),
+        "seconds_loaded": between - start,
+        "seconds_alone": end - between,
+    }
+
+
+def make_all(model: LanguageModel, config: Config) -> list[Request]:
+    """Requests whose prompts are parts of stories, a fifth of them greedy, the others drawn."""
+    random = np.random.default_rng(config.seed)
+    stories = model.tokenizer.encode("\n".join(assets.stories("valid")[:200]))
+    requests = []
+    for index in range(config.requests):
+        count, most = random.integers(4, config.most_tokens, size=2).tolist()
+        start = int(random.integers(len(stories) - count))
+        sampling = Sampling(
+            temperature=[0, 0.6, 0.8, 1.0, 1.2][index % 5],
+            top_p=[1.0, 0.95][index % 2],
+            max_new_tokens=most,
+            logprobs=True,
+        )
+        prompt = stories[start : start + count]
+        requests.append(make_request(model.config, prompt, sampling, index=index, seed=index))
+    return requests
+
+
+def answer(
+    engine: Engine, requests: list[Request], arriving: Callable[[bool], int]
+) -> list[Request]:
+    """Serves requests that arrive, so many at a time, while others run."""
+    left = iter(requests)
+
+    def incoming(idle: bool) -> list[Request] | None:
+        count = max(arriving(idle), int(idle))
+        came = [each for _, each in zip(range(count), left, strict=False)]
+        return came or (None if idle else [])
+
+    engine.serve([], Sampling(logprobs=True), incoming=incoming)
+    return requests
+
+
+def difference(loaded: Request, alone: Request) -> float:
+    """The largest difference of log-probabilities before the first token that differs."""
+    same = first_difference(loaded, alone)
+    pairs = np.array([loaded.logprobs[:same], alone.logprobs[:same]])
+    return float(np.abs(pairs[0] - pairs[1]).max(initial=0))
+
+
+def first_difference(loaded: Request, alone: Request) -> int:
+    """The number of tokens at the beginning of both answers that are equal."""
+    pairs = zip(loaded.generated, alone.generated, strict=False)
+    unequal = (place for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    return next(unequal, min(len(loaded.generated), len(alone.generated)))
+
+
+def explain(
+    model: LanguageModel, policy: Policy, loaded: Request, alone: Request
+) -> dict[str, Any]:
+    """What is known of the first token in which two answers differ."""
+    place = first_difference(loaded, alone)
+    found = {
+        "request": alone.index,
+        "place": place,
+        "temperature": alone.sampling.temperature,
+        "logprobs": difference(loaded, alone),
+        "margin": None,
+    }
+    if place < min(len(loaded.generated), len(alone.generated)):
+        tokens = np.array([alone.prompt + alone.generated[:place]], np.int32)
+        lengths = np.array([len(alone.prompt)], np.int32)
+        logits = model.logits(tokens, policy=policy, prompt_lengths=lengths)[:, -1]
+        both = {loaded.generated[place], alone.generated[place]}
+        found["margin"] = margin(logits, alone, tokens.shape[1], both)
+    return found
+
+
+def margin(logits: Any, request: Request, position: int, both: set[int]) -> float | None:
+    """The least noise on the logits with which draws of one request give both tokens."""
+    seeds = jnp.tile(jnp.array([[request.seed, request.copy]], jnp.uint32), (DRAWS, 1))
+    positions = jnp.full(DRAWS, position)
+    rule = request.sampling.filter
+    noise = jax.random.normal(jax.random.key(0), (DRAWS, logits.shape[1]), logits.dtype)
+    draw = jax.jit(lambda logits: sample(logits, request_keys(seeds), positions, rule)[0])
+    for size in MARGINS:
+        if both <= set(np.asarray(draw(logits + size * noise)).tolist()):
+            return size
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))
