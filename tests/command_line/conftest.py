@@ -36,7 +36,7 @@ def scored(monkeypatch):
             usage = Usage(
                 prompt_tokens=0,
                 new_tokens=tokens,
-                kv_reads=tokens * live,
+                kv_reads=float(tokens * live),
                 peak_tokens=live,
                 peak_held_tokens=live,
                 live_tokens=live,

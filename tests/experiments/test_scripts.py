@@ -68,7 +68,7 @@ RUNS: dict[str, dict] = {
     ),
     "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2"), steps=1),
     "reproduction.answers_under_load": dict(
-        policies=("Vanilla",), requests=3, lanes=2, most_tokens=16
+        policies=("Vanilla",), requests=3, lanes=2, most_tokens=16, share=1.0
     ),
     "reproduction.batch_dependence": dict(
         models=("stories260k",),

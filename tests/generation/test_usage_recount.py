@@ -75,9 +75,11 @@ def entries(policy: KCache | Quest, live: int, page_size: int, pages) -> int:
     if isinstance(policy, KCache):
         return live if live <= policy.top else -(-(live + GROUP * policy.top) // 2)
     in_use = -(-live // page_size)
-    if pages is None or pages.shape[-1] >= in_use:
+    count = max(policy.budget // page_size, 1 if policy.force_last_page else 3)
+    if pages is None or count >= in_use:
         return live
-    tokens = sum(min(page_size, live - page * page_size) for page in pages.ravel().tolist())
+    selected = pages[:, :count].ravel().tolist()  # any pages fill the columns behind them
+    tokens = sum(min(page_size, live - page * page_size) for page in selected)
     return tokens + in_use
 
 

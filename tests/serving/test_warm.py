@@ -68,10 +68,12 @@ class Clients:
         if isinstance(news, Exception) or news.completion is not None:
             self._ended.release()
 
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.integers(0, 512, length).tolist()
+
     def send(self, prompt: int, answer: int, sampling: dict[str, Any], choices: int = 1) -> None:
-        tokens = self._random.integers(0, 512, prompt).tolist()
         asked = dms_jax.Sampling(max_new_tokens=min(answer, MAX_TOKENS - prompt), **sampling)
-        self._service.submit([tokens] * choices, asked, self._listen)
+        self._service.submit([self._prompt(prompt)] * choices, asked, self._listen)
 
     def wait(self, count: int) -> None:
         for _ in range(count):
@@ -85,8 +87,9 @@ class Clients:
         for length in (5, 60, 120):
             self.send(length, 20, SAMPLINGS[1], choices=3)
         self.wait(9)
-        for _ in range(4):  # short prompts first, whose answers outgrow the pool together
-            self.send(4, 150, SAMPLINGS[2])
+        # Short prompts that come at once, whose answers outgrow the pool together.
+        asked = dms_jax.Sampling(max_new_tokens=150, **SAMPLINGS[2])
+        self._service.submit([self._prompt(4) for _ in range(4)], asked, self._listen)
         for number, length in enumerate(self._random.integers(1, 150, 24).tolist()):
             self.send(length, int(self._random.integers(1, 40)), SAMPLINGS[number % 4])
         self.wait(28)

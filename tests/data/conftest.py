@@ -1,0 +1,18 @@
+"""What tests of long texts share."""
+
+import pytest
+
+
+@pytest.fixture
+def encoded_sizes(monkeypatch):
+    """Characters of each text that a tokenizer is given."""
+    from dms_jax.checkpoint import Tokenizer
+
+    encode, sizes = Tokenizer.encode, []
+
+    def watched(self, text, *options, **named):
+        sizes.append(len(text))
+        return encode(self, text, *options, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    return sizes
