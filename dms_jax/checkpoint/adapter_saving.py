@@ -22,13 +22,13 @@ from dms_jax.checkpoint.adapter import (
     base_identity,
     differing_shape,
 )
+from dms_jax.checkpoint.atomic_replace import ADAPTER, atomic_replace
 from dms_jax.checkpoint.contents import Contents, read_checkpoint
-from dms_jax.checkpoint.dealing import deal, dealt, tensors_of
-from dms_jax.checkpoint.filling import read_tensor
+from dms_jax.checkpoint.distributed_save import Saving
+from dms_jax.checkpoint.load_parameters import read_tensor
 from dms_jax.checkpoint.low_rank import low_rank_tensors
-from dms_jax.checkpoint.replacing import ADAPTER, replacement
+from dms_jax.checkpoint.shard_plan import list_tensors, own_tensors, plan_shards
 from dms_jax.checkpoint.tensor_files import check_finite, mode_of, save_tensors, write_json
-from dms_jax.checkpoint.together import Saving
 from dms_jax.checkpoint.weights import Tensors
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model import low_rank
@@ -73,8 +73,8 @@ class AdapterSaving(Saving):
             (adapter if own else self._frozen)[path] = param.get_value()
         self._tensors = dict(low_rank_tensors(transformer))
         if self._policy.retrofit.adapter:
-            one_file = deal(tensors_of(adapter), max_file_bytes=2**62)
-            self._tensors |= dict(dealt(adapter, one_file))
+            one_file = plan_shards(list_tensors(adapter), max_file_bytes=2**62)
+            self._tensors |= dict(own_tensors(adapter, one_file))
 
     def _write(self) -> None:
         base = self._base()
@@ -91,7 +91,7 @@ class AdapterSaving(Saving):
             check_finite(name, value)
 
     def _complete(self) -> None:
-        with replacement(self._target, ADAPTER) as directory:
+        with atomic_replace(self._target, ADAPTER) as directory:
             content = adapter_config(self._policy, self._low_rank, self._identity)
             write_json(directory / ADAPTER_CONFIG, content)
             mode = mode_of(directory / ADAPTER_CONFIG)

@@ -11,7 +11,7 @@ import numpy as np
 from dms_jax import compilation, sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import find_checkpoint, read_checkpoint
-from dms_jax.checkpoint.filling import fill
+from dms_jax.checkpoint.load_parameters import load_parameters
 from dms_jax.checkpoint.low_rank import attach_factors
 from dms_jax.checks import check
 from dms_jax.errors import ConfigError, plain
@@ -77,7 +77,7 @@ def load(
     if found is not None:
         policy, weights = attach(found, contents.config, weights, policy)
         shape = policy.retrofit.adapter
-    transformer = fill(
+    transformer = load_parameters(
         contents.config,
         weights,
         adapter=shape,

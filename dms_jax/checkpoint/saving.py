@@ -4,12 +4,12 @@ If only an adapter or low-rank updates were trained, they can be saved by themse
 (`adapter_saving.py`); otherwise low-rank updates are written as part of the weights.
 
 Everything is written into a directory beside the target, which replaces it at the end
-(`replacing.py`), so that a full disk or an interrupt leaves the old checkpoint and never part of
-a new one.
+(`atomic_replace.py`), so that a full disk or an interrupt leaves the old checkpoint and never part
+of a new one.
 
-Several processes, which all call `save`, write the files of tensors that they are dealt
-(`dealing.py`) into a directory that all of them see, the first also what lies beside the tensors
-(`together.py`). A model of one file is written by the first process alone.
+Of several processes all call `save` (`distributed_save.py`). Each writes its files of tensors
+(`shard_plan.py`) into a directory that all of them see, and the first also writes the files beside
+the tensors. A model of one file is written by the first process alone.
 
 A run that goes on while its model is written calls `begin_save`, which moves the arrays to the host
 and leaves the files to another thread.
@@ -27,12 +27,12 @@ from flax import nnx
 
 from dms_jax import processes
 from dms_jax.checkpoint.adapter_saving import AdapterSaving
-from dms_jax.checkpoint.dealing import deal, dealt, tensors_of
+from dms_jax.checkpoint.atomic_replace import CHECKPOINT, atomic_replace, flush
+from dms_jax.checkpoint.distributed_save import Saving
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_to_hf
-from dms_jax.checkpoint.replacing import CHECKPOINT, flush, replacement
+from dms_jax.checkpoint.shard_plan import list_tensors, own_tensors, plan_shards
 from dms_jax.checkpoint.tensor_files import write_index, write_json, write_tensors
-from dms_jax.checkpoint.together import Saving
 from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model import low_rank
@@ -178,24 +178,24 @@ class _ModelSaving(Saving):
         self._tokenizer, self._kept = model.tokenizer, kept
         flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
         self._arrays: dict[Any, Any] = {path: param.get_value() for path, param in flat}
-        self._files = deal(tensors_of(self._arrays), max_shard_bytes)
+        self._files = plan_shards(list_tensors(self._arrays), max_shard_bytes)
         self._own = [file for file in self._files if file.process == jax.process_index()]
         self._directory: pathlib.Path | None = None
 
     def _begin(self) -> None:
         arrays, self._arrays = self._arrays, {}
         if processes.several():
-            self._directory = pathlib.Path(self._together.from_first(lambda: str(self._open())))
+            self._directory = pathlib.Path(self._agreement.from_first(lambda: str(self._open())))
         elif self._kept is not None:
             left, self._kept = {id(each) for each in self._kept}, None
             moving = [path for path, value in arrays.items() if id(value) not in left]
             moved = jax.device_get([arrays[path] for path in moving])
             arrays |= dict(zip(moving, moved, strict=True))
-        self._tensors = dealt(arrays, self._files)
+        self._tensors = own_tensors(arrays, self._files)
 
     def _open(self) -> pathlib.Path:
         """Make the directory, with all that lies beside the tensors."""
-        directory = self._replacement.enter_context(replacement(self._target, CHECKPOINT))
+        directory = self._replacement.enter_context(atomic_replace(self._target, CHECKPOINT))
         write_json(directory / "config.json", self._config)
         before = read_json(self._target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
         fields = _sampling(before or {}) | self._special_ids

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from dms_jax.checkpoint.dealing import TensorFile, Tensors
+from dms_jax.checkpoint.shard_plan import TensorFile, Tensors
 from dms_jax.checkpoint.weights import INDEX
 from dms_jax.errors import CheckpointError
 

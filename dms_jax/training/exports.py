@@ -17,7 +17,7 @@ import concurrent.futures
 import warnings
 
 from dms_jax import processes
-from dms_jax.checkpoint.together import Saving
+from dms_jax.checkpoint.distributed_save import Saving
 
 Written = concurrent.futures.Future[None]
 

@@ -14,7 +14,7 @@ import pytest
 
 from dms_jax import processes
 from dms_jax.checkpoint import load, save, saving
-from dms_jax.checkpoint.together import Saving
+from dms_jax.checkpoint.distributed_save import Saving
 from dms_jax.errors import CheckpointError, TrainingDivergedError
 from dms_jax.training import loop, retrofit
 from dms_jax.training.exports import Exports

@@ -88,17 +88,19 @@ MUTANTS = [
     ),
     Mutant(
         "saving: of several processes the first is dealt all files",
-        FOLDER + "dealing.py",
+        FOLDER + "shard_plan.py",
         "        loads[owners[number]] += sizes[number]\n",
         "",
-        ("tests/checkpoint/test_together.py::test_files_are_dealt_by_size",),
+        ("tests/checkpoint/test_distributed_save.py::test_files_are_assigned_by_size",),
     ),
     Mutant(
         "saving: a process holds all of what its pieces were cut from",
-        FOLDER + "dealing.py",
+        FOLDER + "shard_plan.py",
         "np.array(tensor.cut(part))",
         "tensor.cut(np.array(part))",
-        ("tests/checkpoint/test_together.py::test_each_process_holds_its_share_and_no_more",),
+        (
+            "tests/checkpoint/test_distributed_save.py::test_each_process_holds_its_share_and_no_more",
+        ),
         night=True,
     ),
     Mutant(

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dms_jax import assets
-from dms_jax.checkpoint import load, replacing, save
+from dms_jax.checkpoint import atomic_replace, load, save
 from dms_jax.errors import CheckpointError
 from dms_jax.policies import TOVA, Vanilla
 
@@ -176,7 +176,7 @@ def test_the_two_are_exchanged_in_one_step(stories, out, monkeypatch):
 
 
 def test_where_they_cannot_be_exchanged(stories, out, tmp_path, monkeypatch):
-    monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic_replace, "_exchange", lambda one, other: False)
     save(stories, stories.policy, out)
     assert load(out).policy == Vanilla()
     assert names(tmp_path) == ["out"]
@@ -198,13 +198,13 @@ def test_where_they_cannot_be_exchanged(stories, out, tmp_path, monkeypatch):
 
 
 def test_what_comes_while_it_is_written_is_kept(stories, out, monkeypatch):
-    swap = replacing._swap
+    swap = atomic_replace._swap
 
     def late(new, target):
         (target / "my_lora.safetensors").write_text("precious")
         return swap(new, target)
 
-    monkeypatch.setattr(replacing, "_swap", late)
+    monkeypatch.setattr(atomic_replace, "_swap", late)
     save(stories, stories.policy, out)
     assert (out / "my_lora.safetensors").read_text() == "precious"
     assert load(out).policy == Vanilla()
@@ -213,7 +213,7 @@ def test_what_comes_while_it_is_written_is_kept(stories, out, monkeypatch):
 _KILLED = """
 import os, signal, sys
 from dms_jax import assets
-from dms_jax.checkpoint import load, replacing, save
+from dms_jax.checkpoint import atomic_replace, load, save
 from dms_jax.policies import TOVA
 
 model = load(assets.path("stories260k"))
@@ -223,13 +223,13 @@ def die(*arguments):
 
 where, target = sys.argv[1:]
 if where == "between the renames":
-    replacing._exchange = lambda one, other: False
+    atomic_replace._exchange = lambda one, other: False
     rename = os.rename
     os.rename = lambda source, *rest, **options: (
         die() if os.path.basename(source) == "new" else rename(source, *rest, **options)
     )
 else:
-    setattr(replacing, where, die)
+    setattr(atomic_replace, where, die)
 save(model, TOVA(budget=8), target)
 """
 
@@ -252,7 +252,7 @@ def test_the_litter_of_a_killed_save_is_removed_by_the_next(stories, out, tmp_pa
 
 
 def test_what_another_save_is_writing_is_left_alone(stories, out, tmp_path):
-    with replacing.replacement(out, replacing.CHECKPOINT) as directory:
+    with atomic_replace.atomic_replace(out, atomic_replace.CHECKPOINT) as directory:
         (directory / "config.json").write_text("{}")
         # The lock is the open file's: this process meets its own.
         save(stories, stories.policy, out)

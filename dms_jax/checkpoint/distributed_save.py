@@ -1,11 +1,11 @@
-"""A checkpoint that is saved in steps, by one process or by several together.
+"""Save a checkpoint in three steps, from one process or from several at once.
 
-    begin      at the same time in all, on the thread of their steps: what is spread over them is
-               gathered, and the first makes the directory that they write into
-    write      in any thread, each its own part
+    begin      in all processes at the same time, on the thread of the training steps: gather what
+               is sharded over processes; the first makes the directory that all write into
+    write      in any thread: each process writes its own files
     complete   once all have written: the first replaces the old checkpoint
 
-An error of one, wherever it is, leaves the old checkpoint and ends the save in all of them.
+An error in any process leaves the old checkpoint in place and ends the save in all of them.
 """
 
 import abc
@@ -21,13 +21,13 @@ class Saving(abc.ABC):
     """A checkpoint that is being saved.
 
     Args:
-        target: the directory that it takes the place of.
+        target: the directory that it replaces.
     """
 
     def __init__(self, target: pathlib.Path):
         self._target = target
-        self._together = processes.Agreement()
-        # Of the first process: leaving it well replaces the target, another way removes the new.
+        self._agreement = processes.Agreement()
+        # In the first process: closed without an error it replaces the target, else it cleans up.
         self._replacement = contextlib.ExitStack()
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class Saving(abc.ABC):
     def _complete(self) -> None: ...
 
     def begin(self) -> None:
-        """Take from the devices what this process writes.
+        """Move to the host what this process writes.
 
         Raises:
             CheckpointError: the first process cannot make its directory.
@@ -49,14 +49,14 @@ class Saving(abc.ABC):
         try:
             with _file_errors(self._target):
                 self._begin()
-            self._together()
+            self._agreement()
         except BaseException as error:
-            self._together.fail(error)
+            self._agreement.fail(error)
             self.end(written=False)
             raise
 
     def write(self) -> None:
-        """Write what falls to this process.
+        """Write the files of this process.
 
         Raises:
             CheckpointError: it cannot be written, or should not be.
@@ -75,7 +75,7 @@ class Saving(abc.ABC):
                 self._complete()
 
     def run(self) -> None:
-        """Write and complete it; of several processes all do, at the same time.
+        """Write and complete; of several processes all call this at the same time.
 
         Raises:
             CheckpointError: it cannot be written, or should not be.
@@ -83,22 +83,22 @@ class Saving(abc.ABC):
         """
         try:
             self.write()
-            self._together()
+            self._agreement()
             self.complete()
-            self._together()
+            self._agreement()
         except BaseException as error:
             # The others may be in the middle of large files.
-            self._together.fail(error, processes.LONGEST_WAIT_SECONDS)
+            self._agreement.fail(error, processes.LONGEST_WAIT_SECONDS)
             self.end(written=False)
             raise
 
     def end(self, *, written: bool) -> None:
-        """End it beside an error: complete if all processes have written, and else without a trace.
+        """End after an error elsewhere: complete if all processes have written, else clean up.
 
         Args:
-            written: whether this process has.
+            written: whether this process has written.
         """
-        if self._together.all_well(written):
+        if self._agreement.all_well(written):
             self.complete()
         else:
             ended = CheckpointError("it was ended")
@@ -107,7 +107,7 @@ class Saving(abc.ABC):
 
 @contextlib.contextmanager
 def _file_errors(target: pathlib.Path) -> Iterator[None]:
-    """Raise CheckpointError where a file cannot be written."""
+    """Turn an OSError into a CheckpointError that names the target."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Fill the parameters of a model from the tensors of a checkpoint.
+"""Load the parameters of a model from the tensors of a checkpoint.
 
 Every missing, unexpected and mis-shaped tensor is named in one message before any data is read.
-Then the parameters are filled one at a time, tensor by tensor. With a mesh, each device's slice is
+Then the parameters are loaded one at a time, tensor by tensor. With a mesh, each device's slice is
 read directly from the files. Thus there is never a second copy of the model in memory.
 """
 
@@ -26,7 +26,7 @@ from dms_jax.policies.values import AdapterShape
 _MOST_PROBLEMS = 160
 
 
-def fill(
+def load_parameters(
     config: ModelConfig,
     weights: Tensors,
     *,

@@ -7,7 +7,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from dms_jax.checkpoint import dealing, load, names, save
+from dms_jax.checkpoint import load, names, save, shard_plan
 from dms_jax.config import ModelConfig, Rope
 from dms_jax.model.language_model import LanguageModel
 from tests.checkpoint.test_adapter import POLICY
@@ -39,7 +39,7 @@ def contents(directory: pathlib.Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The folder of what two processes saved, the report of each, and the folder of one."""
-    folder = tmp_path_factory.mktemp("together")
+    folder = tmp_path_factory.mktemp("saved")
     base, out, alone = folder / "base", folder / "out", folder / "alone"
     for name, seed in (("base", 0), ("other", 1)):
         made = random_model(CONFIG, seed=seed, dtype=jnp.bfloat16)
@@ -48,7 +48,7 @@ def saved(tmp_path_factory):
     save(updated(load(base)), POLICY, folder / "adapter", adapter_only=True)
     told = {name: str(folder / name) for name in ("base", "adapter", "other", "out")}
     out.mkdir()
-    finish(start(told | dict(size=SIZE), 2, module="tests.checkpoint.saving_together"))
+    finish(start(told | dict(size=SIZE), 2, module="tests.checkpoint.distributed_save_worker"))
     reports = [json.loads((folder / f"out-{index}.json").read_text()) for index in range(2)]
     model, tuned = load(base), load(base, adapter=folder / "adapter")
     for name in ("whole", "in steps"):
@@ -129,20 +129,21 @@ def test_an_error_leaves_the_old_checkpoint_and_nothing_else(saved):
         assert contents(out / way) == contents(alone / way)
 
 
-def test_files_are_dealt_by_size(monkeypatch):
+def test_files_are_assigned_by_size(monkeypatch):
     """Files of 3, 5, 2 and 4 bytes over two processes: 5 and 2, 4 and 3."""
     sizes = {"a": [1, 2], "b": [5], "c": [2], "d": [4]}
     piece = names.Piece(names.Layout("{i}", ((0,),)))
     tensors = [
-        dealing.Tensor((("layers",), layer), piece, size)
+        shard_plan.Tensor((("layers",), layer), piece, size)
         for layer, size in enumerate(size for file in sizes.values() for size in file)
     ]
-    monkeypatch.setattr(dealing.jax, "process_count", lambda: 2)
-    files = dealing.deal(tensors, max_file_bytes=4)
+    monkeypatch.setattr(shard_plan.jax, "process_count", lambda: 2)
+    files = shard_plan.plan_shards(tensors, max_file_bytes=4)
     assert [file.nbytes for file in files] == [3, 5, 2, 4]
     assert [file.process for file in files] == [1, 0, 0, 1]
     assert [file.name for file in files][1] == "model-00002-of-00004.safetensors"
-    monkeypatch.setattr(dealing.jax, "process_count", lambda: 9)  # three a host
-    assert [file.process for file in dealing.deal(tensors[:2], max_file_bytes=1)] == [4, 0]
-    (one,) = dealing.deal(tensors, max_file_bytes=99)
+    monkeypatch.setattr(shard_plan.jax, "process_count", lambda: 9)  # three a host
+    two = shard_plan.plan_shards(tensors[:2], max_file_bytes=1)
+    assert [file.process for file in two] == [4, 0]
+    (one,) = shard_plan.plan_shards(tensors, max_file_bytes=99)
     assert (one.process, one.name, len(one.tensors)) == (0, "model.safetensors", 5)

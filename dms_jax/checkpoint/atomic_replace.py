@@ -1,4 +1,4 @@
-"""Replace a checkpoint by a new one, and delete nothing that does not belong to it.
+"""Replace a checkpoint directory atomically, and delete nothing that does not belong to it.
 
     out/                      the old checkpoint
     .out.saving-k3x9/new/     the new one while it is written; then the old one, to be removed
@@ -76,7 +76,7 @@ _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattr
 
 
 @contextlib.contextmanager
-def replacement(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
+def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
     """Yield a directory to write into, which replaces `target` at the end.
 
     If the block raises, or `target` cannot be replaced, `target` stays as it was.
@@ -85,15 +85,15 @@ def replacement(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
         CheckpointError: the target contains files that are not part of this layout.
         OSError: something cannot be written.
     """
-    _remove_litter(target)
-    own, documents = _survey(target, layout)
+    _remove_leftovers(target)
+    own, documents = _classify_files(target, layout)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _stage(target) as stage:
         new = stage / "new"
         new.mkdir()
         yield new
         for name in documents:
-            _carry(target / name, new / name)
+            _link_or_copy(target / name, new / name)
         if target.is_dir():  # keep its permissions
             shutil.copymode(target, new)
         flush(*filter(_is_plain, new.iterdir()), new)
@@ -104,7 +104,7 @@ def replacement(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
                     entry.rename(target / entry.name)
 
 
-def _survey(target: pathlib.Path, layout: Layout) -> tuple[set[str], set[str]]:
+def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set[str]]:
     """List the files of this layout, and the documents beside them.
 
     Raises:
@@ -156,7 +156,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(plain(name, 60) for name in names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def _carry(source: pathlib.Path, target: pathlib.Path) -> None:
+def _link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
     """Link or copy a file into another directory; a symbolic link is copied as a link."""
     try:
         os.link(source, target, follow_symlinks=False)
@@ -229,7 +229,7 @@ def _prefix(target: pathlib.Path) -> str:
     return f".{target.name}.saving-"
 
 
-def _remove_litter(target: pathlib.Path) -> None:
+def _remove_leftovers(target: pathlib.Path) -> None:
     """Remove what killed saves to this target left behind; restore a checkpoint they had moved."""
     if not target.parent.is_dir():
         return

@@ -1,4 +1,4 @@
-"""One of the processes that save a model together: `python -m tests.checkpoint.saving_together`.
+"""A process that saves a model with others: `python -m tests.checkpoint.distributed_save_worker`.
 
 Its argument is JSON: {"base": checkpoint, "adapter": beside it, "out": folder, "size": of a file}.
 Saves in every way of `main`, and writes to `out`-<process>.json how each ended, which files of

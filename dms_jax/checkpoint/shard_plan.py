@@ -1,18 +1,18 @@
-"""Which file each tensor of a checkpoint is in, and which of several processes writes it.
+"""Plan which file each tensor of a checkpoint is in, and which process writes each file.
 
-Tensors come in the order of the parameters, their layers and their pieces, and another file begins
-where one would grow beyond its size, so that the files of several processes are those of one.
-Whole files are dealt over the processes, the largest first, each to who has least to write: a
-process holds what it was dealt on its host, at most a file more than its share.
+Tensors follow the order of the parameters, their layers and their pieces. A new file begins where
+one would exceed its size, so that several processes write the same files as one. Whole files are
+assigned to processes, the largest first, each to the process with the least to write. A process
+holds the files that it writes on its host: at most one file more than its share.
 
-A file has one writer and a tensor comes to it whole. The processes could write the rows of a tensor
-that their devices hold into one file; but training splits the embedding dimension, which runs along
-the rows of most matrices in a file, so that at 128 shards they would be pieces of 128 bytes, and
-network file systems do not promise that writes of several hosts next to each other both arrive.
+A file has one writer, which receives whole tensors. Processes could instead write the rows that
+their devices hold into one file, but training splits the embedding dimension, which runs along the
+rows of most matrices in a file: at 128 shards these would be pieces of 128 bytes, and network file
+systems do not promise that adjacent writes of several hosts both arrive.
 
-What is spread over processes is gathered a layer at a time on all devices, as a step of training
-does, in an order in which the processes take turns, so that they copy to their hosts at the same
-time.
+Arrays that are sharded over processes are gathered on all devices a layer at a time, as a training
+step does. The processes take turns as the one that keeps a layer, so that they copy to their hosts
+at the same time.
 """
 
 import dataclasses
@@ -71,8 +71,8 @@ class TensorFile:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def tensors_of(arrays: Arrays) -> list[Tensor]:
-    """List the tensors of a model's parameters."""
+def list_tensors(arrays: Arrays) -> list[Tensor]:
+    """List the tensors of a model's parameters, in their order."""
     found = []
     for path, value in arrays.items():
         pieces = names.PIECES[path]
@@ -85,8 +85,8 @@ def tensors_of(arrays: Arrays) -> list[Tensor]:
     return found
 
 
-def deal(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
-    """Put tensors into files of at most so many bytes, or of one tensor, and deal these out."""
+def plan_shards(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
+    """Put tensors into files of at most `max_file_bytes`, or of one tensor, and assign writers."""
     cut: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -109,11 +109,11 @@ def deal(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
     return [TensorFile(*each) for each in zip(called, map(tuple, cut), owners, strict=True)]
 
 
-def dealt(arrays: Arrays, files: list[TensorFile]) -> Tensors:
+def own_tensors(arrays: Arrays, files: list[TensorFile]) -> Tensors:
     """Yield the tensors that this process writes, in the order of its files.
 
-    Of several processes all call this; what they were dealt is on their hosts when it returns, and
-    each tensor until it is yielded. A single process moves a parameter at a time.
+    Every process calls this. With several, it returns once the tensors of each are on its host,
+    where each stays until it is yielded. A single process moves a parameter at a time.
     """
     owners: dict[Part, set[int]] = {}
     for file in files:
@@ -123,7 +123,7 @@ def dealt(arrays: Arrays, files: list[TensorFile]) -> Tensors:
     own = [tensor for file in files if file.process == here for tensor in file.tensors]
     parts = list(owners)
     if processes.several():
-        parts = _in_turns(arrays, owners)
+        parts = _gather_order(arrays, owners)
     asked = ((arrays[path], at, here in owners[path, at]) for path, at in parts)
     moved = processes.parts(asked)
     if not processes.several():
@@ -147,8 +147,8 @@ def _converted(tensors: list[Tensor], moved: Iterator[np.ndarray | None]) -> Ten
             yield tensor.name, tensor.piece.layout.to_tensor(tensor.cut(part))
 
 
-def _in_turns(arrays: Arrays, owners: Mapping[Part, set[int]]) -> list[Part]:
-    """List the parts: those that every process can read itself, then the others in turns."""
+def _gather_order(arrays: Arrays, owners: Mapping[Part, set[int]]) -> list[Part]:
+    """Order the parts: those on every process first, then the others, one per owner in turn."""
     turns: dict[int, list[Part]] = {}
     first = []
     for part, of in owners.items():
