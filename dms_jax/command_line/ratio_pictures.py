@@ -21,7 +21,7 @@ from dms_jax.data import batches
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
-from dms_jax.training.compression import evicted_shares
+from dms_jax.training.compression_loss import evicted_shares
 
 LENGTH = 1024  # tokens that are run at most
 SEQUENCES = 2

@@ -23,7 +23,6 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla, as_policy
-from dms_jax.training.base_weights import base_digest
 from dms_jax.training.loop import Loop, Vocabulary
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.out_of_memory import placed, with_advice
@@ -32,6 +31,7 @@ from dms_jax.training.recipes import recommended
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer, rows_here
+from dms_jax.training.weights_fingerprint import weights_fingerprint
 
 # What a run may be resumed with another value of: how the passes of a step are cut and computed.
 _FREE = ("name", "snapshots", "micro_batch_size", "remat", "unroll")
@@ -159,7 +159,7 @@ def train(
             "seed": run.seed,
             "data": _fingerprint(data),
             "template": repr(sorted(getattr(model.tokenizer, "template_variables", {}).items())),
-            "weights": base_digest(model, policy, recipe),
+            "weights": weights_fingerprint(model, policy, recipe),
         }
         directory = RunDirectory(
             out,

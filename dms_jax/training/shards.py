@@ -89,7 +89,7 @@ class Shards:
         several passes.
     """
 
-    places: Mapping[str, NamedSharding]
+    places: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)
     whole_layers: bool = False
 
     @property
@@ -156,31 +156,30 @@ class Shards:
         return jax.tree.unflatten(jax.tree.structure(layer), arrays)
 
     def map(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` over shards of the sequences, with its sums over all of them.
+        """Maps `function` over the shards of the sequences, and sums what it returns.
 
-        The function takes (trained, frozen, teacher, passes, places, ...) and returns the gradients
-        of the trained parameters and other sums. Passes and places are [A, B, ...], with all tokens
-        of a sequence; what comes after them is the same for all shards. It also takes `shard`: the
-        number of the device's shard of each sequence's tokens, None if these are not split.
+        The function takes (trained, frozen, teacher, passes, numbers, values, shard) and returns
+        the gradients of the trained parameters and other sums. Passes and numbers are [A, B, ...]
+        and split over `data`; `values` is replicated; `shard` is the number of the device's shard
+        of each sequence's tokens, None if these are not split.
         """
         if not self.several:
             return functools.partial(function, shard=None)
         split_rows = self.of_a_row > 1
 
-        def mapped(*arguments):
-            trained, frozen, teacher, *rest = arguments
+        def mapped(trained, frozen, teacher, passes, numbers, values):
             parameters = [self._specs(arrays) for arrays in (trained, frozen, teacher)]
-            sequences = [PartitionSpec(None, sharding.DATA)] * 2
+            sequences = PartitionSpec(None, sharding.DATA)
             mesh = next(iter(self.places.values())).mesh
             shards = PartitionSpec(sharding.SEQUENCE) if split_rows else PartitionSpec()
             return jax.shard_map(
                 summed,
-                in_specs=(shards, *parameters, *sequences, *[PartitionSpec()] * (len(rest) - 2)),
+                in_specs=(shards, *parameters, sequences, sequences, PartitionSpec()),
                 out_specs=(parameters[0], PartitionSpec()),
                 # A kernel takes whole arrays, so an axis of one device is not left for later.
                 axis_names=_axes(mesh) | {name for name, size in mesh.shape.items() if size == 1},
                 check_vma=False,
-            )(jnp.arange(self.of_a_row), *arguments)
+            )(jnp.arange(self.of_a_row), trained, frozen, teacher, passes, numbers, values)
 
         def summed(shard, *arguments):
             gradient, others = function(*arguments, shard=shard[0] if split_rows else None)

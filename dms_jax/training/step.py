@@ -11,9 +11,9 @@ Only trained parameters have gradients and optimizer state. Parameters are kept 
 and cast for the passes. On a mesh, `dms_jax.training.shards` says how the passes see them.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dms_jax.model.attention import Relaxation
 from dms_jax.model.rope import segment_positions
 from dms_jax.model.split_rows import Share, SplitRow, of_own_tokens
+from dms_jax.model.transformer import SequencePass
 from dms_jax.policies import Policy, Vanilla
-from dms_jax.training import compression, losses, supervision
+from dms_jax.training import compression_loss, losses
 from dms_jax.training.parameters import Parameters, Rebuild, decays, is_adapter
 from dms_jax.training.recipe import DistillationPositions, Recipe
 from dms_jax.training.shards import Shards
+from dms_jax.training.supervised_loss import supervised_loss
 
 Metrics = dict[str, Array]
 
@@ -78,11 +80,14 @@ class Passes:
     segment_ids: Int[Array, "*A B T"] | None = None
 
     @property
+    def valid(self) -> Bool[Array, "*A B T"] | None:
+        """The tokens that are not padding; None for sequences that are not packed."""
+        return None if self.segment_ids is None else self.segment_ids > 0
+
+    @property
     def counts(self) -> Bool[Array, "*A B T"]:
         """The tokens that count in the loss; padding never does."""
-        if self.segment_ids is None:
-            return self.loss_mask
-        return self.loss_mask & (self.segment_ids > 0)
+        return self.loss_mask if self.valid is None else self.loss_mask & self.valid
 
     @property
     def target_mask(self) -> Bool[Array, "*A B T"]:
@@ -135,222 +140,29 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def make_update(
-    recipe: Recipe,
-) -> Callable[[TrainState, Parameters, Array, ScheduleValues], tuple[TrainState, Array, Array]]:
-    """Returns the update as a pure function of the state, the gradient, the loss and the schedule.
+def apply_gradient(
+    recipe: Recipe, state: TrainState, gradient: Parameters, loss: Array, schedule: ScheduleValues
+) -> tuple[TrainState, Array, Array]:
+    """Returns the next state, the norm of the gradient before clipping, and whether it is taken.
 
-    It returns the next state, the norm of the gradient before clipping, and whether loss and
-    gradient are finite: if not, parameters and moments stay.
+    If loss or gradient are not finite, it is not: parameters and moments stay as they are.
     """
-    optimizer = make_optimizer(recipe)
-
-    def update(
-        state: TrainState, gradient: Parameters, loss: Array, schedule: ScheduleValues
-    ) -> tuple[TrainState, Array, Array]:
-        norm = optax.tree.norm(gradient)
-        updates: Any
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # Weight decay would move what has no gradient.
-        rest = schedule.learning_rate if schedule.supervised is None else 0.0
-        arrays = {
-            name: array
-            - (schedule.adapter_learning_rate if is_adapter(name) else rest) * updates[name]
-            for name, array in state.parameters.items()
-        }
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (arrays, optimizer_state),
-            (state.parameters, state.optimizer),
-        )
-        return TrainState(state.step + 1, *kept), norm, finite
-
-    return update
-
-
-def make_gradients(
-    rebuild: Rebuild,
-    policy: Policy,
-    recipe: Recipe,
-    *,
-    rebuild_teacher: Rebuild | None = None,
-    shards: Shards | None = None,
-) -> Callable[[Parameters, Constants, Passes, ScheduleValues, Any], tuple[Parameters, Metrics]]:
-    """Returns a pure function that computes the gradients and the losses of a batch.
-
-    Its last argument is the random key of the noise; None for no noise. A teacher whose modules
-    are not those of the student (it has no low-rank updates) has a `rebuild_teacher` of its own.
-    `shards` says how the parameters are split over the mesh of the context; None for one device.
-    """
-    rebuild_teacher = rebuild if rebuild_teacher is None else rebuild_teacher
-    shards = Shards({}) if shards is None else shards
-
-    def pass_dtype(arrays: Parameters) -> Any:
-        return jnp.dtype(recipe.compute_dtype or arrays["embedding"].dtype)
-
-    def share(arrays: Parameters, together: bool, row: SplitRow | None = None) -> Share:
-        """Returns what a device has of a pass; `together` it has all layers already."""
-        if not shards.several or together:
-            return Share(row=row)
-        return Share(functools.partial(shards.gather_layer, dtype=pass_dtype(arrays)), row)
-
-    def hidden_states(
-        arrays: Parameters, rebuild, policy, sequences: Passes, share, **options: Any
-    ):
-        model = rebuild(arrays | {"embedding": arrays["embedding"].astype(pass_dtype(arrays))})
-        return model(
-            of_own_tokens(share.row, sequences.tokens),
-            policy,
-            segment_ids=sequences.segment_ids,
-            unroll=recipe.unroll,
-            share=share,
-            **options,
-        )
-
-    def output_head(arrays: Parameters, hidden: Array, parameter: Parameters | None = None):
-        """Returns what logits are made from; their gradient goes to `parameter`, if it is there."""
-        name = "lm_head" if "lm_head" in arrays else "embedding"
-        matrix = shards.whole(arrays, name, hidden.dtype)
-        trained = (parameter or {}).get(name)
-        if name == "lm_head":
-            matrix, trained = matrix.T, None if trained is None else trained.T
-        return losses.Head(hidden, matrix, trained)
-
-    def supervised_loss(trained, frozen, sequences: Passes, schedule, rest):
-        """The loss of a stage "supervise", in which only the adapter learns."""
-        weights, together, _ = rest
-        learned = policy.retrofit.supervision
-        assert learned is not None
-        trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
-        current = frozen | trained
-        relaxation = Relaxation(supervised=True)
-        result = hidden_states(
-            current, rebuild, policy, sequences, share(current, together), relaxation=relaxation
-        )
-        assert result.supervision is not None
-        distance = supervision.supervised_loss(learned, result.supervision, schedule.supervised)
-        ids = sequences.segment_ids
-        shares = compression.evicted_shares(result.decisions, None if ids is None else ids > 0)
-        loss, zero = jnp.sum(distance) * weights[2], jnp.zeros_like(distance[0])
-        return loss, {
-            "loss": loss,
-            "supervised_loss": loss,
-            **dict.fromkeys(("distillation_loss", "lm_loss", "compression_loss"), zero),
-            "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * weights[2],
-        }
-
-    def pass_loss(trained, frozen, own_teacher, sequences: Passes, schedule, keys, rest):
-        if schedule.supervised is not None:
-            return supervised_loss(trained, frozen, sequences, schedule, rest)
-        weights, together, row = rest
-        current = frozen | trained
-        relaxation, own = None, share(current, together, row)
-        if policy.retrofit.possible:
-            relaxation = Relaxation(noise_keys=keys, neuron_scale=schedule.neuron_scale)
-        result = hidden_states(
-            current,
-            rebuild,
-            policy,
-            sequences,
-            own,
-            relaxation=relaxation,
-            remat="all_but_attention" if recipe.remat == "auto" else recipe.remat,
-        )
-        head = output_head(current, result.hidden, parameter=trained)
-        teacher = None
-        if recipe.loss == "distillation":
-            original = jax.lax.stop_gradient(current | own_teacher)
-            taught = hidden_states(original, rebuild_teacher, Vanilla(), sequences, own).hidden
-            taught = jax.lax.stop_gradient(taught)
-            teacher = losses.Head(taught, head.matrix)
-            if own_teacher:
-                teacher = output_head(original, taught)
-        sums = losses.token_losses(
-            head,
-            teacher,
-            targets=of_own_tokens(row, jnp.roll(sequences.tokens, -1, axis=-1)),
-            mask=of_own_tokens(row, sequences.distillation_mask(recipe.distillation_positions)),
-            target_mask=of_own_tokens(row, sequences.target_mask),
-            direction=recipe.kl,
-            temperature=recipe.distillation_temperature,
-        )
-        segment_ids = sequences.segment_ids
-        shares = compression.evicted_shares(
-            result.decisions, None if segment_ids is None else segment_ids > 0
-        )
-        distance = recipe.compression_weight * compression.compression_loss(
-            shares, schedule.target, regulariser=recipe.regulariser, prior=recipe.prior
-        )
-        if recipe.layer_floor:
-            distance += recipe.compression_weight * compression.floor_loss(
-                shares, schedule.target, recipe.layer_floor
-            )
-        if recipe.head_balance:
-            distance += recipe.head_balance * compression.head_spread(shares)
-        per_position, per_target, per_sequence = weights
-        if row is not None:  # every shard has the decisions of all tokens, and counts its part
-            per_sequence /= row.shards
-        parts = {
-            "distillation_loss": sums.distillation * per_position,
-            "lm_loss": sums.language_modeling * per_target,
-            "compression_loss": jnp.sum(distance) * per_sequence,
-            "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * per_sequence,
-        }
-        main = "distillation_loss" if recipe.loss == "distillation" else "lm_loss"
-        loss = parts[main] + parts["compression_loss"]
-        return loss, {"loss": loss, **parts}
-
-    def of_shard(trained, frozen, teacher, passes: Passes, places, rest, shard):
-        """Returns the sums over all passes of one shard's sequences, or of its tokens of them."""
-        schedule, key, weights = rest
-        row = None
-        if shard is not None:
-            row = SplitRow(shard, shards.of_a_row, passes.tokens.shape[-1])
-        together = shards.whole_layers and len(places) > 1
-        dtype = pass_dtype(frozen | trained)
-        whole = [trained, frozen, teacher]
-        if together:
-            whole = [shards.gather_layers(arrays, dtype) for arrays in whole]
-
-        def one_pass(sequences, places):
-            fold = jax.vmap(functools.partial(jax.random.fold_in, key))
-            keys = None if key is None else fold(places)
-            (_, parts), gradient = jax.value_and_grad(pass_loss, has_aux=True)(
-                *whole, sequences, schedule, keys, (weights, together, row)
-            )
-            return jax.tree.map(lambda x, like: x.astype(like.dtype), gradient, trained), parts
-
-        def take(index) -> tuple[Passes, Array]:
-            return jax.tree.map(lambda x: x[index], (passes, places))
-
-        if len(places) == 1:
-            return one_pass(*take(0))
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one_pass, *take(0))
-        )
-
-        def add(total, index):
-            return jax.tree.map(jnp.add, total, one_pass(*take(index))), None
-
-        (gradient, parts), _ = jax.lax.scan(add, zeros, jnp.arange(len(places)))
-        return (shards.scatter_layers(gradient) if together else gradient), parts
-
-    def gradients(trained, constants, passes: Passes, schedule, key):
-        num_passes, num_sequences, _ = passes.tokens.shape
-        wide = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
-        compared = passes.distillation_mask(recipe.distillation_positions)
-        weights = (
-            1 / jnp.maximum(compared.sum(), 1).astype(wide),
-            1 / jnp.maximum(passes.target_mask.sum(), 1).astype(wide),
-            jnp.asarray(1 / (num_passes * num_sequences), wide),
-        )
-        places = jnp.arange(num_passes * num_sequences).reshape(num_passes, num_sequences)
-        return shards.map(of_shard)(
-            trained, constants.frozen, constants.teacher, passes, places, (schedule, key, weights)
-        )
-
-    return gradients
+    norm = optax.tree.norm(gradient)
+    updates: Any
+    updates, optimizer = make_optimizer(recipe).update(gradient, state.optimizer, state.parameters)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    # Weight decay would move what has no gradient.
+    rate = schedule.learning_rate if schedule.supervised is None else 0.0
+    parameters = {
+        name: array - (schedule.adapter_learning_rate if is_adapter(name) else rate) * updates[name]
+        for name, array in state.parameters.items()
+    }
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (parameters, optimizer),
+        (state.parameters, state.optimizer),
+    )
+    return TrainState(state.step + 1, *kept), norm, finite
 
 
 def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -366,35 +178,300 @@ def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
     return keys / jnp.maximum(count, 1), count / tokens.size
 
 
-def make_step(
-    rebuild: Rebuild,
-    policy: Policy,
-    recipe: Recipe,
-    *,
-    rebuild_teacher: Rebuild | None = None,
-    shards: Shards | None = None,
-) -> Callable[[TrainState, Constants, Passes, ScheduleValues], tuple[TrainState, Metrics]]:
-    """Returns the step as a pure function, to be jitted with the state donated.
+class BatchWeights(NamedTuple):
+    """Factors that turn the sums of a pass into its part of the means over the whole batch.
 
-    Its metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
-    `lm_loss`, and `supervised_loss` in a stage "supervise"), `evicted` (share of hard decisions to
-    evict), `grad_norm` (before clipping), `visible_keys` (mean number of keys that a token sees),
-    `document_share` (share of the tokens that are not padding) and `skipped` (the loss or the
-    gradient is not finite, so that the step changed neither parameters nor moments).
+    Attributes:
+      position: for positions where student and teacher are compared.
+      target: for positions whose next token counts.
+      sequence: for sequences.
     """
-    update = make_update(recipe)
-    gradients = make_gradients(
-        rebuild, policy, recipe, rebuild_teacher=rebuild_teacher, shards=shards
-    )
+
+    position: Float[Array, ""]
+    target: Float[Array, ""]
+    sequence: Float[Array, ""]
+
+
+class StepValues(NamedTuple):
+    """What is the same for all passes and all devices.
+
+    Attributes:
+      schedule: the values of the schedules.
+      noise_key: key of the step's noise; None for no noise.
+      weights: factors of the means.
+    """
+
+    schedule: ScheduleValues
+    noise_key: PRNGKeyArray | None
+    weights: BatchWeights
+
+
+class PassInputs(NamedTuple):
+    """What the loss of a device's pass depends on beside the parameters.
+
+    Attributes:
+      sequences: the sequences, with all their tokens.
+      noise_keys: a key for each sequence; None for no noise.
+      values: what is the same for all passes.
+      share: how the device gets whole layers, and which tokens of the sequences are its own.
+    """
+
+    sequences: Passes
+    noise_keys: PRNGKeyArray | None
+    values: StepValues
+    share: Share
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingStep:
+    """The settings of an optimizer step, and the step itself as a pure function of its arrays.
+
+    Attributes:
+      rebuild: makes the student from its parameters.
+      policy: the policy whose decisions are trained.
+      recipe: the recipe.
+      rebuild_teacher: makes a teacher whose modules are not those of the student (it has no
+        low-rank updates); None if they are.
+      shards: how the parameters are split over the mesh of the context.
+    """
+
+    rebuild: Rebuild
+    policy: Policy
+    recipe: Recipe
+    rebuild_teacher: Rebuild | None = None
+    shards: Shards = dataclasses.field(default_factory=Shards)
 
     def step(
-        state: TrainState, constants: Constants, passes: Passes, schedule: ScheduleValues
+        self, state: TrainState, constants: Constants, passes: Passes, schedule: ScheduleValues
     ) -> tuple[TrainState, Metrics]:
+        """Returns the next state and the metrics; to be jitted with the state donated.
+
+        The metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
+        `lm_loss`, and `supervised_loss` in a stage "supervise"), `evicted` (share of hard decisions
+        to evict), `grad_norm` (before clipping), `visible_keys` (mean number of keys that a token
+        sees), `document_share` (share of the tokens that are not padding) and `skipped` (the loss
+        or the gradient is not finite, so that the step changed neither parameters nor moments).
+        """
         key = jax.random.fold_in(schedule.key, state.step)
-        gradient, metrics = gradients(state.parameters, constants, passes, schedule, key)
+        gradient, metrics = self.gradients(state.parameters, constants, passes, schedule, key)
         metrics["visible_keys"], metrics["document_share"] = visible_keys(passes)
-        state, metrics["grad_norm"], finite = update(state, gradient, metrics["loss"], schedule)
+        state, metrics["grad_norm"], finite = apply_gradient(
+            self.recipe, state, gradient, metrics["loss"], schedule
+        )
         metrics["skipped"] = ~finite
         return state, metrics
 
-    return step
+    def gradients(
+        self,
+        trained: Parameters,
+        constants: Constants,
+        passes: Passes,
+        schedule: ScheduleValues,
+        noise_key: PRNGKeyArray | None,
+    ) -> tuple[Parameters, Metrics]:
+        """Returns the gradients and the losses of a batch; without noise if there is no key."""
+        num_passes, num_sequences, _ = passes.tokens.shape
+        wide = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
+        compared = passes.distillation_mask(self.recipe.distillation_positions)
+        weights = BatchWeights(
+            position=1 / jnp.maximum(compared.sum(), 1).astype(wide),
+            target=1 / jnp.maximum(passes.target_mask.sum(), 1).astype(wide),
+            sequence=jnp.asarray(1 / (num_passes * num_sequences), wide),
+        )
+        numbers = jnp.arange(num_passes * num_sequences).reshape(num_passes, num_sequences)
+        return self.shards.map(self._shard_gradients)(
+            trained,
+            constants.frozen,
+            constants.teacher,
+            passes,
+            numbers,
+            StepValues(schedule, noise_key, weights),
+        )
+
+    def _shard_gradients(
+        self,
+        trained: Parameters,
+        frozen: Parameters,
+        teacher: Parameters,
+        passes: Passes,
+        numbers: Int[Array, "A B"],
+        values: StepValues,
+        shard: Array | None,
+    ) -> tuple[Parameters, Metrics]:
+        """Returns the sums over all passes of one shard's sequences, or of its tokens of them.
+
+        Args:
+          trained, frozen, teacher: this device's shards of the parameters.
+          passes: this shard's sequences.
+          numbers: number of each sequence in the batch, from which its noise is drawn.
+          values: what is the same for all passes.
+          shard: which shard of the sequences' tokens this is; None if they are not split.
+        """
+        row = None
+        if shard is not None:
+            row = SplitRow(shard, self.shards.of_a_row, passes.tokens.shape[-1])
+        dtype = self._pass_dtype(frozen | trained)
+        whole, share = [trained, frozen, teacher], Share(row=row)
+        gather_once = self.shards.whole_layers and len(numbers) > 1
+        if gather_once:
+            whole = [self.shards.gather_layers(arrays, dtype) for arrays in whole]
+        elif self.shards.several:
+            share = Share(functools.partial(self.shards.gather_layer, dtype=dtype), row)
+
+        def pass_gradients(index: int | Array) -> tuple[Parameters, Metrics]:
+            sequences, own_numbers = jax.tree.map(lambda x: x[index], (passes, numbers))
+            noise_keys = None
+            if values.noise_key is not None:
+                fold = functools.partial(jax.random.fold_in, values.noise_key)
+                noise_keys = jax.vmap(fold)(own_numbers)
+            inputs = PassInputs(sequences, noise_keys, values, share)
+            gradient_of = jax.value_and_grad(self._pass_loss, has_aux=True)
+            (_, parts), gradient = gradient_of(*whole, inputs)
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), gradient, trained), parts
+
+        if len(numbers) == 1:
+            return pass_gradients(0)
+        shapes = jax.eval_shape(functools.partial(pass_gradients, 0))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        def add(total, index):
+            return jax.tree.map(jnp.add, total, pass_gradients(index)), None
+
+        (gradient, parts), _ = jax.lax.scan(add, zeros, jnp.arange(len(numbers)))
+        return (self.shards.scatter_layers(gradient) if gather_once else gradient), parts
+
+    def _pass_loss(
+        self, trained: Parameters, frozen: Parameters, teacher: Parameters, inputs: PassInputs
+    ) -> tuple[Array, Metrics]:
+        """Returns what a pass adds to the loss of the batch, and the parts of it."""
+        schedule, weights = inputs.values.schedule, inputs.values.weights
+        if schedule.supervised is not None:
+            return self._supervised_loss(trained, frozen, inputs)
+        recipe, sequences, row = self.recipe, inputs.sequences, inputs.share.row
+        current = frozen | trained
+        relaxation = None
+        if self.policy.retrofit.possible:
+            relaxation = Relaxation(
+                noise_keys=inputs.noise_keys, neuron_scale=schedule.neuron_scale
+            )
+        result = self._hidden_states(
+            self.rebuild,
+            self.policy,
+            current,
+            inputs,
+            relaxation=relaxation,
+            remat="all_but_attention" if recipe.remat == "auto" else recipe.remat,
+        )
+        head = self._output_head(current, result.hidden, trained)
+        sums = losses.token_losses(
+            head,
+            self._teacher_head(current, teacher, inputs, head.matrix),
+            targets=of_own_tokens(row, jnp.roll(sequences.tokens, -1, axis=-1)),
+            mask=of_own_tokens(row, sequences.distillation_mask(recipe.distillation_positions)),
+            target_mask=of_own_tokens(row, sequences.target_mask),
+            direction=recipe.kl,
+            temperature=recipe.distillation_temperature,
+        )
+        shares = compression_loss.evicted_shares(result.decisions, sequences.valid)
+        distance = self._compression_loss(shares, schedule.target)
+        per_sequence = weights.sequence
+        if row is not None:  # every shard has the decisions of all tokens, and counts its part
+            per_sequence /= row.shards
+        parts = {
+            "distillation_loss": sums.distillation * weights.position,
+            "lm_loss": sums.language_modeling * weights.target,
+            "compression_loss": jnp.sum(distance) * per_sequence,
+            "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * per_sequence,
+        }
+        main = "distillation_loss" if recipe.loss == "distillation" else "lm_loss"
+        loss = parts[main] + parts["compression_loss"]
+        return loss, {"loss": loss, **parts}
+
+    def _supervised_loss(
+        self, trained: Parameters, frozen: Parameters, inputs: PassInputs
+    ) -> tuple[Array, Metrics]:
+        """Returns loss and parts in a stage "supervise", in which only the adapter learns."""
+        learned = self.policy.retrofit.supervision
+        assert learned is not None
+        trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
+        relaxation = Relaxation(supervised=True)
+        result = self._hidden_states(
+            self.rebuild, self.policy, frozen | trained, inputs, relaxation=relaxation
+        )
+        assert result.supervision is not None
+        values, weight = inputs.values, inputs.values.weights.sequence
+        distance = supervised_loss(learned, result.supervision, values.schedule.supervised)
+        shares = compression_loss.evicted_shares(result.decisions, inputs.sequences.valid)
+        loss, zero = jnp.sum(distance) * weight, jnp.zeros_like(distance[0])
+        return loss, {
+            "loss": loss,
+            "supervised_loss": loss,
+            **dict.fromkeys(("distillation_loss", "lm_loss", "compression_loss"), zero),
+            "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * weight,
+        }
+
+    def _compression_loss(self, shares: Array, target: Array) -> Float[Array, " B"]:
+        """Returns the loss of each sequence for the shares [L, B, K] that its heads evict."""
+        recipe = self.recipe
+        loss = recipe.compression_weight * compression_loss.compression_loss(
+            shares, target, regulariser=recipe.regulariser, prior=recipe.prior
+        )
+        if recipe.layer_floor:
+            loss += recipe.compression_weight * compression_loss.floor_loss(
+                shares, target, recipe.layer_floor
+            )
+        if recipe.head_balance:
+            loss += recipe.head_balance * compression_loss.head_spread(shares)
+        return loss
+
+    def _teacher_head(
+        self, current: Parameters, teacher: Parameters, inputs: PassInputs, matrix: Array
+    ) -> losses.Head | None:
+        """Returns what the teacher's logits are made from; None if the recipe has no teacher.
+
+        `matrix` is the student's output matrix, which is also that of a teacher that shares all of
+        the student's parameters.
+        """
+        if self.recipe.loss != "distillation":
+            return None
+        original = jax.lax.stop_gradient(current | teacher)
+        rebuild = self.rebuild_teacher or self.rebuild
+        hidden = jax.lax.stop_gradient(
+            self._hidden_states(rebuild, Vanilla(), original, inputs).hidden
+        )
+        return self._output_head(original, hidden) if teacher else losses.Head(hidden, matrix)
+
+    def _hidden_states(
+        self,
+        rebuild: Rebuild,
+        policy: Policy,
+        arrays: Parameters,
+        inputs: PassInputs,
+        **options: Any,
+    ) -> SequencePass:
+        """Returns what a model makes of the device's tokens of a pass."""
+        model = rebuild(
+            arrays | {"embedding": arrays["embedding"].astype(self._pass_dtype(arrays))}
+        )
+        return model(
+            of_own_tokens(inputs.share.row, inputs.sequences.tokens),
+            policy,
+            segment_ids=inputs.sequences.segment_ids,
+            unroll=self.recipe.unroll,
+            share=inputs.share,
+            **options,
+        )
+
+    def _output_head(
+        self, arrays: Parameters, hidden: Array, trained: Parameters | None = None
+    ) -> losses.Head:
+        """Returns what logits are made from; the matrix gets a gradient if it is `trained`."""
+        name = "lm_head" if "lm_head" in arrays else "embedding"
+        matrix = self.shards.whole(arrays, name, hidden.dtype)
+        parameter = (trained or {}).get(name)
+        if name == "lm_head":
+            matrix, parameter = matrix.T, None if parameter is None else parameter.T
+        return losses.Head(hidden, matrix, parameter)
+
+    def _pass_dtype(self, arrays: Parameters) -> Any:
+        return jnp.dtype(self.recipe.compute_dtype or arrays["embedding"].dtype)

@@ -7,7 +7,6 @@ trainer keeps no other copy of the model.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
-from dms_jax.training.compiling import compiler_options
+from dms_jax.training.flops import layer_parameters, peak_operations, token_operations
 from dms_jax.training.out_of_memory import smaller, warn_of_fallback
 from dms_jax.training.parameters import (
     Parameters,
@@ -43,11 +42,11 @@ from dms_jax.training.step import (
     Constants,
     Passes,
     ScheduleValues,
+    TrainingStep,
     TrainState,
     make_optimizer,
-    make_step,
 )
-from dms_jax.training.throughput import layer_parameters, peak_operations, token_operations
+from dms_jax.training.xla_options import compiler_options
 
 
 def _student(
@@ -156,18 +155,18 @@ class Trainer:
         self._optimizer = make_optimizer(recipe)
         self._state: TrainState | None = None
         self._fitting: set[tuple[str, int]] = set()  # programs that have run once
-        self._make_step = functools.partial(
-            make_step,
+        self._training_step = TrainingStep(
             self._rebuild,
             policy,
+            recipe,
             rebuild_teacher=rebuild_teacher,
-            shards=None if mesh is None else self._shards(arrays),
+            shards=Shards() if mesh is None else self._shards(arrays),
         )
         self._step = self._jitted_step()
 
     def _jitted_step(self) -> Any:
         """Returns the step of the recipe, to be compiled when it is first taken."""
-        step = self._make_step(self.recipe)
+        step = dataclasses.replace(self._training_step, recipe=self.recipe).step
 
         def by_name(state, constants, passes, schedule):
             """The step of plain dictionaries: what is lowered describes them with no array."""

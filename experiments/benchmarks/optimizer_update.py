@@ -22,10 +22,10 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.json_text import json_text
-from dms_jax.training import compiling
+from dms_jax.training import xla_options
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.step import ScheduleValues, TrainState, make_optimizer, make_update
+from dms_jax.training.step import ScheduleValues, TrainState, apply_gradient, make_optimizer
 from experiments.benchmarks.decode_steps import read_rate
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
@@ -67,13 +67,12 @@ def time_update(shape: str, rounds: int) -> dict[str, Any]:
         adapter_learning_rate=rate,
         key=jax.random.key(0),
     )
-    apply = make_update(recipe)
     update = jax.jit(
-        lambda state, gradient, loss, schedule: apply(
-            state, gradient, loss, ScheduleValues(**schedule)
+        lambda state, gradient, loss, schedule: apply_gradient(
+            recipe, state, gradient, loss, ScheduleValues(**schedule)
         ),
         donate_argnums=0,
-        compiler_options=compiling.compiler_options(jax.devices()[:1]),
+        compiler_options=xla_options.compiler_options(jax.devices()[:1]),
     )
     loss = jnp.float32(1.0)
     compiled = update.lower(state, gradient, loss, schedule).compile()

@@ -36,7 +36,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.json_text import json_text
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import DMS
-from dms_jax.training import compiling, losses
+from dms_jax.training import losses, xla_options
 from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Recipe, Stage
 from experiments.benchmarks.kernel_timing import device_events, environment
@@ -149,7 +149,7 @@ COMPILERS: dict[str, dict[str, bool | int | str]] = {
     "slices": {"xla_gpu_enable_dynamic_slice_fusion": True},
     # No products by Triton, and the widest search among those of cuBLAS.
     "cublas": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 4},
-    "pipelined": compiling.GPU_OPTIONS,
+    "pipelined": xla_options.GPU_OPTIONS,
 }
 
 # Kernels by what their names say, the first that fits.

@@ -26,7 +26,6 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS
-from dms_jax.training.compiling import GPU_OPTIONS
 from dms_jax.training.parameters import rebuilder, shardings
 from dms_jax.training.planning import gpu_compiler
 from dms_jax.training.recipe import Recipe, Stage
@@ -35,10 +34,11 @@ from dms_jax.training.step import (
     Constants,
     Passes,
     ScheduleValues,
+    TrainingStep,
     TrainState,
     make_optimizer,
-    make_step,
 )
+from dms_jax.training.xla_options import GPU_OPTIONS
 from tests.support.ahead import compile_ahead
 
 LAYERS, LENGTH, SEQUENCES, PASSES = 3, 256, 2, 2
@@ -116,7 +116,7 @@ def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.
     )
     key = placed(jax.eval_shape(lambda: jax.random.key(0)), everywhere)
     schedule = ScheduleValues(number, None, number, number, key)
-    step = make_step(rebuilder(transformer), policy, recipe, shards=Shards(places))
+    step = TrainingStep(rebuilder(transformer), policy, recipe, shards=Shards(places)).step
     kept = jax.tree.map(lambda x: x.sharding, state)
     constants = Constants({}, others) if own else Constants(others, {})
     with jax.set_mesh(mesh):

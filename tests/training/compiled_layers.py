@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.policies import DMS
-from dms_jax.training import compiling
+from dms_jax.training import xla_options
 from dms_jax.training.planning import gpu_compiler
 from dms_jax.training.planning.lowering import AbstractStep
 from dms_jax.training.recipe import Recipe, Stage
@@ -93,5 +93,5 @@ def padded(text: str) -> int:
 if __name__ == "__main__":
     compiled = step_text()
     found = {each.__name__: each(compiled) for each in (zeroed, gates, padded)}
-    by_default = step_text(dict.fromkeys(compiling.ONE_GPU_OPTIONS, False))
+    by_default = step_text(dict.fromkeys(xla_options.ONE_GPU_OPTIONS, False))
     print(json.dumps(found | {"zeroed_by_default": zeroed(by_default)}))

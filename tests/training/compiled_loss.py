@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dms_jax.training.compiling import compiler_options
 from dms_jax.training.losses import Head, token_losses
 from dms_jax.training.planning import gpu_compiler
+from dms_jax.training.xla_options import compiler_options
 from tests.support.ahead import compile_ahead
 
 BATCH, LENGTH, HIDDEN, VOCABULARY, CHUNK = 4, 512, 896, 151_936, 256

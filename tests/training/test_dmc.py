@@ -13,10 +13,10 @@ from dms_jax.generation import score
 from dms_jax.model.attention import Relaxation
 from dms_jax.policies import DMC, FixedPooling
 from dms_jax.training import retrofit
-from dms_jax.training.compression import compression_loss, evicted_shares, head_spread
+from dms_jax.training.compression_loss import compression_loss, evicted_shares, head_spread
 from dms_jax.training.parameters import parameters, rebuilder
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Constants, Passes, ScheduleValues, make_gradients
+from dms_jax.training.step import Constants, Passes, ScheduleValues, TrainingStep
 from tests.support.models import random_tokens
 from tests.training.tiny import LENGTH, documents, language_model, recipe
 
@@ -108,7 +108,7 @@ def test_the_losses_of_the_ablations_are_in_the_step():
     passes = Passes(tokens[None], jnp.ones((1, 4, LENGTH), bool))
     rates = (jnp.asarray(1e-3),) * 2
     schedule = ScheduleValues(jnp.asarray(0.9), None, *rates, key=jax.random.key(0))
-    gradients = jax.jit(make_gradients(rebuilder(model), policy, recipe(**changes)))
+    gradients = jax.jit(TrainingStep(rebuilder(model), policy, recipe(**changes)).gradients)
     gradient, parts = gradients(arrays, Constants({}, arrays), passes, schedule, None)
     chex.assert_tree_all_finite(gradient)
     soft = jax.jit(lambda: model(tokens, policy, relaxation=Relaxation()).decisions)

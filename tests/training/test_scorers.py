@@ -19,9 +19,9 @@ from dms_jax.model.supervision import Supervision
 from dms_jax.policies import DMS, TOVA, KVpop, KVzap, Vanilla
 from dms_jax.policies.values import FutureAttention
 from dms_jax.training import Stage, calibrate, recipes, retrofit, train, trainer
-from dms_jax.training.compression import floor_loss
+from dms_jax.training.compression_loss import floor_loss
 from dms_jax.training.parameters import is_adapter, parameters
-from dms_jax.training.supervision import supervised_loss
+from dms_jax.training.supervised_loss import supervised_loss
 from tests.laws.simulations import scorer_outputs
 from tests.oracles import importance as oracle
 from tests.oracles import transformer, vanilla

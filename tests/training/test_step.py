@@ -12,7 +12,7 @@ from dms_jax.policies import Vanilla
 from dms_jax.training import parameters as names
 from dms_jax.training.parameters import add_adapter, parameters, rebuilder
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Constants, Passes, ScheduleValues, make_gradients
+from dms_jax.training.step import Constants, Passes, ScheduleValues, TrainingStep
 from dms_jax.training.trainer import Trainer
 from tests.support.instances import further
 from tests.support.models import random_tokens
@@ -28,7 +28,7 @@ def schedule_values(target=0.9, neuron_scale=None):
 def gradients(model, policy, recipe, passes, key=None, **schedule):
     transformer = add_adapter(model.transformer) if policy.retrofit.adapter else model.transformer
     arrays = parameters(transformer)
-    function = jax.jit(make_gradients(rebuilder(transformer), policy, recipe))
+    function = jax.jit(TrainingStep(rebuilder(transformer), policy, recipe).gradients)
     teacher = {name: x for name, x in arrays.items() if not names.is_adapter(name)}
     return function(arrays, Constants({}, teacher), passes, schedule_values(**schedule), key)
 

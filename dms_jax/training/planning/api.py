@@ -3,20 +3,9 @@
 The step of every stage is compiled ahead of time for a TPU topology, or for devices that are here;
 the compiler says what memory it takes, and its program which collectives it runs. Stages whose
 steps are one program, such as a ramp and the steps after it, are compiled once. Operations are
-counted from the shapes. Seconds are estimates:
-
-    computing    operations that are executed / (devices * peak * 0.5)
-    sending      bytes that a device sends in collectives / bandwidth of its link
-    a step       between the larger of the two, where sending is hidden behind computing, and
-                 their sum
-
-0.5 is between the shares of the peak that executed operations were measured at on one H200 (0.46
-for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training), which
-has the matrix units of an H100. On nothing else was it measured: other devices are taken to reach
-as much, and the report says so. B200 may not, whose attention has kernels of Ampere's products.
+counted from the shapes.
 """
 
-import dataclasses
 import re
 from typing import Any
 
@@ -29,164 +18,13 @@ from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy, Vanilla, as_policy
+from dms_jax.training.flops import matrix_parameters, token_operations
 from dms_jax.training.planning.collectives import Collective, collectives
 from dms_jax.training.planning.lowering import AbstractStep, StepInputs, bytes_a_device
-from dms_jax.training.planning.machines import Machine, find_machine
+from dms_jax.training.planning.machines import find_machine
+from dms_jax.training.planning.result import Memory, Plan, StagePlan
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.remat import kept_bytes
-from dms_jax.training.throughput import matrix_parameters, token_operations
-
-SHARE_OF_PEAK = 0.5
-MEASURED = ("h200", "h100")  # it was seen on the first; the second has the same matrix units
-# What a runtime and fragments take of a device's memory.
-USABLE = 0.93
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on each device while a step runs.
-
-    Attributes:
-      parameters: the trained parameters, in float32.
-      optimizer: their moments.
-      frozen: parameters that no step changes: frozen ones, and the teacher's.
-      gradients: the sum of the gradients over the passes.
-      activations: what the layers keep for the backward pass (`Recipe.remat`).
-      temporaries: everything else that the compiler's program takes beside its arguments.
-      exact: whether the compiler gave the sum; otherwise it refused the program and named it.
-    """
-
-    parameters: float
-    optimizer: float
-    frozen: float
-    gradients: float
-    activations: float
-    temporaries: float
-    exact: bool = True
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        names = ("parameters", "optimizer", "frozen", "gradients", "activations", "temporaries")
-        return sum(getattr(self, name) for name in names)
-
-
-@dataclasses.dataclass(frozen=True)
-class StagePlan:
-    """What an optimizer step of one stage takes.
-
-    Attributes:
-      kind: the kind of the stage (`Stage`).
-      steps: optimizer steps.
-      passes: passes of an optimizer step.
-      memory: bytes on each device.
-      collectives: those of an optimizer step, those that send most first; empty if the program does
-        not fit the topology that it was compiled for.
-      operations: operations that all devices execute in an optimizer step, recomputation included.
-      model_operations: those that the model needs, by which utilisation is counted.
-    """
-
-    kind: str
-    steps: int
-    passes: int
-    memory: Memory
-    collectives: list[Collective]
-    operations: float
-    model_operations: float
-
-    def same_step(self, other: "StagePlan") -> bool:
-        """Whether a step takes what one of another stage takes."""
-        return dataclasses.replace(self, kind=other.kind, steps=other.steps) == other
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a run takes.
-
-    Attributes:
-      machine: the devices.
-      mesh: devices along `data` and along `model`.
-      recipe: the recipe.
-      policy: the policy.
-      parameters: parameters of the model.
-      stages: what each stage takes, in their order.
-      here: whether the programs are those of devices that are here.
-      sequence: devices along `sequence`.
-    """
-
-    machine: Machine
-    mesh: tuple[int, int]
-    recipe: Recipe
-    policy: Policy
-    parameters: int
-    stages: tuple[StagePlan, ...]
-    here: bool = False
-    sequence: int = 1
-
-    @property
-    def exact(self) -> bool:
-        """Whether the programs are those of the machine's own compiler."""
-        return self.machine.compiled or self.here
-
-    @property
-    def largest(self) -> StagePlan:
-        """The stage that takes the most memory."""
-        return max(self.stages, key=lambda stage: stage.memory.total)
-
-    @property
-    def longest(self) -> StagePlan:
-        """The stage that takes the most time."""
-        return max(self.stages, key=lambda stage: stage.steps * self.step_seconds(stage)[1])
-
-    @property
-    def memory(self) -> Memory:
-        """Bytes on each device, in the stage that takes the most."""
-        return self.largest.memory
-
-    @property
-    def fits(self) -> bool:
-        """Whether the steps of every stage fit a device."""
-        return self.memory.total <= USABLE * self.machine.device.memory
-
-    def compute_seconds(self, stage: StagePlan) -> float:
-        """Returns the seconds of an optimizer step of a stage if nothing is sent."""
-        return stage.operations / (self.machine.count * self.machine.device.peak * SHARE_OF_PEAK)
-
-    def communication_seconds(self, stage: StagePlan) -> float:
-        """Returns the seconds of an optimizer step of a stage that a device sends for."""
-        seconds = (
-            each.total_bytes / self.machine.bandwidth(each.group) for each in stage.collectives
-        )
-        return float(sum(seconds))
-
-    def step_seconds(self, stage: StagePlan) -> tuple[float, float]:
-        """Returns the seconds of a step: sending behind computing, and one after the other."""
-        compute, send = self.compute_seconds(stage), self.communication_seconds(stage)
-        return max(compute, send), compute + send
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.recipe.total_tokens(self.policy)
-
-    @property
-    def run_seconds(self) -> tuple[float, float]:
-        """Seconds of the whole run: every stage's steps."""
-        each = [(stage.steps, *self.step_seconds(stage)) for stage in self.stages]
-        return sum(steps * low for steps, low, _ in each), sum(
-            steps * high for steps, _, high in each
-        )
-
-    def __str__(self) -> str:
-        from dms_jax.training.planning.report import report
-
-        return report(self)
-
-    def figures(self) -> dict[str, Any]:
-        """Returns all of it as JSON data, with the lines that are printed."""
-        from dms_jax.training.planning.report import figures
-
-        return figures(self)
 
 
 def plan(

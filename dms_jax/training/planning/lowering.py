@@ -1,7 +1,7 @@
 """The trainer's step for abstract parameters: shapes, types and shardings, no array.
 
 What the step takes is that of a `Trainer` (a test compares the two), and it is made of the same
-parts: the split into trained and frozen parameters, the optimizer and `make_step`.
+parts: the split into trained and frozen parameters, the optimizer and `TrainingStep`.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.model import low_rank
 from dms_jax.policies import Policy
-from dms_jax.training.compiling import compiler_options
 from dms_jax.training.parameters import (
     Parameters,
     Trained,
@@ -34,10 +33,11 @@ from dms_jax.training.step import (
     Constants,
     Passes,
     ScheduleValues,
+    TrainingStep,
     TrainState,
     make_optimizer,
-    make_step,
 )
+from dms_jax.training.xla_options import compiler_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,13 +171,13 @@ class AbstractStep:
 
     def lower(self, inputs: StepInputs) -> Any:
         """Returns the step as it is lowered for the mesh's devices, to be compiled."""
-        step = make_step(
+        step = TrainingStep(
             rebuilder(self._transformer),
             self.policy,
             self.recipe,
             rebuild_teacher=rebuilder(self._original),
             shards=self._shards(),
-        )
+        ).step
 
         def by_path(*arguments: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
             """The step on leaves, because only arrays go into its classes."""

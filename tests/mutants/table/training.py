@@ -27,15 +27,15 @@ MUTANTS = [
     Mutant(
         "training: the teacher is the moving student",
         FOLDER + "step.py",
-        "original = jax.lax.stop_gradient(current | own_teacher)",
+        "original = jax.lax.stop_gradient(current | teacher)",
         "original = jax.lax.stop_gradient(current)",
         (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
         "training: a supervised stage decays the weights that it does not train",
         FOLDER + "step.py",
-        "rest = schedule.learning_rate if schedule.supervised is None else 0.0",
-        "rest = schedule.learning_rate",
+        "rate = schedule.learning_rate if schedule.supervised is None else 0.0",
+        "rate = schedule.learning_rate",
         (
             "tests/training/test_scorers.py::test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything",
         ),
@@ -50,15 +50,15 @@ MUTANTS = [
     Mutant(
         "training: distillation is divided by all tokens",
         FOLDER + "step.py",
-        "1 / jnp.maximum(compared.sum(), 1).astype(wide),",
-        "jnp.asarray(1 / compared.size, wide),",
+        "position=1 / jnp.maximum(compared.sum(), 1).astype(wide),",
+        "position=jnp.asarray(1 / compared.size, wide),",
         (f"{COUNTS}::test_the_teacher_stays_and_the_mean_is_over_what_counts",),
     ),
     Mutant(
         "training: compression shares count padding",
         FOLDER + "step.py",
-        "result.decisions, None if segment_ids is None else segment_ids > 0",
-        "result.decisions, None",
+        "shares = compression_loss.evicted_shares(result.decisions, sequences.valid)",
+        "shares = compression_loss.evicted_shares(result.decisions, None)",
         (f"{STEP}::test_padding_changes_nothing",),
     ),
     Mutant(
@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "training: every pass of a step has the same noise",
         FOLDER + "step.py",
-        "keys = None if key is None else fold(places)",
-        "keys = None if key is None else fold(jnp.arange(len(places)))",
+        "noise_keys = jax.vmap(fold)(own_numbers)",
+        "noise_keys = jax.vmap(fold)(jnp.arange(len(own_numbers)))",
         (f"{STEP}::test_passes_of_a_step_have_noise_of_their_own",),
     ),
     Mutant(
@@ -147,10 +147,10 @@ MUTANTS = [
     ),
     Mutant(
         "training: the spread of heads pulls the layer's mean along",
-        FOLDER + "compression.py",
+        FOLDER + "compression_loss.py",
         "middle = jax.lax.stop_gradient(jnp.mean(shares, axis=-1, keepdims=True))",
         "middle = jnp.mean(shares, axis=-1, keepdims=True)",
-        ("tests/training/test_compression.py::test_the_spread_moves_heads_and_not_the_mean",),
+        ("tests/training/test_compression_loss.py::test_the_spread_moves_heads_and_not_the_mean",),
     ),
     Mutant(
         "training: a grafted adapter takes the model's type",
@@ -166,7 +166,7 @@ MUTANTS = [
         FOLDER + "step.py",
         "segment_positions(tokens, ids) + 1",
         "segment_positions(tokens, None) + 1",
-        ("tests/training/test_throughput.py::test_visible_keys_are_those_of_the_document",),
+        ("tests/training/test_flops.py::test_visible_keys_are_those_of_the_document",),
     ),
     Mutant(
         "checkpoints: what is read is not compared with its checksums",
@@ -192,7 +192,7 @@ MUTANTS = [
     Mutant(
         "run directory: other weights are taken for the same",
         FOLDER + "api.py",
-        '"weights": base_digest(model, policy, recipe),',
+        '"weights": weights_fingerprint(model, policy, recipe),',
         '"weights": None,',
         (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused",),
     ),

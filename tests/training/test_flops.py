@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from dms_jax.devices import DEVICES, data_sheet
+from dms_jax.training.flops import layer_parameters, peak_operations, token_operations
 from dms_jax.training.step import Passes, visible_keys
-from dms_jax.training.throughput import layer_parameters, peak_operations, token_operations
 from tests.training.tiny import language_model
 
 # E = 16, F = 24, H = 4, K = 2, D = 8, V = 31, two layers.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dms_jax.policies.relaxation import straight_through
-from dms_jax.training.compression import compression_loss, evicted_shares, head_spread
+from dms_jax.training.compression_loss import compression_loss, evicted_shares, head_spread
 from tests.oracles import dmc, dms
 
 FORMS = [(kind, prior) for kind in ("one_sided", "kl") for prior in ("global", "layer")]

@@ -1,4 +1,4 @@
-"""Options of the compiler for training programs.
+"""XLA options for training programs.
 
 For every GPU, what a loop over layers stacks for the backward pass (11 GB of a step of
 Qwen2.5-0.5B) is not filled with zeros first: every layer writes its own slice.

@@ -1,11 +1,11 @@
-"""What tells the weights that a run began with from others: a digest of every one of them.
+"""Fingerprint of the weights that a run starts from: a digest of all of them.
 
-Frozen weights and a teacher's are in no checkpoint: a run that is resumed takes them again from the
-model that it is given, which must be the same. Adapters and low-rank updates do not count, nor does
-anything where all weights are trained without a teacher: the checkpoint holds those.
+No checkpoint holds frozen weights or a teacher's: a resumed run takes them again from the model
+that it is given, which must be the same. The fingerprint leaves out adapters and low-rank updates,
+and there is none if all weights are trained without a teacher: the checkpoint holds those.
 
-The bits of the numbers are summed as whole numbers, in rows of a parameter, so that the digest is
-the same however parameters are split over devices, and what is sent is small.
+The bits of the numbers are summed as integers, row by row of each parameter, so that the
+fingerprint does not depend on how parameters are sharded, and little is sent.
 """
 
 import functools
@@ -24,8 +24,8 @@ from dms_jax.training.parameters import Parameters, is_adapter, is_low_rank, par
 from dms_jax.training.recipe import Recipe
 
 
-def base_digest(model: LanguageModel, policy: Policy, recipe: Recipe) -> str | None:
-    """Returns the digest of the weights that a checkpoint of the run lacks; None if it has all."""
+def weights_fingerprint(model: LanguageModel, policy: Policy, recipe: Recipe) -> str | None:
+    """Returns the fingerprint of the weights that checkpoints lack; None if they hold all."""
     if recipe.loss != "distillation" and recipe.trained_for(policy) == "all":
         return None
     arrays = {

@@ -1,60 +1,207 @@
-"""A plan in words and in figures: what is trained, memory, collectives, operations, seconds."""
+"""`Plan`: what a training run takes in memory, collectives, operations and time; and its report.
+
+Seconds are estimates:
+
+    computing    operations that are executed / (devices * peak * 0.5)
+    sending      bytes that a device sends in collectives / bandwidth of its link
+    a step       between the larger of the two, where sending is hidden behind computing, and
+                 their sum
+
+0.5 is between the shares of the peak that executed operations were measured at on one H200 (0.46
+for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training), which
+has the matrix units of an H100. On nothing else was it measured: other devices are taken to reach
+as much, and the report says so. B200 may not, whose attention has kernels of Ampere's products.
+"""
 
 import dataclasses
-import typing
+from typing import Any
 
+from dms_jax.policies import Policy
 from dms_jax.training.display import short
-from dms_jax.training.planning.machines import GPUS_A_HOST
+from dms_jax.training.planning.collectives import Collective
+from dms_jax.training.planning.machines import GPUS_A_HOST, Machine
+from dms_jax.training.recipe import Recipe
 from dms_jax.training.shards import finer_split
 
-if typing.TYPE_CHECKING:
-    from dms_jax.training.planning.api import Plan, StagePlan
-
-_MOST_COLLECTIVES = 8
+_SHARE_OF_PEAK = 0.5
+_MEASURED = ("h200", "h100")  # measured on the first; the second has the same matrix units
+_USABLE = 0.93  # share of a device's memory; a runtime and fragments take the rest
+_MOST_COLLECTIVES = 8  # that are listed
 _FILLED = 0.9  # share of the memory that may be taken where more devices are advised
 _MOST_TIMES = 64  # so many times as many devices are no advice
 
 
-def report(plan: "Plan") -> str:
-    """Returns the report of a plan."""
-    return "\n".join(
-        [*_head(plan), "", *_memory(plan), "", *_sending(plan), "", *_time(plan), *_advice(plan)]
-    )
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device while a step runs.
+
+    Attributes:
+      parameters: the trained parameters, in float32.
+      optimizer: their moments.
+      frozen: parameters that no step changes: frozen ones, and the teacher's.
+      gradients: the sum of the gradients over the passes.
+      activations: what the layers keep for the backward pass (`Recipe.remat`).
+      temporaries: everything else that the compiler's program takes beside its arguments.
+      exact: whether the compiler gave the sum; otherwise it refused the program and named it.
+    """
+
+    parameters: float
+    optimizer: float
+    frozen: float
+    gradients: float
+    activations: float
+    temporaries: float
+    exact: bool = True
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        names = ("parameters", "optimizer", "frozen", "gradients", "activations", "temporaries")
+        return sum(getattr(self, name) for name in names)
 
 
-def figures(plan: "Plan") -> dict[str, typing.Any]:
-    """Returns the figures of a plan as JSON data: bytes, seconds, operations."""
-    data, model = plan.mesh
-    return {
-        "machine": plan.machine.name,
-        "devices": plan.machine.count,
-        "device": plan.machine.kind,
-        "mesh": {"data": data, "sequence": plan.sequence, "model": model},
-        "own_compiler": plan.exact,
-        "parameters": plan.parameters,
-        "policy": short(plan.policy),
-        "recipe": plan.recipe.name,
-        "tokens": plan.tokens,
-        "fits": plan.fits,
-        "device_bytes": plan.machine.device.memory,
-        "run_seconds": plan.run_seconds,
-        "stages": [_stage_figures(plan, stage) for stage in plan.stages],
-        "report": report(plan).splitlines(),
-    }
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What an optimizer step of one stage takes.
+
+    Attributes:
+      kind: the kind of the stage (`Stage`).
+      steps: optimizer steps.
+      passes: passes of an optimizer step.
+      memory: bytes on each device.
+      collectives: those of an optimizer step, those that send most first; empty if the program does
+        not fit the topology that it was compiled for.
+      operations: operations that all devices execute in an optimizer step, recomputation included.
+      model_operations: those that the model needs, by which utilisation is counted.
+    """
+
+    kind: str
+    steps: int
+    passes: int
+    memory: Memory
+    collectives: list[Collective]
+    operations: float
+    model_operations: float
+
+    def same_step(self, other: "StagePlan") -> bool:
+        """Whether a step takes what one of another stage takes."""
+        return dataclasses.replace(self, kind=other.kind, steps=other.steps) == other
 
 
-def _stage_figures(plan: "Plan", stage: "StagePlan") -> dict[str, typing.Any]:
-    computed = {
-        "bytes": stage.memory.total,
-        "step_seconds": plan.step_seconds(stage),
-        "compute_seconds": plan.compute_seconds(stage),
-        "communication_seconds": plan.communication_seconds(stage),
-        "bytes_sent": sum(each.total_bytes for each in stage.collectives),
-    }
-    return dataclasses.asdict(stage) | computed
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run takes.
+
+    Attributes:
+      machine: the devices.
+      mesh: devices along `data` and along `model`.
+      recipe: the recipe.
+      policy: the policy.
+      parameters: parameters of the model.
+      stages: what each stage takes, in their order.
+      here: whether the programs are those of devices that are here.
+      sequence: devices along `sequence`.
+    """
+
+    machine: Machine
+    mesh: tuple[int, int]
+    recipe: Recipe
+    policy: Policy
+    parameters: int
+    stages: tuple[StagePlan, ...]
+    here: bool = False
+    sequence: int = 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether the programs are those of the machine's own compiler."""
+        return self.machine.compiled or self.here
+
+    @property
+    def largest(self) -> StagePlan:
+        """The stage that takes the most memory."""
+        return max(self.stages, key=lambda stage: stage.memory.total)
+
+    @property
+    def longest(self) -> StagePlan:
+        """The stage that takes the most time."""
+        return max(self.stages, key=lambda stage: stage.steps * self.step_seconds(stage)[1])
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes on each device, in the stage that takes the most."""
+        return self.largest.memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether the steps of every stage fit a device."""
+        return self.memory.total <= _USABLE * self.machine.device.memory
+
+    def compute_seconds(self, stage: StagePlan) -> float:
+        """Returns the seconds of an optimizer step of a stage if nothing is sent."""
+        return stage.operations / (self.machine.count * self.machine.device.peak * _SHARE_OF_PEAK)
+
+    def communication_seconds(self, stage: StagePlan) -> float:
+        """Returns the seconds of an optimizer step of a stage that a device sends for."""
+        seconds = (
+            each.total_bytes / self.machine.bandwidth(each.group) for each in stage.collectives
+        )
+        return float(sum(seconds))
+
+    def step_seconds(self, stage: StagePlan) -> tuple[float, float]:
+        """Returns the seconds of a step: sending behind computing, and one after the other."""
+        compute, send = self.compute_seconds(stage), self.communication_seconds(stage)
+        return max(compute, send), compute + send
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.recipe.total_tokens(self.policy)
+
+    @property
+    def run_seconds(self) -> tuple[float, float]:
+        """Seconds of the whole run: every stage's steps."""
+        each = [(stage.steps, *self.step_seconds(stage)) for stage in self.stages]
+        return sum(steps * low for steps, low, _ in each), sum(
+            steps * high for steps, _, high in each
+        )
+
+    def __str__(self) -> str:
+        parts = [_head(self), _memory(self), _sending(self), [*_time(self), *_advice(self)]]
+        return "\n\n".join("\n".join(lines) for lines in parts)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns all of it as JSON data, with the lines that are printed."""
+        data, model = self.mesh
+        return {
+            "machine": self.machine.name,
+            "devices": self.machine.count,
+            "device": self.machine.kind,
+            "mesh": {"data": data, "sequence": self.sequence, "model": model},
+            "own_compiler": self.exact,
+            "parameters": self.parameters,
+            "policy": short(self.policy),
+            "recipe": self.recipe.name,
+            "tokens": self.tokens,
+            "fits": self.fits,
+            "device_bytes": self.machine.device.memory,
+            "run_seconds": self.run_seconds,
+            "stages": [self._stage_figures(stage) for stage in self.stages],
+            "report": str(self).splitlines(),
+        }
+
+    def _stage_figures(self, stage: StagePlan) -> dict[str, Any]:
+        computed = {
+            "bytes": stage.memory.total,
+            "step_seconds": self.step_seconds(stage),
+            "compute_seconds": self.compute_seconds(stage),
+            "communication_seconds": self.communication_seconds(stage),
+            "bytes_sent": sum(each.total_bytes for each in stage.collectives),
+        }
+        return dataclasses.asdict(stage) | computed
 
 
-def _head(plan: "Plan") -> list[str]:
+def _head(plan: Plan) -> list[str]:
     recipe, machine = plan.recipe, plan.machine
     data, model = plan.mesh
     of_rows = f"sequence {plan.sequence}, " if plan.sequence > 1 else ""
@@ -84,7 +231,7 @@ def _head(plan: "Plan") -> list[str]:
     return lines
 
 
-def _memory(plan: "Plan") -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     memory = plan.memory
     rows = [
         ("parameters that are trained (float32)", memory.parameters),
@@ -107,7 +254,7 @@ def _memory(plan: "Plan") -> list[str]:
     return lines
 
 
-def _sending(plan: "Plan") -> list[str]:
+def _sending(plan: Plan) -> list[str]:
     if plan.machine.count == 1:
         return ["Collectives: none, on one device"]
     stage = plan.longest
@@ -128,7 +275,7 @@ def _sending(plan: "Plan") -> list[str]:
     return lines
 
 
-def _time(plan: "Plan") -> list[str]:
+def _time(plan: Plan) -> list[str]:
     groups = _groups(plan)
     least, most = (seconds / 3600 for seconds in plan.run_seconds)
     count = plan.machine.count
@@ -145,19 +292,19 @@ def _time(plan: "Plan") -> list[str]:
     return [*lines, _share_of_peak(plan)]
 
 
-def _share_of_peak(plan: "Plan") -> str:
+def _share_of_peak(plan: Plan) -> str:
     """Says where the seconds of computing come from."""
-    from dms_jax.training.planning.api import MEASURED, SHARE_OF_PEAK
-
     kind = plan.machine.kind
-    seen = "" if kind in MEASURED else f"; a {kind} is taken to reach as much, and was not measured"
+    seen = (
+        "" if kind in _MEASURED else f"; a {kind} is taken to reach as much, and was not measured"
+    )
     return (
-        f"Operations are taken to run at {SHARE_OF_PEAK:.0%} of the peak: an H200 was measured at "
+        f"Operations are taken to run at {_SHARE_OF_PEAK:.0%} of the peak: an H200 was measured at "
         f"46% to 58%{seen}"
     )
 
 
-def _step(plan: "Plan", stage: "StagePlan", which: str) -> list[str]:
+def _step(plan: Plan, stage: StagePlan, which: str) -> list[str]:
     low, high = plan.step_seconds(stage)
     count, peak = plan.machine.count, plan.machine.device.peak
     tokens = plan.recipe.sequence_length * plan.recipe.pass_size(plan.mesh[0]) * stage.passes
@@ -178,12 +325,12 @@ def _step(plan: "Plan", stage: "StagePlan", which: str) -> list[str]:
     ]
 
 
-def _sending_known(plan: "Plan", stage: "StagePlan") -> bool:
+def _sending_known(plan: Plan, stage: StagePlan) -> bool:
     """Returns whether the program of a stage was compiled, or nothing is sent in any case."""
     return plan.machine.count == 1 or stage.memory.exact
 
 
-def _groups(plan: "Plan") -> "list[list[StagePlan]]":
+def _groups(plan: Plan) -> list[list[StagePlan]]:
     """Returns the stages, those whose steps take the same together."""
     groups: list[list[StagePlan]] = []
     for stage in plan.stages:
@@ -195,7 +342,7 @@ def _groups(plan: "Plan") -> "list[list[StagePlan]]":
     return groups
 
 
-def _advice(plan: "Plan") -> list[str]:
+def _advice(plan: Plan) -> list[str]:
     recipe, memory, machine = plan.recipe, plan.memory, plan.machine
     data, model = plan.mesh
     advice = []
