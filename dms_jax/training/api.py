@@ -180,7 +180,7 @@ def train(
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-                directory.settle()  # until then the last checkpoint holds the moments, too
+                directory.wait()  # until then the last checkpoint holds the moments, too
             del trainer  # with the moments, before whole matrices come to the devices
             return placed(result)
     finally:

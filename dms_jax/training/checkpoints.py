@@ -131,7 +131,7 @@ class Checkpoints:
           meta: what is saved beside it.
           after: the export that must be complete before it.
         """
-        self.settle()
+        self.wait()
         self._warn()
         args = self._orbax.args
         self._writing, self._after = step, after
@@ -144,10 +144,10 @@ class Checkpoints:
         except Exception as error:  # of the file system, through any of Orbax's parts
             self._failed(error)
 
-    def settle(self) -> None:
-        """Waits for the checkpoint that is being written, and lets go of the arrays of its state.
+    def wait(self) -> None:
+        """Waits for the checkpoint that is being written, and drops the arrays of its state.
 
-        What could not be written is said by the next call of another method.
+        Does not raise: `save`, `finish` and `close` report what could not be written.
         """
         if self._writing is None:
             return
@@ -164,7 +164,7 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written.
         """
-        self.settle()
+        self.wait()
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise CheckpointError(problem)
@@ -301,7 +301,7 @@ class Checkpoints:
 
     def discard(self, first: int) -> None:
         """Removes the checkpoints from a step on."""
-        self.settle()
+        self.wait()
         for step in self.steps:
             if step >= first:
                 self._manager.delete(step)
@@ -309,7 +309,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for what is being written, and closes."""
         try:
-            self.settle()
+            self.wait()
             self._warn()
             self._manager.close()
         finally:

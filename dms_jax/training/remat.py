@@ -52,7 +52,7 @@ def kept_bytes(
     return float(config.num_layers * tokens * values[remat] * size)
 
 
-def settle(
+def choose_remat(
     recipe: Recipe,
     config: ModelConfig,
     *,
@@ -61,7 +61,7 @@ def settle(
     shards: tuple[int, int, int],
     memory: float | None,
 ) -> Recipe:
-    """Returns the recipe with a choice of what is computed again.
+    """Returns the recipe with what is computed again chosen, where it says "auto".
 
     Args:
       recipe: the recipe.

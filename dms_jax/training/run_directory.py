@@ -190,9 +190,9 @@ class RunDirectory:
         """
         self._checkpoints.finish()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for the checkpoint that is being written, which holds a whole training state."""
-        self._checkpoints.settle()
+        self._checkpoints.wait()
 
     def discard(self, first: int) -> None:
         """Removes the checkpoints from a step on."""

@@ -35,7 +35,7 @@ from dms_jax.training.parameters import (
     zero_borrowed_neurons,
 )
 from dms_jax.training.recipe import Progress, Recipe
-from dms_jax.training.remat import settle
+from dms_jax.training.remat import choose_remat
 from dms_jax.training.schedules import eviction_target
 from dms_jax.training.shards import Shards, holds_whole_layers
 from dms_jax.training.step import (
@@ -141,7 +141,7 @@ class Trainer:
         count = lambda arrays: sum(x.size for x in arrays.values())  # noqa: E731
         # Several processes would have to agree on another program.
         self._may_keep_less = recipe.remat == "auto" and not processes.several()
-        self.recipe = recipe = settle(
+        self.recipe = recipe = choose_remat(
             recipe,
             model.config,
             parameters=count(arrays),

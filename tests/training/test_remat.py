@@ -20,7 +20,7 @@ from dms_jax.training import retrofit
 from dms_jax.training import trainer as library
 from dms_jax.training.planning.lowering import AbstractStep
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.remat import kept_bytes, settle
+from dms_jax.training.remat import choose_remat, kept_bytes
 from dms_jax.training.shards import check_split, finer_split
 from dms_jax.training.trainer import Trainer
 from tests.support.models import tiny_config
@@ -49,7 +49,7 @@ def test_products_are_kept_where_memory_allows(
         config, adapter=policy.retrofit.adapter, low_rank=None, dtype=np.float32
     )
     size = sum(x.size for x in jax.tree.leaves(skeleton))
-    settled = settle(
+    chosen = choose_remat(
         open_one,
         config,
         parameters=size,
@@ -57,9 +57,11 @@ def test_products_are_kept_where_memory_allows(
         shards=(1, 1, 1),
         memory=None if device is None else float(DEVICES[device].memory),
     )
-    assert settled == dataclasses.replace(open_one, remat=expected)
+    assert chosen == dataclasses.replace(open_one, remat=expected)
     told = dataclasses.replace(open_one, remat="everything")
-    assert settle(told, config, parameters=1, trained=1, shards=(1, 1, 1), memory=1e15) == told
+    assert (
+        choose_remat(told, config, parameters=1, trained=1, shards=(1, 1, 1), memory=1e15) == told
+    )
 
 
 def test_tensor_parallelism_does_not_split_hidden_states():
@@ -77,7 +79,7 @@ def test_tensor_parallelism_does_not_split_hidden_states():
 
     large = dataclasses.replace(OPEN, batch_size=32, micro_batch_size=1)
     size, memory = 70_600_000_000, DEVICES["v6e"].memory
-    settled = settle(
+    chosen = choose_remat(
         large,
         SHAPES["llama-3.1-70b"],
         parameters=size,
@@ -85,7 +87,7 @@ def test_tensor_parallelism_does_not_split_hidden_states():
         shards=(32, 1, 8),
         memory=float(memory),
     )
-    assert settled.remat == "all_but_attention"
+    assert chosen.remat == "all_but_attention"
 
 
 def test_trainer_and_plan_choose_alike(monkeypatch):

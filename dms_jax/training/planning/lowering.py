@@ -27,7 +27,7 @@ from dms_jax.training.parameters import (
     split,
 )
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.remat import settle
+from dms_jax.training.remat import choose_remat
 from dms_jax.training.shards import Shards, check_split, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
@@ -109,7 +109,7 @@ class AbstractStep:
             for (name, place), leaf in zip(places.items(), leaves, strict=True)
         }
         count = lambda arrays: sum(x.size for x in arrays.values())  # noqa: E731
-        self.recipe = settle(
+        self.recipe = choose_remat(
             recipe,
             config,
             parameters=count(self.parameters),
