@@ -391,17 +391,17 @@ class TrainingStep:
         self, trained: Parameters, frozen: Parameters, inputs: PassInputs
     ) -> tuple[Array, Metrics]:
         """Returns loss and parts in a stage "supervise", in which only the adapter learns."""
-        learned = self.policy.retrofit.supervision
-        assert learned is not None
+        learned, values = self.policy.retrofit.supervision, inputs.values
+        assert learned is not None and values.schedule.supervised is not None
         trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
         relaxation = Relaxation(supervised=True)
         result = self._hidden_states(
             self.rebuild, self.policy, frozen | trained, inputs, relaxation=relaxation
         )
         assert result.supervision is not None
-        values, weight = inputs.values, inputs.values.weights.sequence
         distance = supervised_loss(learned, result.supervision, values.schedule.supervised)
         shares = compression_loss.evicted_shares(result.decisions, inputs.sequences.valid)
+        weight = values.weights.sequence
         loss, zero = jnp.sum(distance) * weight, jnp.zeros_like(distance[0])
         return loss, {
             "loss": loss,
