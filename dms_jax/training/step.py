@@ -392,7 +392,8 @@ class TrainingStep:
     ) -> tuple[Array, Metrics]:
         """Returns loss and parts in a stage "supervise", in which only the adapter learns."""
         learned, values = self.policy.retrofit.supervision, inputs.values
-        assert learned is not None and values.schedule.supervised is not None
+        assert learned is not None
+        assert values.schedule.supervised is not None
         trained = {x: y if is_adapter(x) else jax.lax.stop_gradient(y) for x, y in trained.items()}
         relaxation = Relaxation(supervised=True)
         result = self._hidden_states(
