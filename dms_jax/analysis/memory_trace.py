@@ -38,12 +38,12 @@ def memory_trace(
     with runner.working():
         for index in range(steps):
             counts = np.full(len(tokens), chunk)
-            runner.reserve(counts)
+            runner.reservation.reserve(counts)
             runner.teacher_forced_decode(
                 np.ascontiguousarray(tokens[:, index * chunk : (index + 1) * chunk + 1].T), counts
             )
-            runner.trim()
+            runner.reservation.trim()
             seen.append((index + 1) * chunk)
-            held.append(runner.allocator.pages_in_use * page_size * slot_bytes)
-            live.append(int(runner.lengths.sum()) * slot_bytes)
+            held.append(runner.reservation.allocator.pages_in_use * page_size * slot_bytes)
+            live.append(int(runner.reservation.lengths.sum()) * slot_bytes)
     return seen, held, live

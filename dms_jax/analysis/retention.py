@@ -22,8 +22,8 @@ from dms_jax.analysis.recording import Recording, selects
 from dms_jax.checks import Count, check, require
 from dms_jax.errors import DataError
 from dms_jax.generation import Engine
+from dms_jax.generation.prefill import Shape
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.shapes import Shape
 from dms_jax.model.language_model import LanguageModel, check_tokens, whole_numbers
 from dms_jax.policies import Policy
 from dms_jax.policies.merging import Merging
@@ -181,7 +181,7 @@ def _run(
 ) -> tuple[Int[np.ndarray, "L B K T"], Int[np.ndarray, "L B K T"]]:
     """Feeds the tokens one by one, and returns `Retention.gone` and `Retention.reads`."""
     batch, length = map(int, tokens.shape)
-    rows = runner.lengths.shape
+    rows = runner.reservation.lengths.shape
     gone = np.full((*rows, length), NEVER)
     reads = np.zeros((*rows, length), int)
     before = np.zeros((*rows, length), bool)
@@ -194,7 +194,7 @@ def _run(
                 continue
             extra = np.zeros(batch, int)
             extra[lanes] = 1
-            runner.reserve(extra, prompt=prompt)
+            runner.reservation.reserve(extra, prompt=prompt)
             # Lanes of the other kind take part with no token: one shape, one compilation.
             part = {lane: tokens[lane, position : position + extra[lane]] for lane in range(batch)}
             runner.extend(
@@ -205,7 +205,7 @@ def _run(
             )
             if not prompt and runner.cache.row_state.readers is not None:
                 reads[:, lanes] += np.asarray(runner.cache.row_state.readers)[:, lanes]
-        runner.trim()
+        runner.reservation.trim()
         seen = np.asarray(runner.cache.row_state.seen)
         gone[before & ~seen] = position
         before = seen
@@ -215,9 +215,10 @@ def _run(
 
 def _held(runner: Runner, length: int) -> Bool[np.ndarray, "L B K T"]:
     """Returns which tokens are in the cache now, after any cut."""
-    held = np.zeros((*runner.lengths.shape, length), bool)
+    lengths, allocator = runner.reservation.lengths, runner.reservation.allocator
+    held = np.zeros((*lengths.shape, length), bool)
     pages = np.asarray(runner.cache.page_state.positions)
-    for row in np.ndindex(runner.lengths.shape):
-        reserved = runner.allocator.table[row][: runner.allocator.reserved[row]]
-        held[(*row, pages[reserved].reshape(-1)[: runner.lengths[row]])] = True
+    for row in np.ndindex(lengths.shape):
+        reserved = allocator.table[row][: allocator.reserved[row]]
+        held[(*row, pages[reserved].reshape(-1)[: lengths[row]])] = True
     return held

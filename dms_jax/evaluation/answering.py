@@ -13,7 +13,7 @@ from dms_jax.evaluation.progress import progress_bar
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, Trace
 from dms_jax.generation import Sampling, Update
-from dms_jax.generation.calls import keep_finished
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import (
     Completion,
     Request,
@@ -21,6 +21,7 @@ from dms_jax.generation.requests import (
     finished,
     record_usage,
 )
+from dms_jax.interrupts import keep_finished
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
@@ -90,7 +91,7 @@ def answer(
             else:
                 wave.append(request)
         if wave:
-            engine.serve(wave, sampling, on_tokens, streaming=False, late=late)
+            engine.serve(Source(wave, sampling, on_tokens=on_tokens, streaming=False, late=late))
 
 
 @dataclasses.dataclass(frozen=True)

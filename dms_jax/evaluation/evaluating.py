@@ -16,9 +16,8 @@ from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.result import Result, summary_table
 from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import Sampling
-from dms_jax.generation.calls import keep_finished
-from dms_jax.generation.prompts import check_call
-from dms_jax.generation.requests import Completion
+from dms_jax.generation.requests import Completion, check_call
+from dms_jax.interrupts import keep_finished
 from dms_jax.json_text import json_text
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy

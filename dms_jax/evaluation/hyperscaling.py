@@ -34,7 +34,7 @@ from dms_jax.evaluation.samples import Sample
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, cut, depends_on_length
 from dms_jax.generation import Sampling
-from dms_jax.generation.prompts import check_call
+from dms_jax.generation.requests import check_call
 from dms_jax.json_text import json_text
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy, Vanilla

@@ -4,7 +4,7 @@ The context is prefilled as a prompt, with whatever the policy evicts at its end
 is teacher-forced, one decode step per token, many steps in a program. So a policy does what it
 would do if the model had generated the continuation itself. Work that several continuations share
 is done once: a context is read in one lane and copied to those of its other continuations
-(`generation/sharing.py`), and one whose continuations have one token each (the letters of a
+(`generation/runner.py`), and one whose continuations have one token each (the letters of a
 multiple-choice question) takes one sequence and no decode step.
 """
 
@@ -20,11 +20,10 @@ from jaxtyping import Array, Bool, Float, Int
 from dms_jax.cache.accounting import Meter
 from dms_jax.errors import CapacityError, CheckpointError, DataError
 from dms_jax.evaluation.serving import Serving
-from dms_jax.generation import sharing
-from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.engine import Engine
+from dms_jax.generation.prefill import Shape, prompt_key, tokens_in_one_pass
 from dms_jax.generation.programs import bucket
-from dms_jax.generation.shapes import Shape, tokens_in_one_pass
+from dms_jax.interrupts import keep_finished
 from dms_jax.model.language_model import LanguageModel, check_tokens, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
@@ -225,10 +224,10 @@ def _batch(engine: Engine, waiting: Sequence[_Sequence]) -> list[_Sequence]:
     """The first sequences that fit the lanes and the pool together, at least one."""
     runner = engine.runner
     extra = np.zeros(len(runner.seen), np.int64)
-    runner.raise_max_length(max(each.length for each in waiting[: len(extra)]) + 1)
+    runner.reservation.raise_max_length(max(each.length for each in waiting[: len(extra)]) + 1)
     for lane, each in enumerate(waiting[: len(extra)]):
         extra[lane] = each.length
-        if lane and not runner.fits(extra, prompt=True):
+        if lane and not runner.reservation.fits(extra, prompt=True):
             return list(waiting[:lane])
     return list(waiting[: len(extra)])
 
@@ -253,7 +252,7 @@ def _run(engine: Engine, batch: Sequence[_Sequence]) -> list[float]:
     for lane, source in copied.items():
         meters[lane].fork(meters[source])
     if copied := {lane: source for lane, source in copied.items() if batch[lane].read}:
-        sharing.fork(runner, copied)
+        runner.fork(copied)
     most = max(len(each.read) for each in batch)
     steps = min(engine.chunk, max(_FEWEST_STEPS, bucket(most)))
     for first in range(0, most, steps):
@@ -265,8 +264,10 @@ def _run(engine: Engine, batch: Sequence[_Sequence]) -> list[float]:
 def _sharers(engine: Engine, batch: Sequence[_Sequence]) -> dict[int, list[int]]:
     """The lanes that read a context, each with those that share it, itself first."""
     lanes: dict[Hashable, list[int]] = {}
+    runner = engine.runner
+    shard_of = runner.reservation.allocator.shard_of
     for lane, each in enumerate(batch):
-        same = sharing.reading(engine.runner, lane, each.context, each.length + 1)
+        same = prompt_key(runner.policy, shard_of(lane), each.context, each.length + 1)
         lanes.setdefault(same, []).append(lane)
     return {each[0]: each for each in lanes.values()}
 
@@ -319,12 +320,12 @@ def _reserve(
     engine: Engine, batch: Sequence[_Sequence], extra: np.ndarray, *, prompt: bool
 ) -> None:
     """Reserves the pages of the next tokens of each lane."""
-    if not engine.runner.fits(extra, prompt=prompt):
+    if not engine.runner.reservation.fits(extra, prompt=prompt):
         raise CapacityError(
             f"The cache cannot hold a context and its continuation of {batch[0].length} tokens. "
             "Give it more memory (memory=), a smaller page_size, or a policy that keeps less."
         )
-    engine.runner.reserve(extra, prompt=prompt)
+    engine.runner.reservation.reserve(extra, prompt=prompt)
 
 
 def _run_contexts(
@@ -354,7 +355,7 @@ def _run_contexts(
     entries = min(bucket(len(parts)), len(runner.seen))
     shape = Shape(width, entries, places=None, one_pass=chunk.one_pass)
     extended = runner.extend(parts, shape=shape, prompt=True, ends_prompt=ending)
-    runner.trim()
+    runner.reservation.trim()
     for lane in parts:
         meters[lane].add(extended.live[lane], held=extended.held[lane])
     if not ending:
@@ -400,7 +401,7 @@ def _run_steps(
             tokens[: count + 1, lane] = each.continuation[first : first + count + 1]
     _reserve(engine, batch, counts, prompt=False)
     found = runner.teacher_forced_decode(tokens, counts)
-    runner.trim()
+    runner.reservation.trim()
     greedy = found.tokens == tokens[1:]
     for lane in np.flatnonzero(counts).tolist():
         ran = slice(0, counts[lane])

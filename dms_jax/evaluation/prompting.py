@@ -16,8 +16,7 @@ from dms_jax.errors import DataError
 from dms_jax.evaluation.tasks.files import FileProblem
 from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
 from dms_jax.evaluation.tasks.ruler import RULER
-from dms_jax.generation.prompts import encode_prompt
-from dms_jax.generation.requests import Request
+from dms_jax.generation.requests import Request, encode_prompt
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.template_variables import check_template_variables
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from dms_jax.checks import CountOnDevice, Options, Positive, check
 from dms_jax.generation import Engine
 from dms_jax.generation.memory import spare_bytes
-from dms_jax.generation.shapes import SATURATING
+from dms_jax.generation.prefill import SATURATING
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 

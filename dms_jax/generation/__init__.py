@@ -3,9 +3,8 @@
 from dms_jax.devices import Device
 from dms_jax.generation.api import Generation, Score, generate, score
 from dms_jax.generation.conversation import Conversation
-from dms_jax.generation.engine import Engine
+from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions
 from dms_jax.generation.memory import Estimate, estimate
-from dms_jax.generation.options import EngineKeywords, EngineOptions
 from dms_jax.generation.requests import Completion, Update
 from dms_jax.generation.sampling import Sampling
 

@@ -10,12 +10,19 @@ from jaxtyping import Float
 from dms_jax.cache.accounting import Meter, Usage
 from dms_jax.checks import Count, CountOnDevice, check, check_keywords, show_options
 from dms_jax.errors import CapacityError, CheckpointError, DataError
-from dms_jax.generation.calls import keep_finished
-from dms_jax.generation.engine import Engine
-from dms_jax.generation.options import EngineKeywords, EngineOptions
-from dms_jax.generation.prompts import check_call, check_list, encode_prompt, encode_prompts
-from dms_jax.generation.requests import Completion, OnTokens, Prompt, make_requests
+from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source
+from dms_jax.generation.requests import (
+    Completion,
+    OnTokens,
+    Prompt,
+    check_call,
+    check_list,
+    encode_prompt,
+    encode_prompts,
+    make_requests,
+)
 from dms_jax.generation.sampling import Sampling
+from dms_jax.interrupts import keep_finished
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
@@ -148,7 +155,7 @@ def generate(
         chunk=chunk,
         **options,
     )
-    return Generation(engine.serve(requests, sampling, on_tokens))
+    return Generation(engine.serve(Source(requests, sampling, on_tokens=on_tokens)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,13 +253,13 @@ def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int])
     runner.set_max_lengths(dict(enumerate(max_lengths)))
     for first in range(0, longest - 1, chunk):
         counts = np.clip(lengths - 1 - first, 0, chunk)
-        if not runner.fits(counts):
+        if not runner.reservation.fits(counts):
             raise CapacityError(
                 f"The cache cannot hold {len(batch)} sequences of up to {longest} tokens at once. "
                 "Give it more memory (memory=), or score fewer at a time (num_lanes=)."
             )
-        runner.reserve(counts)
-        for meter, held in zip(meters, runner.cache_bytes(), strict=False):
+        runner.reservation.reserve(counts)
+        for meter, held in zip(meters, runner.reservation.cache_bytes(), strict=False):
             meter.peak_bytes = max(meter.peak_bytes, held)
         steps = runner.teacher_forced_decode(tokens[first : first + chunk + 1], counts)
         if not np.isfinite(steps.logprobs[steps.ran]).all():
@@ -260,13 +267,13 @@ def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int])
                 "The model's logits are not numbers (NaN). Check the weights, or load the model "
                 "with dtype=float32 if they overflow float16."
             )
-        runner.trim()
+        runner.reservation.trim()
         for lane, meter in enumerate(meters):
             taken = slice(0, counts[lane])
             meter.add(steps.live[taken, lane], steps.reads[taken, lane].tolist())
             logprobs[lane].append(steps.logprobs[taken, lane])
     for lane, meter in enumerate(meters):
-        meter.finish(int(runner.lengths[:, lane].sum()))
+        meter.finish(int(runner.reservation.lengths[:, lane].sum()))
     scores = [
         Score(
             logprobs=np.concatenate(logprobs[lane]),
@@ -274,7 +281,7 @@ def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int])
                 prompt_tokens=1,
                 new_tokens=len(sequence) - 1,
                 seen=len(sequence) - 1,
-                **runner.bytes_of(runner.lengths[:, lane]),
+                **runner.reservation.bytes_of(runner.reservation.lengths[:, lane]),
             ),
         )
         for lane, sequence in enumerate(batch)

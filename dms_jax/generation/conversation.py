@@ -10,28 +10,25 @@ import numpy as np
 from dms_jax import sharding
 from dms_jax.checks import Whole, check, check_keywords, require, show_options
 from dms_jax.errors import DataError
-from dms_jax.generation.calls import unless_busy
-from dms_jax.generation.engine import Engine
-from dms_jax.generation.options import EngineKeywords, EngineOptions
+from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source
+from dms_jax.generation.prefill import Shape, tokens_in_one_pass
 from dms_jax.generation.programs import bucket
-from dms_jax.generation.prompts import (
-    check_call,
-    check_list,
-    encode_prompt,
-    is_chat,
-    text_after_answer,
-)
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
     Past,
     Prompt,
     Turn,
+    check_call,
+    check_list,
+    encode_prompt,
+    is_chat,
     make_request,
     make_requests,
+    text_after_answer,
 )
 from dms_jax.generation.sampling import Sampling
-from dms_jax.generation.shapes import Shape, tokens_in_one_pass
+from dms_jax.interrupts import unless_busy
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.policies import Policy
 
@@ -154,7 +151,9 @@ class Conversation:
             past = Past(history.before, history.seen)
             request = make_request(engine.model.config, tokens, sampling, seed=seed, past=past)
             self._recall()
-            (completion,) = engine.serve([request], sampling, on_tokens, keep=True)
+            (completion,) = engine.serve(
+                Source([request], sampling, on_tokens=on_tokens, keep=True)
+            )
             # After an interrupt before this line the cache holds more than the history, and the
             # next turn recomputes it.
             self._history = history.with_turn(prompt, tokens, request.max_length, completion)
@@ -214,7 +213,7 @@ class Conversation:
             past = Past(history.before, history.seen, base=0)
             requests = make_requests(engine.model.config, tokens, sampling, past)
             self._recall()
-            return engine.serve(requests, sampling, on_tokens)
+            return engine.serve(Source(requests, sampling, on_tokens=on_tokens))
 
     def _recall(self) -> None:
         """Recomputes the past if the cache does not hold it after an interrupt."""
@@ -270,11 +269,11 @@ def _read_turns(engine: Engine, turns: Sequence[Turn]) -> None:
                 end = min(start + most, whole if one_pass else len(turn.tokens), len(turn.tokens))
                 part = np.asarray(turn.tokens[start:end], np.int32)
                 extra[0] = len(part)
-                runner.reserve(extra, prompt=turn.prompt)
+                runner.reservation.reserve(extra, prompt=turn.prompt)
                 ends = [0] if end == prompt else []
                 width = min(most, max(8, bucket(len(part))))
                 shape = Shape(width, entries=1, places=None, one_pass=one_pass)
                 runner.extend({0: part}, shape=shape, prompt=turn.prompt, ends_prompt=ends)
-                runner.trim()
+                runner.reservation.trim()
                 start = end
-        runner.read_prompts()  # what fails must fail before the work has ended
+        runner.reservation.collect_prompts()  # what fails must fail before the work has ended

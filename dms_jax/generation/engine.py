@@ -1,64 +1,372 @@
-"""The scheduler: which sequences are in the cache, and what runs next.
+"""The engine: one loop that admits, prefills, decodes, collects and notifies.
 
-A request waits, is admitted to a lane when the pool can hold what its prompt takes at least, is
-prefilled in chunks, and decodes in chunks until it ends. Of equal prompts that are read at the same
-time one is prefilled, and copied to the lanes of the others as far as the pool holds them.
+    while call.step(): ...       accept what came, admit, launch, collect, finish, notify
 
-Where requests come while others run, chunks of prompts and chunks of steps take turns: nobody's
-answer waits for more than a chunk of another's prompt. What is told of a chunk is told while the
-next programs run. A call whose prompts are all known reads
-those that have a lane first, so that the chunks of steps behind them are full. So does one with a
-policy that cuts a dense prompt: its steps have page tables for the cut rows alone.
-
-The pages that a chunk may need are reserved before it runs. If they do not fit, the youngest
-running request is preempted: it returns to the queue with its tokens and is recomputed later, the
-prompt as a prompt and the answer as an answer, so that every policy decides as it did before.
-
-Programs are launched before the results of those before them are read, as far as nobody waits for
-these: prompts, the first tokens after them, and chunks of steps. A long chunk is several programs.
-While requests wait for a lane all but the last are read before the next chunk is launched, since a
-lane that ended would be idle in it; the last one runs meanwhile, so that the device is not:
+A `Source` says where requests come from and who is told of their tokens; `scheduler` says in which
+state each is; `Overlap` says how far the device runs ahead of the host:
 
     device  | steps  steps  steps  steps | prompts | first tokens | steps ...
-    host                             | ends, admissions, launches of these | reads the last, ...
+    host                             | ends, admissions, launches of these | collects the last, ...
+
+Programs are launched before the results of those before them are collected, as far as nobody waits
+for these: prompts, the first tokens after them, and chunks of steps. A long chunk is several
+programs. While requests wait for a lane all but the last are collected before the next chunk is
+launched, since a lane that ended would be idle in it; the last one runs meanwhile, so that the
+device is not.
+
+Of equal prompts that are prefilled at the same time one is, and its sequence is copied to the lanes
+of the others as far as the pool holds them. What an update says of a chunk is said while the next
+programs run.
 """
 
-import collections
+import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Unpack
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 
 from dms_jax import compilation
-from dms_jax.checks import Whole, check, show_options
+from dms_jax.cache.quantization import KV_DTYPES, format_of
+from dms_jax.checks import Count, CountOnDevice, Options, Positive, Whole, check, show_options
 from dms_jax.errors import ConfigError
-from dms_jax.generation import sharing
-from dms_jax.generation.arrivals import Arrivals, Incoming
-from dms_jax.generation.calls import keep_finished, unless_busy
-from dms_jax.generation.launched import Launched
+from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.memory import pool_pages
-from dms_jax.generation.options import EngineKeywords, EngineOptions
+from dms_jax.generation.precompile import compile_all, compile_first
+from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import bucket
-from dms_jax.generation.prompts import check_call, check_list, check_stop, encode_prompts
-from dms_jax.generation.reading import Reading
-from dms_jax.generation.reporting import Reporter, record_peak_bytes
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
     Prompt,
     Request,
+    State,
+    check_call,
+    check_list,
+    check_stop,
     completion_of,
+    encode_prompts,
     finished,
     make_requests,
 )
-from dms_jax.generation.room import Room
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Sampling
+from dms_jax.generation.sampling import Filter, LanesFilter, Sampling
+from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
 from dms_jax.generation.text import TextTracker
-from dms_jax.generation.warming import compile_all, compile_first
+from dms_jax.interrupts import keep_finished, unless_busy
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
+
+# Returns the requests that came since it was last called, or None when no more will come. If it is
+# called with True, nothing else is to be done, and it may wait until some come.
+Incoming = Callable[[bool], Sequence[Request] | None]
+
+
+class EngineKeywords(TypedDict, total=False):
+    """Options that are passed on; see `EngineOptions`."""
+
+    page_size: CountOnDevice
+    prefill_chunk: CountOnDevice
+    prefill_tokens: CountOnDevice
+    table_width: Count | None
+    kv_dtype: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions(Options):
+    """How an engine stores and runs sequences.
+
+    Attributes:
+      num_lanes: the most sequences in the cache at a time.
+      max_tokens: length of the longest sequence, prompt and answer, for which the page pool is
+        sized; None for all of the model's positions.
+      memory: bytes for the page pool, over all devices; None for what the sequences can need,
+        within the free memory.
+      chunk: decode steps between two looks at the requests, no more than `max_tokens`; up to four
+        runs of one compiled program, as long as each has eight steps and they divide the chunk.
+      page_size: slots per page.
+      prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
+        programs of a half or, of tokens that a policy reads one by one, a quarter and a sixteenth.
+      prefill_tokens: prompt tokens of all sequences together per compiled program; prompts of half
+        a chunk and less have programs of a half where padding is left out, a few of an eighth.
+      table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
+        pages, up to what `max_tokens` need, with one compilation for each width.
+      kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
+        by XLA alone); None uses the model's dtype.
+    """
+
+    num_lanes: CountOnDevice
+    max_tokens: Count | None
+    memory: Annotated[Positive | None, "give bytes"]
+    chunk: CountOnDevice
+    page_size: CountOnDevice = 64
+    prefill_chunk: CountOnDevice = 512
+    prefill_tokens: CountOnDevice = 8192
+    table_width: Count | None = None
+    kv_dtype: Annotated[str | None, f"give {' or '.join(map(repr, KV_DTYPES))}"] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        format_of(self.kv_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the requests of a call come from, and who is told of their tokens.
+
+    Attributes:
+      requests: those that are known at the start; they share one sampling.
+      sampling: their sampling.
+      incoming: gives more while others run (a server), each with a sampling of its own and an index
+        that is free; they were not checked for room. None if all are known.
+      on_tokens: called with every `Update`.
+      on_notified: called behind the calls of `on_tokens` for a chunk.
+      streaming: whether updates have text; otherwise it is made once, when a request has ended.
+      late: whether `on_tokens` may be called while the next programs run, as with `incoming`: what
+        it cancels ends behind these.
+      keep: whether sequences stay in the cache when their requests end (a conversation).
+    """
+
+    requests: Sequence[Request]
+    sampling: Sampling
+    incoming: Incoming | None = None
+    on_tokens: OnTokens | None = None
+    on_notified: Callable[[], None] | None = None
+    streaming: bool = True
+    late: bool = False
+    keep: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How far the device runs ahead of the host.
+
+    Attributes:
+      num_steps: steps of a chunk; one where a stop string must end a sequence that stays.
+      takes_turns: whether programs of prompts and chunks of steps take turns, so that nobody's
+        answer waits for more than a chunk of another's prompt. Not with a policy that cuts dense
+        prompts, whose steps have page tables of the cut rows alone.
+      waits: whether a chunk is collected before the next is launched, as a listener may cancel.
+      hands_over: whether requests join between the programs of a chunk: the last one runs while
+        lanes that ended in those before it are given away.
+    """
+
+    num_steps: int
+    takes_turns: bool
+    waits: bool
+    hands_over: bool
+
+    @classmethod
+    def of(cls, source: Source, policy: Policy, chunk: int) -> "Overlap":
+        """Returns the most that a source and a policy allow."""
+        is_open = source.incoming is not None
+        by_step = source.keep and bool(source.sampling.stop_strings)
+        return cls(
+            num_steps=1 if by_step else chunk,
+            takes_turns=is_open and not policy.shrinks,
+            waits=is_open or by_step or (source.on_tokens is not None and not source.late),
+            hands_over=is_open,
+        )
+
+
+class Call:
+    """One call of an engine: the requests of a source on their way to completions.
+
+    Args:
+      engine: the engine that runs it.
+      source: its requests.
+
+    Attributes:
+      scheduler: the requests, by state.
+      in_flight: the programs that were launched and not collected.
+    """
+
+    def __init__(self, engine: "Engine", source: Source):
+        self.source, self.runner = source, engine.runner
+        self.overlap = Overlap.of(source, engine.policy, engine.chunk)
+        self.in_flight = InFlight(self.runner, engine.end_tokens)
+        streaming = source.streaming and source.on_tokens is not None
+        tracker = TextTracker(engine.model.tokenizer, engine.end_tokens, streaming=streaming)
+        self._notifier = Notifier(tracker, source.on_tokens, source.on_notified)
+        self._prefill = PrefillQueue(engine.shapes, takes_turns=self.overlap.takes_turns)
+        self.scheduler = Scheduler(
+            engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
+        )
+        self._filter = LanesFilter(len(self.runner.seen))  # of requests with their own sampling
+
+    def step(self) -> bool:
+        """Takes one turn of the loop; returns False when there is nothing left to do."""
+        scheduler, turns = self.scheduler, self.overlap.takes_turns
+        if not self._accept():
+            return False
+        if scheduler.cancelled:  # meanwhile: their lanes are free, and none is for them
+            self._collect_steps()
+            self._collect_prompts()
+        if turns or not self._prefill.items:
+            scheduler.admit()
+        if self._prefill.items:
+            self._launch_prefill()
+            if self._prefill.items and not turns:
+                self._notifier.notify()
+                return True
+        if self.overlap.waits and self.in_flight.drawn and not self._defers_first_tokens():
+            self._collect_prompts()
+        if scheduler.decoding:
+            self._decode()
+        else:
+            self._notifier.notify()
+        return True
+
+    def close(self) -> None:
+        """Sends the updates that are left."""
+        self._notifier.notify()
+
+    # -- accept -----------------------------------------------------------------------------------
+
+    def _accept(self) -> bool:
+        """Lets requests wait that came; returns whether more may come or some are to be served."""
+        scheduler, incoming = self.scheduler, self.source.incoming
+        idle = not (scheduler.waiting or scheduler.running)
+        if idle:
+            self._notifier.notify()
+            self.in_flight.collect_steps()  # what answers that a stop string ended had launched
+        came = None if incoming is None else incoming(idle)
+        scheduler.accept(came or ())
+        return came is not None or bool(scheduler.waiting or scheduler.running)
+
+    def _rule(self) -> Filter:
+        """Returns the sampling of the next program: of all lanes, or of each."""
+        if self.source.incoming is None:
+            return self.source.sampling.filter
+        running = self.scheduler.running
+        return self._filter.of({lane: each.sampling for lane, each in running.items()})
+
+    def _defers_first_tokens(self) -> bool:
+        """Whether first tokens in flight are collected behind the launch of the steps.
+
+        A lane whose first token is its last takes none of these. A stop string only the text tells.
+        """
+        running = self.scheduler.running
+        drawn = [running[lane] for lane in self.in_flight.drawn & running.keys()]
+        return self.source.incoming is not None and not any(
+            each.sampling.stop_strings for each in drawn
+        )
+
+    # -- collect ----------------------------------------------------------------------------------
+
+    def _collect_prompts(self) -> None:
+        """Waits for prompts and first tokens, and ends and reports what they or callbacks end."""
+        self.in_flight.collect_prompts()
+        self.scheduler.finish_and_notify()
+
+    def _collect_steps(self) -> None:
+        """Waits for the steps in flight, whatever was launched behind them, and ends what ended."""
+        if not self.in_flight.chunks:
+            return
+        self.in_flight.collect_steps()
+        self._notifier.notify()
+        cancel = bool(self.scheduler.cancelled)  # what another thread adds now ends later
+        if cancel:  # perhaps in the middle of a prompt, of which what was prefilled counts
+            self.in_flight.collect_prompts()
+        self.scheduler.finish(cancel=cancel)
+
+    # -- launch -----------------------------------------------------------------------------------
+
+    def _launch_prefill(self) -> None:
+        """Launches the next program of prompts, and the draws behind those that are complete."""
+        scheduler, runner = self.scheduler, self.runner
+        while batch := self._prefill.next_batch():
+            extra = np.zeros(len(runner.seen), np.int64)
+            for lane, tokens in batch.tokens.items():
+                extra[lane] = len(tokens)
+            if not self._reserve_or_preempt(extra, prompt=batch.prompt):
+                continue  # with those that are left, before others come
+            extended = runner.extend(
+                batch.tokens,
+                shape=batch.shape,
+                prompt=batch.prompt,
+                ends_prompt=batch.ends_prompt,
+            )
+            self._prefill.advance(batch)
+            scheduler.record_peak_bytes()
+            runner.reservation.trim()
+            requests = {lane: scheduler.running[lane] for lane in batch.tokens}
+            self.in_flight.add_prefill(extended, requests)
+            break
+        if self._prefill.has_copies:  # answers that ended may make room
+            self._collect_steps()
+        if not (source_of := self._prefill.take_complete()):
+            return
+        for lane in source_of:
+            scheduler.running[lane].state = State.DECODE
+        running, seeds = scheduler.running, scheduler.seeds
+        self.in_flight.launch_first_tokens(source_of, running, seeds, self._rule())
+        if shared := {lane: source for lane, source in source_of.items() if lane != source}:
+            scheduler.fork(shared)
+
+    def _reserve_or_preempt(self, extra: np.ndarray, *, prompt: bool) -> bool:
+        """Reserves pages, preempting the youngest until they fit; False if any left its lane."""
+        scheduler, reservation = self.scheduler, self.runner.reservation
+        before = len(scheduler.running)
+        while not reservation.fits(extra, prompt=prompt):
+            # Those that their steps or a first token ended make room themselves.
+            if self.in_flight.drawn or self.in_flight.chunks:
+                self.in_flight.collect_prompts()
+                self._collect_steps()
+                scheduler.finish()
+                extra[[lane for lane in range(len(extra)) if lane not in scheduler.running]] = 0
+                continue
+            self.in_flight.collect_prompts()
+            extra[scheduler.preempt()] = 0
+        self._prefill.drop_departed(scheduler.running)
+        reservation.reserve(extra, prompt=prompt)
+        return len(scheduler.running) == before
+
+    def _decode(self) -> None:
+        """Launches a chunk of steps, and more as far as they may run ahead; collects the others.
+
+        While others wait the last program of the chunk may be in flight at the end.
+        """
+        scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
+        reservation, num_steps = self.runner.reservation, overlap.num_steps
+        extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
+        if in_flight.chunks and not reservation.fits_table(extra):
+            self._collect_steps()
+            extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
+        self._reserve_or_preempt(extra, prompt=False)
+        chunk = (scheduler.seeds, self._rule(), num_steps)
+        before = len(in_flight.chunks)  # programs of the chunk before
+        in_flight.launch_steps(scheduler.decoding, *chunk)
+        self._notifier.notify()  # of the chunk before
+        joined = overlap.hands_over and bool(in_flight.drawn or before)
+        in_flight.collect_prompts()  # while the steps run
+        for _ in range(before):
+            in_flight.collect_chunk()
+        reservation.trim()
+        scheduler.record_peak_bytes()
+        if joined:  # no later steps hold back their updates
+            self._collect_prompts()
+        while True:
+            launched = len(in_flight.chunks)
+            undisturbed = not (overlap.waits or scheduler.waiting or scheduler.cancelled)
+            ahead = undisturbed and in_flight.reserve_ahead(scheduler.running, num_steps)
+            if ahead:
+                in_flight.launch_steps(scheduler.running, *chunk)
+            behind = len(in_flight.chunks) - launched  # programs that stay in flight
+            admits = overlap.hands_over or bool(scheduler.waiting and not overlap.waits)
+            if admits and in_flight.may_run_on(scheduler.decoding):
+                behind = max(behind, 1)
+            self._notifier.notify()  # of the last one that was collected
+            while len(in_flight.chunks) > behind:
+                in_flight.collect_chunk()
+            if overlap.hands_over or not overlap.waits:
+                scheduler.finish()
+            else:
+                self._collect_prompts()
+            if not ahead:
+                return
+            scheduler.record_peak_bytes()  # without what is not needed after all
 
 
 class Engine:
@@ -71,6 +379,12 @@ class Engine:
       model: the model to run.
       policy: the cache policy; None for the one that the checkpoint declares.
       num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`.
+
+    Attributes:
+      runner: the cache and the programs over it.
+      admission: lanes and pages for requests.
+      shapes: the compiled shapes of prompts.
+      end_tokens: token ids that end an answer.
 
     Raises:
       ConfigError: an option is malformed, or the policy does not fit the model.
@@ -116,18 +430,12 @@ class Engine:
             table_width=self.options.table_width,
             kv_dtype=self.options.kv_dtype,
         )
-        self._room = Room(self.runner, self.chunk, self.options.prefill_chunk)
+        self.admission = Admission(self.runner, self.chunk, self.options.prefill_chunk)
         longest = min(self.options.prefill_chunk, max(8, bucket(max_tokens)))
-        self._shapes = self.runner.prompt_shapes(longest, self.options.prefill_tokens)
+        self.shapes = self.runner.prompt_shapes(longest, self.options.prefill_tokens)
+        self.end_tokens = model.generation.eos_token_ids
         self._lock = threading.Lock()
-        self._running: dict[int, Request] = {}  # lane -> request, oldest first
-        self._bases: set[int] = set()  # lanes whose sequences requests continue in copies
-        self._cancelled: set[int] = set()  # indices of requests to end early
-        self._seeds = np.zeros((num_lanes, 2), np.uint32)  # see `programs.request_keys`
-        self._end_tokens = model.generation.eos_token_ids
-        self._launched = Launched(self.runner, self._end_tokens)
-        self._reading = Reading(self._shapes, takes_turns=False)
-        self._arrivals = Arrivals(num_lanes)
+        self._call: Call | None = None  # the running one, or after an error the last
         self._compiled: set[Hashable] = set()  # see `compile_first`
 
     def __reduce__(self) -> Any:
@@ -135,8 +443,6 @@ class Engine:
             "An engine cannot be pickled or copied: it holds a device's memory. Make another from "
             "the model, which each process loads for itself (dms_jax.load)."
         )
-
-    # -- public -----------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -149,7 +455,46 @@ class Engine:
         check_list(prompts)
         sampling = check_call(sampling, on_tokens)
         tokens = encode_prompts(self.model, prompts)
-        return self.serve(make_requests(self.model.config, tokens, sampling), sampling, on_tokens)
+        requests = make_requests(self.model.config, tokens, sampling)
+        return self.serve(Source(requests, sampling, on_tokens=on_tokens))
+
+    def serve(self, source: Source) -> list[Completion]:
+        """Runs the requests of a source to their end; returns completions of those it begins with.
+
+        Any exception that stops it, an interrupt included, leaves the engine usable and has the
+        completions of the requests that had ended: `error.finished` is {index: Completion}.
+
+        Raises:
+          BusyError: it is serving another call, in another thread or further up the stack.
+          CapacityError: a request does not fit; see `check_room` for what is refused at the start.
+          ConfigError: there are stop strings but no tokenizer.
+        """
+        with self.open(source) as call:
+            while call.step():
+                pass
+        logprobs = source.sampling.logprobs
+        return [completion_of(each, logprobs=logprobs) for each in source.requests]
+
+    @contextlib.contextmanager
+    def open(self, source: Source) -> Iterator[Call]:
+        """Begins a call whose turns the caller takes: `with engine.open(source) as call`.
+
+        `call.step()` is one turn of the loop. Between two turns the caller may look at requests,
+        and give more through `source.incoming`. Raises as `serve` does.
+        """
+        compilation.check_process()
+        requests, sampling = list(source.requests), source.sampling
+        check_stop(self.model, sampling)
+        done = keep_finished(lambda: finished(requests, sampling))
+        with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
+            self.check_room(requests, sampling)
+            self._call = call = Call(self, source)
+            try:
+                with self.runner.working():
+                    self._compile_first(requests, sampling, call)
+                    yield call
+            finally:
+                call.close()
 
     def cancel(self, indices: Iterable[int]) -> None:
         """Ends requests of the running call, before its next chunk: call it from `on_tokens`.
@@ -164,265 +509,46 @@ class Engine:
         """
         if not isinstance(indices, Iterable):
             check("cancel: indices", indices, Sequence[Whole])
-        self._cancelled.update(check("cancel: index", index, Whole) for index in indices)
+        checked = {check("cancel: index", index, Whole) for index in indices}
+        if self._call is not None:
+            self._call.scheduler.cancelled.update(checked)
 
     def warm(self) -> int:
         """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
         with unless_busy(self._lock, "The engine"), self.runner.working():
-            num_steps = self._launched.steps_a_program(self.chunk)
-            return compile_all(self.runner, self._shapes, num_steps, self._end_tokens)
+            num_steps = InFlight(self.runner, self.end_tokens).steps_a_program(self.chunk)
+            return compile_all(self.runner, self.shapes, num_steps, self.end_tokens)
 
     @property
     def running(self) -> list[Request]:
         """The requests in lanes, oldest first; after an error, those that it ended."""
-        return list(self._running.values())
-
-    # -- the loop ---------------------------------------------------------------------------------
-
-    def serve(
-        self,
-        requests: list[Request],
-        sampling: Sampling,
-        on_tokens: OnTokens | None = None,
-        *,
-        keep: bool = False,
-        streaming: bool = True,
-        late: bool = False,
-        incoming: Incoming | None = None,
-        on_told: Callable[[], None] | None = None,
-    ) -> list[Completion]:
-        """Runs requests to their end; with `keep` they stay in the cache (for a conversation).
-
-        Without `streaming` the updates have no text, which is made once, when a request has ended.
-        With `incoming` (see `arrivals`) more requests come meanwhile, each with its own sampling
-        and an index that is free; `on_tokens` tells of them, and they were not checked for room.
-        Then, or if it may be `late`, `on_tokens` is called while the next programs run, and what it
-        cancels ends after these. `on_told` is called behind the calls of `on_tokens` for a chunk.
-
-        Any exception that stops it, an interrupt included, leaves the engine usable and has the
-        completions of the requests that had ended: `error.finished` is {index: Completion}.
-
-        Raises:
-          BusyError: it is serving another call, in another thread or further up the stack.
-          CapacityError: a request does not fit; see `check_room` for what is refused at the start.
-          ConfigError: there are stop strings but no tokenizer.
-        """
-        compilation.check_process()
-        check_stop(self.model, sampling)
-        done = keep_finished(lambda: finished(requests, sampling))
-        with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
-            self.check_room(requests, sampling)
-            self._arrivals = Arrivals(len(self._seeds), incoming)
-            self._run(requests, sampling, on_tokens, on_told, keep, streaming, late)
-            completions = [completion_of(each, logprobs=sampling.logprobs) for each in requests]
-        return completions
+        return [] if self._call is None else list(self._call.scheduler.running.values())
 
     def check_room(self, requests: list[Request], sampling: Sampling) -> None:
         """Refuses requests that are known not to fit, before any of them runs.
 
         Raises:
-          CapacityError: a request can never fit, whatever the model generates; see `Room.check`.
+          CapacityError: a request can never fit, whatever the model generates; see
+            `Admission.check`.
         """
         self.runner.recover()
-        self.runner.raise_max_length(max((request.max_length for request in requests), default=1))
-        self._room.check(requests, endless=not (self._end_tokens or sampling.stop_strings))
+        longest = max((request.max_length for request in requests), default=1)
+        self.runner.reservation.raise_max_length(longest)
+        self.admission.check(requests, endless=not (self.end_tokens or sampling.stop_strings))
 
-    def _run(
-        self,
-        requests: list[Request],
-        sampling: Sampling,
-        on_tokens: OnTokens | None,
-        on_told: Callable[[], None] | None,
-        keep: bool,
-        streaming: bool,
-        late: bool,
-    ) -> None:
-        streaming, end_tokens = streaming and on_tokens is not None, self._end_tokens
-        tracker = TextTracker(self.model.tokenizer, end_tokens, streaming=streaming)
-        self._cancelled.clear()
-        self._launched = Launched(self.runner, end_tokens)
-        joined = self._arrivals.incoming is not None
-        # A policy that cuts dense prompts has page tables of the cut rows in its steps.
-        takes_turns = joined and not self.policy.shrinks
-        self._reading = Reading(self._shapes, takes_turns=takes_turns)
-        reporter = Reporter(
-            self.runner, tracker, on_tokens, keep, self._reading, self._cancelled, on_told
+    def _compile_first(self, requests: list[Request], sampling: Sampling, call: Call) -> None:
+        """Compiles what requests without a past need, unless a call has compiled it before."""
+        if not requests or any(request.seen or request.before for request in requests):
+            return
+        num_steps = call.overlap.num_steps
+        longest = max(len(each.prompt) for each in requests)
+        self.runner.reservation.expect(longest + num_steps)
+        compile_first(
+            self.runner,
+            self.shapes,
+            requests,
+            sampling.filter,
+            call.in_flight.steps_a_program(num_steps),
+            self.end_tokens,
+            self._compiled,
         )
-        # Stop strings are found between chunks; a conversation must not cache tokens after one.
-        by_step = keep and bool(sampling.stop_strings)
-        num_steps = 1 if by_step else self.chunk
-        # Then the host looks at each chunk before the next, and at first tokens, as a listener may.
-        awaited = joined or by_step or (on_tokens is not None and not late)
-        waiting, self._running = collections.deque(requests), {}
-        self._bases = {request.base for request in requests if request.base is not None}
-        a_program = self._launched.steps_a_program(num_steps)
-        compiled = (sampling.filter, a_program, end_tokens, self._compiled)
-        try:
-            with self.runner.working():
-                if requests and not any(request.seen or request.before for request in requests):
-                    self.runner.expect(max(len(each.prompt) for each in requests) + num_steps)
-                    compile_first(self.runner, self._shapes, requests, *compiled)
-                while self._arrivals.receive(self._launched, waiting, self._running, reporter.tell):
-                    if self._cancelled:  # meanwhile: their lanes are free, and none is for them
-                        self._catch_up(waiting, reporter)
-                        self._report(reporter, waiting)
-                    if takes_turns or not self._reading.parts:
-                        self._admit(waiting)
-                    if self._reading.parts:
-                        self._read(waiting, sampling, reporter)
-                        if self._reading.parts and not takes_turns:
-                            reporter.tell()
-                            continue
-                    drawn = self._launched.drawn
-                    if awaited and drawn and not self._arrivals.defers(self._running, drawn):
-                        self._report(reporter, waiting)
-                    if self._decoding():
-                        self._decode(waiting, sampling, num_steps, reporter, awaited=awaited)
-                    else:
-                        reporter.tell()
-        finally:
-            reporter.tell()
-
-    def _decoding(self) -> dict[int, Request]:
-        """Returns the requests whose prompts are in the cache, by lane."""
-        reading = self._reading.parts
-        return {lane: each for lane, each in self._running.items() if lane not in reading}
-
-    def _report(self, reporter: Reporter, waiting: collections.deque[Request]) -> None:
-        """Reads what prompts gave, and reports it with what was cancelled."""
-        self._launched.read()
-        reporter.report(self._running, waiting)
-
-    def _admit(self, waiting: collections.deque[Request]) -> None:
-        """Moves waiting requests into free lanes, where they read their prompts."""
-        if not waiting or len(self._running) == len(self._seeds):
-            return
-        started, continued = self._room.admit(waiting, self._running, self._reading, self._bases)
-        if not started:
-            return
-        self._seeds = self._seeds.copy()  # a program may still read the old
-        self._seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
-        self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
-        if continued:
-            sharing.fork(self.runner, continued)
-
-    def _read(
-        self, waiting: collections.deque[Request], sampling: Sampling, reporter: Reporter
-    ) -> None:
-        """Launches the next tokens of prompts, and the draws after those that are complete."""
-        runner = self.runner
-        while batch := self._reading.next_batch():
-            extra = np.zeros(len(runner.seen), np.int64)
-            for lane, tokens in batch.tokens.items():
-                extra[lane] = len(tokens)
-            if not self._reserve_or_preempt(extra, waiting, reporter, prompt=batch.prompt):
-                continue  # with those that are left, before others come
-            extended = runner.extend(
-                batch.tokens,
-                shape=batch.shape,
-                prompt=batch.prompt,
-                ends_prompt=batch.ends_prompt,
-            )
-            self._reading.advance(batch)
-            record_peak_bytes(runner, self._running)
-            runner.trim()
-            self._launched.prompts(extended, {lane: self._running[lane] for lane in batch.tokens})
-            break
-        if self._reading.copied:  # answers that ended may make room
-            self._catch_up(waiting, reporter)
-        if not (source_of := self._reading.take_complete()):
-            return
-        rule = self._arrivals.filter(sampling, self._running)
-        self._launched.draw_first(source_of, self._running, self._seeds, rule)
-        if shared := {lane: source for lane, source in source_of.items() if lane != source}:
-            extra = self._room.extra(self._running, self._reading.parts)  # waits for lengths
-            without = self._room.fork(shared, self._running, extra)
-            waiting.extendleft(self._running.pop(lane) for lane in without)
-
-    def _catch_up(self, waiting: collections.deque[Request], reporter: Reporter) -> None:
-        """Reads the steps that run on, whatever was launched behind them."""
-        if not self._launched.chunks:
-            return
-        self._launched.read_steps()
-        reporter.tell()
-        cancels = bool(self._cancelled)  # what another thread adds now ends later
-        if cancels:  # perhaps in the middle of a prompt, of which what was read counts
-            self._launched.read()
-        reporter.settle(self._running, waiting, cancels=cancels)
-
-    def _reserve_or_preempt(
-        self,
-        extra: np.ndarray,
-        waiting: collections.deque[Request],
-        reporter: Reporter,
-        *,
-        prompt: bool,
-    ) -> bool:
-        """Reserves pages, preempting the youngest until they fit; False if any left its lane."""
-        before = len(self._running)
-        while not self.runner.fits(extra, prompt=prompt):
-            # Those that their steps or a first token ended make room themselves.
-            if self._launched.drawn or self._launched.chunks:
-                self._launched.read()
-                self._catch_up(waiting, reporter)
-                reporter.settle(self._running, waiting)
-                extra[[lane for lane in range(len(extra)) if lane not in self._running]] = 0
-                continue
-            self._launched.read()
-            extra[self._room.put_back(self._running, waiting)] = 0
-        self._reading.keep(self._running)
-        self.runner.reserve(extra, prompt=prompt)
-        return len(self._running) == before
-
-    def _decode(
-        self,
-        waiting: collections.deque[Request],
-        sampling: Sampling,
-        num_steps: int,
-        reporter: Reporter,
-        *,
-        awaited: bool,
-    ) -> None:
-        """Runs a chunk of steps, and those that are launched before the one before them is read.
-
-        While others wait the last program of the chunk may still run at the end.
-        """
-        launched = self._launched
-        extra = np.minimum(launched.remaining(self._decoding()), num_steps)
-        if launched.chunks and not self.runner.fits_table(extra):
-            self._catch_up(waiting, reporter)
-            extra = np.minimum(launched.remaining(self._decoding()), num_steps)
-        self._reserve_or_preempt(extra, waiting, reporter, prompt=False)
-        chunk = (self._seeds, self._arrivals.filter(sampling, self._running), num_steps)
-        joined = self._arrivals.incoming is not None
-        running_on = len(launched.chunks)  # programs of the chunk before
-        launched.decode(self._decoding(), *chunk)
-        reporter.tell()  # of the chunk before
-        news = joined and bool(launched.drawn or running_on)  # which no later steps hold back
-        launched.read()  # prompts, while the steps run
-        for _ in range(running_on):
-            launched.read_chunk()
-        self.runner.trim()
-        record_peak_bytes(self.runner, self._running)
-        if news:
-            self._report(reporter, waiting)
-        while True:
-            unread = len(launched.chunks)
-            undisturbed = not (awaited or waiting or self._cancelled)
-            ahead = undisturbed and launched.reserve_ahead(self._running, num_steps)
-            if ahead:
-                launched.decode(self._running, *chunk)
-            behind = len(launched.chunks) - unread  # programs that run on
-            admits = joined or bool(waiting and not awaited)
-            if admits and launched.may_run_on(self._decoding()):
-                behind = max(behind, 1)
-            reporter.tell()  # of the last one that was read
-            while len(launched.chunks) > behind:
-                launched.read_chunk()
-            if joined or not awaited:
-                reporter.settle(self._running, waiting)
-            else:
-                self._report(reporter, waiting)
-            if not ahead:
-                return
-            record_peak_bytes(self.runner, self._running)  # without what is not needed after all

@@ -1,30 +1,146 @@
-"""The compiled programs of generation: prefill, decode, and teacher-forced decode.
+"""The compiled programs of generation: prefill, decode, teacher-forced decode, copies of lanes.
 
 Each takes the cache as a donated argument and returns it. The page table is passed from the host,
-is read-only inside, and is not part of the cache between programs.
+is read-only inside, and is not part of the cache between programs. `Program` holds the compiler
+options of each platform; `Packed` makes the results of a program one transfer to the host.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
-from dms_jax.generation.compiling import GPU_STEP_OPTIONS, ON_GPU_STEP, Program
-from dms_jax.generation.drawing import sample
-from dms_jax.generation.packing import Packed
-from dms_jax.generation.sampling import Filter
+from dms_jax.generation.sampling import Filter, sample
 from dms_jax.model.caching import cache_shape, cache_specs, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
+
+# -- compiler options ------------------------------------------------------------------------------
+
+
+# XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
+# depends on the shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on
+# the number of prompts. With rounding enforced, all shapes that sum in one order agree exactly.
+OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
+
+# On a GPU XLA's own Triton products are off: they cannot read one layer out of the stacked weights
+# in place, so XLA would copy every weight of every layer in every step (7.9 of the 14.3 ms of a
+# step with the shape of Llama-3.1-8B). cuBLAS reads them in place.
+GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
+
+# A step's short kernels (plans, what policies keep of a row) may run concurrently with the long
+# ones, and copies that XLA would run ahead on separate streams are left in the CUDA graph. Without
+# and with concurrency a step with Llama-3.1-8B's shape and 32 sequences over an eighth of 8192
+# tokens takes 6.61 and 6.29 ms on an H200 (`experiments/results/decode/step_options.json`).
+#
+# Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
+# of 256 tokens takes 1.89 ms in place of 2.04 (`experiments/results/engine/step_options.json`). But
+# a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
+GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
+}
+
+# So a turn of the loop over layers is a graph. It has several layers: each graph waits for the one
+# before it, and what its layers have of their own (norms, plans, tables, rows) is sliced at once.
+# With 16 in place of 8 a step with Llama-3.2-1B's shape and 32 sequences takes 1.70 ms in place of
+# 1.74 on an H100, one with Qwen2.5-0.5B's and 256 sequences 2.25 in place of 2.24
+# (`experiments/results/engine/layers_a_turn.json`).
+ON_GPU_STEP: dict[str, Any] = {"block": 16}
+
+
+class Program:
+    """A jitted function with the compiler options of the platform that it runs on.
+
+    Args:
+      function: the function to compile.
+      gpu_options: compiler options on a GPU.
+      other_options: compiler options on other platforms.
+      on_gpu: keyword arguments that the function is given on a GPU.
+      **options: arguments of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        *,
+        gpu_options: dict[str, Any] = GPU_OPTIONS,
+        other_options: dict[str, Any] = OPTIONS,
+        on_gpu: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        functools.update_wrapper(self, function)
+        self._anywhere = jax.jit(function, compiler_options=other_options, **options)
+        given = functools.partial(function, **(on_gpu or {}))
+        self.on_gpu = jax.jit(given, compiler_options=gpu_options, **options)
+
+    @property
+    def jitted(self) -> Any:
+        """The jitted function for the default device."""
+        return self.on_gpu if jax.default_backend() == "gpu" else self._anywhere
+
+    def __call__(self, *args: Any) -> Any:
+        return self.jitted(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the function for the arguments; see `jax.jit(f).lower`."""
+        return self.jitted.lower(*args)
+
+
+# -- transfers -------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Packed:
+    """A tree of arrays as words of 32 bits, one behind the other: one transfer to the host.
+
+    On a GPU every array that the host reads is a transfer of its own, which takes about a
+    millisecond however small it is; a chunk of steps has six results, and its lanes wait for them.
+
+    Attributes:
+      words: their bits; booleans are words of their own.
+      tree: structure of the tree.
+      leaves: shape and dtype of each array.
+    """
+
+    words: Int[Array, " n"]
+    tree: Any = struct.field(pytree_node=False)
+    leaves: tuple[jax.ShapeDtypeStruct, ...] = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, tree: Any) -> "Packed":
+        """Packs a tree, inside a program."""
+        leaves, structure = jax.tree.flatten(tree)
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        return cls(jnp.concatenate([_words(leaf) for leaf in leaves]), structure, shapes)
+
+    def read(self) -> Any:
+        """Waits for the program, and returns the tree with NumPy arrays."""
+        words, arrays, start = np.asarray(self.words), [], 0
+        for leaf in self.leaves:
+            wide = np.dtype(np.int32) if leaf.dtype == bool else np.dtype(leaf.dtype)
+            end = start + leaf.size * wide.itemsize // 4
+            array = words[start:end].view(wide).reshape(leaf.shape)
+            arrays.append(array.astype(leaf.dtype, copy=False))
+            start = end
+        return jax.tree.unflatten(self.tree, arrays)
+
+
+def _words(leaf: Array) -> Int[Array, " n"]:
+    if leaf.dtype == bool:
+        return leaf.astype(jnp.int32).reshape(-1)
+    return jax.lax.bitcast_convert_type(leaf, jnp.int32).reshape(-1)
 
 
 @struct.dataclass
@@ -376,3 +492,57 @@ def teacher_forced_decode(
     cache, tail = detach_tail(cache)
     steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
     return dataclasses.replace(cache, page_table=table_before), steps, tail
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def copy_lanes(
+    cache: Cache,
+    pages: Int[Array, "shards 2 n"],
+    lanes: Int[Array, " B"],
+    num_kv_heads: int,
+) -> Cache:
+    """Copies pages, and the state of `lanes[b]` to each lane b.
+
+    Args:
+      cache: the cache.
+      pages: (source, target) pages of each shard; a target that is no page is not written.
+      lanes: the lane that each lane copies, itself for most.
+      num_kv_heads: KV heads of the model.
+    """
+    if not sharding.has_mesh():
+        return _copy_shard(cache, pages, lanes)
+    data, model = sharding.row_axes(len(lanes), num_kv_heads)
+    if data is not None:  # lanes are numbered from 0 on every device
+        lanes = lanes % (len(lanes) // sharding.axis_size(data))
+    specs = cache_specs(cache, num_kv_heads)
+    shards = sharding.cache_spec(("pages",), data, model)
+    mapped = jax.shard_map(
+        _copy_shard,
+        in_specs=(specs, shards, PartitionSpec(data)),
+        out_specs=specs,
+        check_vma=False,
+    )
+    return mapped(cache, pages, lanes)
+
+
+def _copy_shard(cache: Cache, pages: Int[Array, "1 2 n"], lanes: Int[Array, " b"]) -> Cache:
+    source, target = pages[0]
+
+    def copy(x):
+        if not x.size:  # no value is on the device
+            return x
+        # Read before written: in one fusion, a GPU would copy the whole pool for one of them.
+        moved = jax.lax.optimization_barrier(x.at[source].get(mode="clip"))
+        return x.at[target].set(moved, mode="drop")
+
+    def take(x):
+        return x.at[:, lanes].get(mode="clip")
+
+    return dataclasses.replace(
+        cache,
+        pool=jax.tree.map(copy, cache.pool),
+        page_state=jax.tree.map(copy, cache.page_state),
+        lengths=take(cache.lengths),
+        seen=take(cache.seen[None])[0],
+        row_state=jax.tree.map(take, cache.row_state),
+    )

@@ -1,37 +1,180 @@
-"""The device side of generation: a cache with its page table, and the compiled chunks over it.
+"""The device side of generation: a cache, and the compiled programs that run over its lanes.
 
-No work on the host scales with the number of tokens: pages are reserved before each chunk, a chunk
-of C decode steps is one compiled program, and only its tokens and the rows' lengths are copied
-back. A chunk is launched, and read later: more may be launched before that (`rows.py`).
+No work on the host scales with the number of tokens: pages are reserved before each program
+(`runner.reservation`), a chunk of C decode steps is one program, and only its tokens and the rows'
+lengths are copied back. A program is launched, and collected later, when others are in flight.
+
+A prompt that several requests share is prefilled in one lane, whose sequence is copied to the
+lanes of the others:
+
+    lane 0   | prompt -> pages, lengths, policy state, hidden state of the last token
+    lane 1   |    copies of the pages, the lengths and the state; its own first token
+    lane 2   |    from the same hidden state, drawn with its own key
+
+Nothing that a policy does to a prompt depends on the lane: its random draws are hashes of a seed,
+the layer, the KV head and the position (`policies/draws.py`). So copies equal prompts that were
+prefilled one by one. Pages are copied as they are, because policies overwrite slots in place.
 """
 
-from collections.abc import Collection
+import dataclasses
+import functools
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
-from dms_jax.cache.host_values import HostRows, HostValues
-from dms_jax.cache.pages import few_sizes, few_widths
+from dms_jax.cache.host_values import HostRows, HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.batches import Extended, LaunchedSteps, build_batch
-from dms_jax.generation.calls import Working
-from dms_jax.generation.programs import Steps
-from dms_jax.generation.rows import Rows, UnreadPrompts
+from dms_jax.generation.prefill import PromptShapes, Shape, cuts_prompts, prompt_shapes
+from dms_jax.generation.programs import Packed, Steps
+from dms_jax.generation.reservation import PromptsInFlight, Reservation
 from dms_jax.generation.sampling import Filter
-from dms_jax.generation.shapes import PromptShapes, Shape, cuts_prompts, prompt_shapes
+from dms_jax.interrupts import Working
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
+BLOCK_BYTES = 2**27  # of pages that are copied at a time, and held twice meanwhile
 
-class Runner(Rows):
+
+@dataclasses.dataclass(frozen=True)
+class ChunkBatch:
+    """The tokens of a chunk as arrays with one entry per lane that takes part.
+
+    Attributes:
+      lanes: the lane of each entry; a number beyond the last lane means none.
+      tokens: token ids of each entry, padded with zeros.
+      counts: number of tokens of each entry.
+      ends: whether each entry's tokens complete the prompt of its lane.
+    """
+
+    lanes: Int[np.ndarray, " b"]
+    tokens: Int[np.ndarray, "b T"]
+    counts: Int[np.ndarray, " b"]
+    ends: Bool[np.ndarray, " b"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Extended:
+    """The result of running given tokens through the cache.
+
+    Attributes:
+      hidden: [b, E] on the device, the hidden state of each entry's last token.
+      lanes: Int[b], the lane of each entry; a number beyond the last lane means none.
+      counts: Int[b], the number of tokens of each entry.
+      before: Int[b] on the device, slots in use before the tokens, summed over L * K rows.
+      totals: Int[b, T] on the device, live slots after each token, summed likewise.
+      rows: L * K if the tokens ran in one pass, and so all held a slot in each row at once, else 0.
+      lengths: Int[L, B, K] on the device, slots in use of each row after the cut of whole rows
+        behind the last token; None where the policy makes none.
+    """
+
+    hidden: Array
+    lanes: np.ndarray
+    counts: np.ndarray
+    before: Array
+    totals: Array
+    rows: int
+    lengths: Array | None
+
+    @functools.cached_property
+    def live(self) -> dict[int, np.ndarray]:
+        """Live slots by lane, after each of its tokens; waits for the program."""
+        totals = np.asarray(self.totals)
+        return {
+            int(self.lanes[row]): totals[row, : self.counts[row]]
+            for row in np.flatnonzero(self.counts)
+        }
+
+    @functools.cached_property
+    def left(self) -> dict[int, int]:
+        """Slots in use by lane at the end, after any cut, summed likewise; waits for it."""
+        if self.lengths is None:
+            return {lane: int(live[-1]) for lane, live in self.live.items()}
+        totals = np.asarray(self.lengths).sum((0, 2))
+        return {lane: int(totals[lane]) for lane in self.live}
+
+    @functools.cached_property
+    def held(self) -> dict[int, int]:
+        """Slots held at once by lane, summed likewise; 0 if the tokens ran one by one."""
+        if not self.rows:
+            return dict.fromkeys(self.lanes[self.counts > 0].tolist(), 0)
+        held = np.asarray(self.before) + self.rows * self.counts
+        return {int(self.lanes[row]): int(held[row]) for row in np.flatnonzero(self.counts)}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsInFlight:
+    """A chunk of decode steps in flight.
+
+    Attributes:
+      steps: its results, on the device (`programs.Steps`).
+      newest: Int[B], mostly on the device, the newest token of each lane after it.
+      most: Int[B], the most tokens that each lane takes.
+      end_tokens: token ids that end an answer.
+      tail: the values that the host must write, if it holds any.
+      table: the page table that it runs with.
+      epochs: Int[B], those of `Reservation` when it was launched.
+    """
+
+    steps: Packed
+    newest: np.ndarray | Array
+    most: Int[np.ndarray, " B"]
+    end_tokens: tuple[int, ...]
+    tail: Tail | None
+    table: Int[np.ndarray, "L B K M"]
+    epochs: Int[np.ndarray, " B"]
+
+
+def build_batch(
+    tokens: Mapping[int, np.ndarray],
+    *,
+    num_lanes: int,
+    shape: Shape,
+    fixed_lanes: bool,
+    ends_prompt: Container[int],
+) -> ChunkBatch:
+    """Builds the batch of a chunk, one of a few shapes (`prefill.Shape`).
+
+    It has an entry for each lane if lanes are fixed (on a mesh), otherwise at least one for each
+    lane that has tokens; the others belong to no lane.
+
+    Args:
+      tokens: lane -> up to T token ids.
+      num_lanes: number of lanes (B).
+      shape: shape of the compiled chunk, with another number of entries if lanes are fixed.
+      fixed_lanes: whether every lane has an entry of its own.
+      ends_prompt: lanes whose prompt the tokens complete.
+
+    Raises:
+      ValueError: there are more tokens than places, where some would be lost.
+    """
+    total = sum(map(len, tokens.values()))
+    if shape.places is not None and total > shape.places:
+        raise ValueError(f"{total} tokens have no room in a program with {shape.places} places.")
+    if fixed_lanes:
+        lanes = np.arange(num_lanes, dtype=np.int32)
+    else:
+        lanes = np.full(shape.entries, num_lanes, np.int32)
+        lanes[: len(tokens)] = sorted(tokens)
+    batch = np.zeros((len(lanes), shape.width), np.int32)
+    counts = np.zeros(len(lanes), np.int32)
+    for row, lane in enumerate(lanes.tolist()):
+        if lane in tokens:
+            counts[row] = len(tokens[lane])
+            batch[row, : counts[row]] = tokens[lane]
+    ends = np.array([lane in ends_prompt for lane in lanes.tolist()])
+    return ChunkBatch(lanes=lanes, tokens=batch, counts=counts, ends=ends)
+
+
+class Runner:
     """A cache of B lanes (one sequence each) and the programs that run over it.
 
     Attributes:
@@ -40,6 +183,7 @@ class Runner(Rows):
       num_shards: number of devices with pages of their own.
       page_bytes: bytes of a page, keys, values and what a policy keeps with them.
       data_shards: number of parts of the lanes, each with pages on devices of its own.
+      reservation: the pages and lengths of the rows.
       hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
       max_tokens: length of the sequences that the cache is made for; longer ones may fit too.
       dirty: whether there is no cache, or failed work may have left it inconsistent; see `working`.
@@ -59,20 +203,16 @@ class Runner(Rows):
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
         self.traced_policy = jax.tree.map(self.everywhere, jax.device_put(policy))
-        self._kv_dtype, self._table_width = kv_dtype, table_width
+        self._kv_dtype = kv_dtype
         positions = model.config.max_position_embeddings
         self.max_tokens = max_tokens or positions
         whole = policy.footprint(positions, page_size=page_size)
         self._keeps_all = whole.at_least >= positions
-        self._max_length = 0  # tokens of the longest sequence so far
-        self._expected_slots = 1
-        self.raise_max_length(1)
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         self.hidden: Any = None
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
-        self._layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_layers)
         self._value_layers = next(
             (group.start for group in groups if group.host_values), config.num_layers
@@ -90,7 +230,17 @@ class Runner(Rows):
                 "give the policy values='device', or load the model without a mesh."
             )
         self.host: HostValues | None = None
-        self._state_bytes = state_bytes(config, policy, model.dtype)
+        self._set_shards()
+        self.reservation = Reservation(
+            policy,
+            self._make_allocator(),
+            page_size=page_size,
+            max_tokens=self.max_tokens,
+            table_width=table_width,
+            layer_bytes=layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype),
+            state_bytes=state_bytes(config, policy, model.dtype),
+            page_bytes=self.page_bytes,
+        )
         self.restart()
 
     def working(self) -> Working:
@@ -110,7 +260,8 @@ class Runner(Rows):
     def restart(self) -> None:
         """Replaces the cache by an empty one."""
         self.release()  # first: memory may not hold two
-        config, num_pages = self.model.config, self.allocator.pages_per_shard * self.num_shards
+        config = self.model.config
+        num_pages = self.reservation.allocator.pages_per_shard * self.num_shards
         value_pages = self._shape[1] * self._value_layers // config.num_layers
         on_host = self._value_layers < config.num_layers
         with use_mesh(self.model.mesh):
@@ -154,8 +305,13 @@ class Runner(Rows):
         if self.host is not None:
             self.host.delete()
             self.host = None
-        num_lanes, num_pages = self._shape
-        config = self.model.config
+        self.reservation.reset(self._make_allocator())
+        self.seen = np.zeros(self._shape[0], np.int64)
+        self._max_lengths = np.zeros(self._shape[0], np.int32)
+
+    def _set_shards(self) -> None:
+        """Counts the devices with lanes and pages of their own under the model's mesh."""
+        num_lanes, config = self._shape[0], self.model.config
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self.data_shards = sharding.axis_size(data) if data else 1
@@ -163,29 +319,26 @@ class Runner(Rows):
             self.fixed_lanes = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
         self.num_shards = self.data_shards * head_shards
+
+    def _make_allocator(self) -> PageAllocator:
+        """Returns the pages of an empty cache."""
+        (num_lanes, num_pages), config = self._shape, self.model.config
         on_host = self._value_layers < config.num_layers
         value_pages = num_pages * self._value_layers // config.num_layers
-        self.allocator = PageAllocator(
+        return PageAllocator(
             num_layers=config.num_layers,
             num_sequences=num_lanes,
             num_kv_heads=config.num_kv_heads,
             pages_per_shard=num_pages // self.num_shards,
             page_size=self.page_size,
             sequence_shards=self.data_shards,
-            head_shards=head_shards,
+            head_shards=self.num_shards // self.data_shards,
             first=(self._value_layers, value_pages) if on_host else (0, 0),
         )
-        self._prompts = None
-        self.lengths = np.zeros((config.num_layers, num_lanes, config.num_kv_heads), np.int64)
-        self.seen = np.zeros(num_lanes, np.int64)
-        self.unread = np.zeros(num_lanes, np.int64)
-        self.forgotten = np.zeros(num_lanes, np.int64)
-        self._max_lengths = np.zeros(num_lanes, np.int32)
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""
-        self.forget(lanes)
-        self.allocator.release(np.asarray(lanes, np.int64))
+        self.reservation.release(lanes)
         self.seen[lanes] = 0
         mask = np.zeros(len(self.seen), bool)
         mask[lanes] = True
@@ -196,7 +349,7 @@ class Runner(Rows):
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
         """Sets the maximum length of lanes, from which a compression ratio's budget follows."""
-        self.raise_max_length(max(tokens.values()))
+        self.reservation.raise_max_length(max(tokens.values()))
         if self.policy.for_length(1) is self.policy:
             return
         self._max_lengths[list(tokens)] = list(tokens.values())
@@ -251,11 +404,11 @@ class Runner(Rows):
             fixed_lanes=self.fixed_lanes,
             ends_prompt=ends_prompt,
         )
-        table = self._table(steps=False)
+        table = self.reservation.table(steps=False)
         rows = None if self.fixed_lanes else batch.lanes
         # A copy: the allocator changes its own while the program runs.
         table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
-        table[:, batch.lanes == num_lanes] = self.allocator.no_page
+        table[:, batch.lanes == num_lanes] = self.reservation.allocator.no_page
         with use_mesh(self.model.mesh):
             self.cache, extension, tail = programs.extend(
                 self.model.transformer,
@@ -280,11 +433,10 @@ class Runner(Rows):
             self.host.write(tail, table)
         self.seen = self.seen + counts
         if self._keeps_all:
-            self.lengths = self.lengths + counts[:, None]
+            self.reservation.add_uniform(counts)
         else:
-            self.read_prompts()  # those before it, while it runs
-            self.allocator.trim(self.slots_after(counts, prompt=prompt))
-            self._prompts = UnreadPrompts(extension.lengths, counts, ends)
+            prompts = PromptsInFlight(extension.lengths, counts, ends)
+            self.reservation.add_prompts(prompts, prompt=prompt)
         return Extended(
             hidden=extension.hidden,
             lanes=batch.lanes,
@@ -304,8 +456,8 @@ class Runner(Rows):
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
-    ) -> LaunchedSteps:
-        """Launches C decode steps in one program (pages must be reserved); see `read`.
+    ) -> StepsInFlight:
+        """Launches C decode steps in one program (pages must be reserved); see `collect`.
 
         Args:
           tokens: each lane's newest token (int32), not in the cache yet. A lane whose newest token
@@ -316,7 +468,7 @@ class Runner(Rows):
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
         """
-        table = self._table(steps=True).copy()  # pages are released while it runs
+        table = self.reservation.table(steps=True).copy()  # pages are released while it runs
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
                 self.model.transformer,
@@ -332,25 +484,26 @@ class Runner(Rows):
                 end_tokens,
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
-        self.unread = self.unread + most
-        return LaunchedSteps(steps, newest, most, end_tokens, tail, table, self.forgotten)
+        self.reservation.add_steps(most)
+        epochs = self.reservation.epochs
+        return StepsInFlight(steps, newest, most, end_tokens, tail, table, epochs)
 
-    def read(self, launched: LaunchedSteps) -> Steps:
-        """Waits for the oldest chunk that was not read; returns its steps but of cleared lanes."""
-        steps = launched.steps.read()
-        kept = launched.forgotten == self.forgotten
-        steps = steps.replace(ran=steps.ran & kept)
+    def collect(self, chunk: StepsInFlight) -> Steps:
+        """Waits for the oldest chunk in flight; returns its steps but those of released lanes."""
+        steps = chunk.steps.read()
+        current = chunk.epochs == self.reservation.epochs
+        steps = steps.replace(ran=steps.ran & current)
         counts = steps.ran.sum(0)
-        # Lanes that ended are idle in what was launched since. One that had no steps was idle, with
-        # the end token of its last answer perhaps, and may have been taken since.
-        ended = np.isin(steps.tokens[-1], launched.end_tokens) & (launched.most > 0)
-        unread = np.where(ended, 0, self.unread - launched.most)
-        self.unread = np.where(kept, unread, self.unread)
-        self.read_lengths(steps.lengths, counts > 0)
+        # A lane without steps was idle, with the end token of its last answer perhaps, and may have
+        # been taken since.
+        ended = np.isin(steps.tokens[-1], chunk.end_tokens) & (chunk.most > 0)
+        self.reservation.collect_steps(
+            steps.lengths, ran=counts > 0, most=chunk.most, ended=ended, current=current
+        )
         self.seen = self.seen + counts
         if self.host is not None:
-            assert launched.tail is not None
-            self.host.write(launched.tail, launched.table)
+            assert chunk.tail is not None
+            self.host.write(chunk.tail, chunk.table)
         return steps
 
     def teacher_forced_decode(
@@ -361,7 +514,7 @@ class Runner(Rows):
         Of the result `logprobs[c]` is the log-probability of the given `tokens[c + 1]`, `tokens[c]`
         the likeliest token in its place. Lane b takes its first `counts[b]` steps.
         """
-        table = self._table(steps=True)
+        table = self.reservation.table(steps=True)
         with use_mesh(self.model.mesh):
             self.cache, steps, tail = programs.teacher_forced_decode(
                 self.model.transformer,
@@ -372,49 +525,86 @@ class Runner(Rows):
                 counts.astype(np.int32),
                 self.traced_policy,
             )
-        self.unread = self.unread + counts
-        return self.read(LaunchedSteps(steps, tokens[-1], counts, (), tail, table, self.forgotten))
-
-    def expect(self, tokens: int) -> None:
-        """Makes page tables wide enough for a sequence of so many tokens before it grows to it.
-
-        Each width is a program to compile: those for the first tokens of long prompts, and for the
-        first steps, have no other one than those for the last.
-        """
-        limit = None if self.policy.shrinks else self._slot_limit
-        slots = tokens if limit is None else min(tokens, limit)
-        self._expected_slots = max(self._expected_slots, slots)
-
-    def table_width(self, slots: int, *, steps: bool = False) -> int:
-        """Returns the pages of a row in the compiled page table if the longest row has `slots`.
-
-        Steps run behind the cut of their prompts: what a policy cuts rows to is all they need, and
-        what a step keeps of every slot of a table (scores, the rows to be cut) is that much less.
-        """
-        expected = self._expected_slots
-        if steps and self._slot_limit is not None:
-            expected = min(expected, self._slot_limit)
-        widest = -(-max(slots, expected) // self.page_size)
-        if self._table_width is not None:
-            return max(self._table_width, widest)
-        limit = None if self.policy.shrinks else self._slot_limit
-        most = self.max_tokens if limit is None else min(limit, self.max_tokens)
-        return few_widths(widest, few_sizes(-(-most // self.page_size)))
-
-    def table_widths(self, *, steps: bool = False) -> list[int]:
-        """Returns every `table_width` of sequences that are no longer than planned."""
-        if self._table_width is not None:
-            return [self.table_width(1, steps=steps)]
-        cut = self._slot_limit if steps or not self.policy.shrinks else None
-        most = self.max_tokens if cut is None else min(cut, self.max_tokens)
-        slots = range(1, most + self.page_size, self.page_size)
-        return sorted({self.table_width(each, steps=steps) for each in slots})
-
-    def _table(self, *, steps: bool) -> np.ndarray:
-        slots = int(self.allocator.reserved.max(initial=1)) * self.page_size
-        return self.allocator.table_of_width(self.table_width(slots, steps=steps))
+        counts = counts.astype(np.int64)
+        self.reservation.add_steps(counts)
+        epochs = self.reservation.epochs
+        return self.collect(StepsInFlight(steps, tokens[-1], counts, (), tail, table, epochs))
 
     @property
     def host_rows(self) -> HostRows | None:
         """The values in host memory as programs see them."""
         return None if self.host is None else self.host.rows
+
+    # -- shared prompts ---------------------------------------------------------------------------
+
+    def fork(self, source_of: Mapping[int, int]) -> None:
+        """Copies sequences to empty lanes, with the policy's state.
+
+        Pages are copied block by block, a call of one program each, between pages of one device
+        only. A loop of a traced length in the program would hold the host up on a GPU until the
+        last page is copied, and first tokens too.
+
+        Args:
+          source_of: lane -> the lane whose sequence it copies, on the same devices.
+
+        Raises:
+          CapacityError: the pages are not free; then nothing is copied.
+        """
+        targets, sources = list(source_of), list(source_of.values())
+        lengths = self.reservation.lengths
+        extra = np.zeros_like(lengths)
+        extra[:, targets] = lengths[:, sources]
+        self.reservation.reserve(extra, prompt=True)
+        pairs = self.reservation.allocator.copies(source_of)
+        if self.host is not None:  # then there is one shard
+            self.host.copy(pairs[0])
+        lanes = np.arange(len(self.seen), dtype=np.int32)
+        lanes[targets] = sources
+        longest = max(each.shape[1] for each in pairs)
+        block = self.no_pages().shape[-1]
+        for start in range(0, max(longest, 1), block):
+            pages = self.no_pages()
+            for shard, each in enumerate(pairs):
+                some = each[:, start : start + block]
+                pages[shard, :, : some.shape[1]] = some
+            with use_mesh(self.model.mesh):
+                self.cache = programs.copy_lanes(self.cache, pages, lanes, lengths.shape[2])
+        self.reservation.copy(source_of)
+        self.seen[targets] = self.seen[sources]
+
+    def no_pages(self) -> Int[np.ndarray, "shards 2 n"]:
+        """Returns a block of `programs.copy_lanes` in which nothing is copied."""
+        allocator = self.reservation.allocator
+        block = min(max(1, BLOCK_BYTES // self.page_bytes), allocator.pages_per_shard)
+        return np.full((self.num_shards, 2, block), allocator.no_page, np.int32)
+
+    def first_tokens(
+        self,
+        source_of: Mapping[int, int],
+        tokens: Int[np.ndarray | jax.Array, " B"],
+        seeds: UInt32[np.ndarray, "B 2"],
+        rule: Filter,
+    ) -> tuple[Array, Array | None, Array]:
+        """Draws the token after a prompt for some lanes; see `programs.first_tokens`.
+
+        Args:
+          source_of: lane -> the lane that prefilled its prompt, itself or another one.
+          tokens: the newest token of every lane; it stays that of the other lanes.
+          seeds: see `programs.request_keys`.
+          rule: sampling settings.
+        """
+        lanes, sources = list(source_of), np.arange(len(tokens), dtype=np.int32)
+        sources[lanes] = list(source_of.values())
+        fresh = np.zeros(len(tokens), bool)
+        fresh[lanes] = True
+        with use_mesh(self.model.mesh):
+            return programs.first_tokens(
+                self.model.transformer,
+                self.hidden,
+                sources,
+                seeds,
+                self.seen[sources].astype(np.int32),
+                rule,
+                fresh,
+                self.everywhere(tokens),
+            )

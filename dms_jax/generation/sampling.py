@@ -11,19 +11,32 @@ between batches of 4 or 24 and one prompt at a time (shipped models; answers to 
     CPU, bfloat16, against an engine of one    8 to 13: single rows are summed in another order
     H200, float32 (products in TF32)           2 to 3
     H200, bfloat16                             12 to 18
+
+A token is drawn in one pass over the vocabulary for each thing that is to be known of it:
+
+    the largest logit  ->  sums of blocks, from which tokens are drawn  ->  which of them are kept
+
+Few are rejected, and no threshold is known or needed. Where few tokens may be kept, the least
+likely of them is searched for; nothing is sorted.
 """
 
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jaxtyping import Array, Float, Int, Key, Shaped
 
+from dms_jax import sharding
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
+from dms_jax.ranking import least_kept, sums_of_some
 
 # The smallest normal number. A device may flush smaller ones to zero, among them the inverse that
 # it multiplies by in place of a division.
@@ -200,3 +213,214 @@ class LanesFilter:
             arrays[name][lanes] = new
         self._filter = dataclasses.replace(self._filter, **arrays)
         return self._filter
+
+
+# -- the draw --------------------------------------------------------------------------------------
+
+
+# Tokens of a block, and blocks of a group; the vocabularies of common models are multiples of a
+# block.
+_BLOCK, _GROUP = 128, 32
+# Tokens that are drawn from all before one of them is taken: with the least top-p that is tried,
+# none of them is kept once in 4 billion draws. Random numbers have 8 million values. The
+# first few are looked at in every step, the others where none of these is kept: at a top-p of 0.95
+# in one of 600 steps of 256 lanes.
+_TRIALS, _FIRST_TRIALS = 16, 4
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    positions: Int[Array, " B"],
+    rule: Filter,
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Draws one token per row.
+
+    Args:
+      logits: logits of the next token.
+      keys: one random key per request.
+      positions: position of the token to draw; each position has its own draw.
+      rule: the filter.
+
+    Returns:
+      The tokens, and their log-probabilities under the unfiltered distribution.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if rule.switches.greedy:
+        tokens = jnp.argmax(logits, -1)
+    else:
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        tokens = draw_kept(Scaled.of(logits, rule.temperature), keys, rule)
+        if rule.greedy is not None:
+            tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    return tokens.astype(jnp.int32), logprobs
+
+
+class Scaled(NamedTuple):
+    """Logits relative to the largest, so that no temperature is too small to divide by.
+
+    They are computed anew wherever the vocabulary is read. Where several read one array XLA would
+    write it to memory: for 256 lanes of 152K tokens as many bytes as all weights of a small model.
+
+    Attributes:
+      logits: the logits.
+      peak: the largest of each row.
+      temperature: what the differences are divided by; one number, or one per row.
+    """
+
+    logits: Float[Array, "B V"]
+    peak: Float[Array, "B 1"]
+    temperature: Any = 1.0
+
+    @classmethod
+    def of(cls, logits: Float[Array, "B V"], temperature: Any = 1.0) -> "Scaled":
+        """Returns logits relative to their largest, over the temperature."""
+        return cls(logits, logits.max(-1, keepdims=True), temperature)
+
+    def anew(self, *others: Array) -> tuple[Any, ...]:
+        """Returns (itself, *others) as arrays of their own to XLA."""
+        logits, peak, *same = jax.lax.optimization_barrier((self.logits, self.peak, *others))
+        return Scaled(logits, peak, self.temperature), *same
+
+    def of_some(self, logits: Float[Array, " B *n"]) -> Float[Array, " B *n"]:
+        """Returns the numbers of some of the logits."""
+        peak, temperature = (
+            jnp.reshape(x, (-1, *[1] * (logits.ndim - 1))) for x in (self.peak, self.temperature)
+        )
+        return (logits - peak) / temperature
+
+    @property
+    def numbers(self) -> Float[Array, "B V"]:
+        """The numbers of the whole vocabulary, none above 0."""
+        return self.of_some(self.logits)
+
+
+def draw_kept(logits: Scaled, keys: Key[Array, " B"], rule: Filter) -> Int[Array, " B"]:
+    """Draws one of the tokens that the rule keeps per row; see `draw`.
+
+    Which ones these are is searched for only where few may be kept.
+    """
+
+    def search() -> Int[Array, " B"]:
+        filtered = filter_logits(logits.numbers, rule)
+        return draw(Scaled(filtered, jnp.zeros_like(logits.peak)), keys)[:, 0]
+
+    if rule.searched is None:
+        return search() if rule.switches.search else try_tokens(logits, keys, rule)
+    tried = try_tokens(logits, keys, rule)
+    return jax.lax.cond(
+        rule.searched.any(), lambda: jnp.where(rule.searched, search(), tried), lambda: tried
+    )
+
+
+def try_tokens(logits: Scaled, keys: Key[Array, " B"], rule: Filter) -> Int[Array, " B"]:
+    """Draws from all tokens until top-p keeps one; of as many as never occur, the most likely one.
+
+    The distribution is that over the tokens that are kept, and no others need to be known: a token
+    is kept if the more likely ones do not reach top-p, which one pass says of all that were drawn.
+    """
+    least = rule.log_min_p if rule.switches.min_p else None
+    if not rule.switches.top_p:
+        return draw(logits, keys, least=least)[:, 0]
+    tokens = draw(logits, keys, _TRIALS, least=least)
+    drawn = jnp.take_along_axis(logits.logits, tokens, axis=-1)
+
+    def first_kept(trials: slice) -> tuple[Int[Array, " B"], Shaped[Array, " B"]]:
+        """Returns the first of some trials that is kept, and whether any is."""
+        # More likely than nothing are all tokens: the last sum is the total.
+        everything = jnp.full_like(drawn[:, :1], -jnp.inf)
+        own, starts = logits.anew(jnp.concatenate([drawn[:, trials], everything], -1))
+        weights = jnp.exp(own.numbers)
+        sums = sums_of_some(own.logits, weights, starts, operator.gt)
+        kept = sums[:, :-1] < rule.top_p * sums[:, -1:]
+        first = jnp.argmax(kept, -1)[:, None]
+        return jnp.take_along_axis(tokens[:, trials], first, axis=-1)[:, 0], kept.any(-1)
+
+    def of_others() -> Int[Array, " B"]:
+        other, kept = first_kept(slice(_FIRST_TRIALS, None))
+        other = jnp.where(kept, other, jnp.argmax(logits.logits, -1).astype(tokens.dtype))
+        return jnp.where(decided, token, other)
+
+    token, decided = first_kept(slice(_FIRST_TRIALS))
+    return jax.lax.cond(decided.all(), lambda: token, of_others)
+
+
+def draw(
+    logits: Scaled, keys: Key[Array, " B"], count: int = 1, *, least: Any = None
+) -> Int[Array, "B count"]:
+    """Draws tokens, each of a probability proportional to exp(logit).
+
+    First a group of blocks by its probability, then a block of the group, then a token of the
+    block: three random numbers a token, whatever the vocabulary, and one pass over it. The first
+    tokens do not depend on how many are drawn.
+
+    Args:
+      logits: the logits.
+      keys: one random key per row.
+      count: tokens per row.
+      least: the scaled logit below which no token is drawn; None for none.
+    """
+
+    def weigh(some: Float[Array, " B *n"], logits: Scaled) -> Float[Array, " B *n"]:
+        numbers = logits.of_some(some)
+        if least is not None:
+            floor = jnp.reshape(least, (-1, *[1] * (numbers.ndim - 1)))
+            numbers = jnp.where(numbers < floor, -jnp.inf, numbers)
+        return jnp.exp(numbers)
+
+    # On a mesh each device has as many whole blocks: of others all logits would be gathered.
+    together = _BLOCK * sharding.axis_size(sharding.MODEL)
+
+    def blocks_of(x: Float[Array, "B V"]) -> Float[Array, "B blocks n"]:
+        pad = [(0, 0), (0, -x.shape[-1] % together)]
+        return jnp.pad(x, pad, constant_values=-jnp.inf).reshape(len(x), -1, _BLOCK)
+
+    (own,) = logits.anew()
+    by_block = weigh(blocks_of(own.logits), own).sum(-1)
+    by_block = sharding.constrain(by_block, sharding.DATA, None)
+    pad = [(0, 0), (0, -by_block.shape[-1] % _GROUP)]
+    by_block = jnp.pad(by_block, pad).reshape(len(by_block), -1, _GROUP)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (count, 3), by_block.dtype))(keys)
+    group = _choose(by_block.sum(-1)[:, None], uniform[..., 0])
+    weights = jnp.take_along_axis(by_block, group[..., None], axis=1)
+    block = group * _GROUP + _choose(weights, uniform[..., 1])
+    within = jnp.take_along_axis(blocks_of(logits.logits), block[..., None], axis=1)
+    return block * _BLOCK + _choose(weigh(within, logits), uniform[..., 2])
+
+
+def _choose(weights: Float[Array, "B c n"], uniform: Float[Array, "B m"]) -> Int[Array, "B m"]:
+    """Chooses an index by its weight, with a number between 0 and 1, less than 1.
+
+    It is the first at which the sum of the weights up to it exceeds that share of the total. An
+    index of weight 0 is never chosen: sums may be rounded differently from one index to the next,
+    so its own is not looked at.
+    """
+    sums = jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)
+    return jnp.argmax(sums > uniform[..., None] * sums.max(-1, keepdims=True), -1)
+
+
+def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B V"]:
+    """Sets the logits of excluded tokens to -inf: top-k, then top-p, then min-p.
+
+    Tokens of equal likelihood share a fate. Nothing is sorted: the least likely token that stays is
+    found by a search that reads the logits a few times.
+
+    Args:
+      logits: relative to the largest, so that none is far above 0.
+      rule: the filter.
+    """
+    if rule.switches.top_k:
+        least = least_kept(logits, lambda x: jnp.ones_like(x, jnp.int32), rule.top_k)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if rule.switches.top_p:
+        # A token stays if the more likely ones do not reach top_p yet. The first always does, even
+        # where the device treats a tiny top_p as zero.
+        budget = rule.top_p * jnp.exp(logits).sum(-1, keepdims=True)
+        least = least_kept(logits, jnp.exp, jnp.maximum(budget, SMALLEST))
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if rule.switches.min_p:
+        floor = logits.max(-1, keepdims=True) + rule.log_min_p
+        logits = jnp.where(logits < floor, -jnp.inf, logits)
+    return logits

@@ -32,7 +32,7 @@ import dms_jax
 from dms_jax.cache import Pool
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
-from dms_jax.generation.compiling import GPU_STEP_OPTIONS, Program
+from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.json_text import json_text
@@ -148,8 +148,8 @@ def filled_runner(
     # Each device has as many pages as the one whose heads are the longest.
     pages = model_parallel(model) * int(by_device(np.ceil((lengths + steps) / 64), model).max())
     runner = Runner(model, policy, num_lanes=config.batch, num_pages=pages, page_size=64)
-    runner.lengths = lengths.copy()
-    runner.reserve(np.full(config.batch, steps))
+    runner.reservation.lengths = lengths.copy()
+    runner.reservation.reserve(np.full(config.batch, steps))
     cache = runner.cache
     fill = jax.jit(
         lambda x, key: x + jax.random.normal(jax.random.key(key), x.shape, x.dtype) * 0.3,
@@ -252,7 +252,7 @@ def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple
             num_steps=config.chunk,
             end_tokens=(),
         )
-        steps = runner.read(launched)
+        steps = runner.collect(launched)
         tokens[:] = steps.tokens[-1]
         reads.append(steps.reads.sum(1).mean())
         return steps.tokens

@@ -50,7 +50,8 @@ from dms_jax.cache.accounting import Usage
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.devices import DEVICES
-from dms_jax.generation import Engine, compiling, programs
+from dms_jax.generation import Engine, programs
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import Request, Update, completion_of, make_requests
 from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
@@ -124,7 +125,7 @@ class Clients:
         self._asked: set[int] = set()
 
     def incoming(self, wait: bool) -> list[Request] | None:
-        """Returns the next requests; see `dms_jax.generation.arrivals.Incoming`."""
+        """Returns the next requests; see `dms_jax.generation.engine.Incoming`."""
         del wait  # they never come later than an answer
         free = min(self._count - len(self._asked), len(self._coming))
         came = [self._coming.popleft() for _ in range(free)]
@@ -171,9 +172,9 @@ class Timeline:
         self.ended: list[concurrent.futures.Future[float]] = []
         self.counts = collections.Counter[str]()
         self._watching = concurrent.futures.ThreadPoolExecutor(64)
-        call = compiling.Program.__call__
+        call = programs.Program.__call__
 
-        def noted(program: compiling.Program, *args: Any) -> Any:
+        def noted(program: programs.Program, *args: Any) -> Any:
             launched = time.perf_counter()
             results = call(program, *args)
             if program is programs.extend:
@@ -187,7 +188,7 @@ class Timeline:
                 self.launched.append(launched)
             return results
 
-        setattr(compiling.Program, "__call__", noted)  # noqa: B010
+        setattr(programs.Program, "__call__", noted)  # noqa: B010
 
     def take(self) -> dict[str, Any]:
         """Returns programs, and the seconds between them in which none had been launched."""
@@ -247,7 +248,7 @@ def measured_rates() -> Rates:
     def multiply(x, up, down):
         return jax.lax.fori_loop(0, times // 2, lambda _, x: jnp.dot(jnp.dot(x, up), down), x)
 
-    program = compiling.Program(multiply)
+    program = programs.Program(multiply)
     seconds = median_seconds(lambda: program(x, up, down), 3, warmup=1)
     return Rates(read_rate(), 2 * times * rows * inner * columns / seconds)
 
@@ -312,12 +313,12 @@ def measure(
             chunk=config.chunk,
         )
         if config.clients is None:
-            engine.serve(requests, sampling)
+            engine.serve(Source(requests, sampling))
         else:
             engine.warm()
             start = time.perf_counter()
             clients = Clients(requests, config.clients)
-            engine.serve([], sampling, clients.told, incoming=clients.incoming)
+            engine.serve(Source([], sampling, on_tokens=clients.told, incoming=clients.incoming))
         seconds = time.perf_counter() - start
         done = [completion_of(each, logprobs=False) for each in requests]
         new = sum(len(each.tokens) for each in done)

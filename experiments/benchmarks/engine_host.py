@@ -41,8 +41,8 @@ import dms_jax
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine
-from dms_jax.generation.compiling import Program
-from dms_jax.generation.packing import Packed
+from dms_jax.generation.engine import Source
+from dms_jax.generation.programs import Packed, Program
 from dms_jax.json_text import json_text
 from experiments.benchmarks import engine
 from experiments.benchmarks.kernel_timing import environment
@@ -153,7 +153,7 @@ def main(config: Config) -> None:
         gc.collect()
         start = time.perf_counter()
         with profile or contextlib.nullcontext():
-            served.serve(requests, sampling, **given)
+            served.serve(Source(requests, sampling, **given))
         seconds, first = time.perf_counter() - start, marks.events[0][1] - start
         return 1e3 * seconds, 1e3 * first, sum(name == "chunk" for name, _ in marks.events)
 

@@ -197,10 +197,10 @@ def filled_runner(
         page_size=PAGE_SIZE,
         kv_dtype=racer.kv_dtype,
     )
-    runner.lengths = lengths.copy()
-    sequences = [runner.bytes_of(lengths[:, lane]) for lane in range(batch)]
+    runner.reservation.lengths = lengths.copy()
+    sequences = [runner.reservation.bytes_of(lengths[:, lane]) for lane in range(batch)]
     held = {name: sum(each[name] for each in sequences) for name in sequences[0]}
-    runner.reserve(np.full(batch, steps))
+    runner.reservation.reserve(np.full(batch, steps))
     cache = runner.cache
     rows, pages = state_at(racer.policy, cache, lengths, context)
 
@@ -266,7 +266,7 @@ def time_steps(
             num_steps=CHUNK,
             end_tokens=(),
         )
-        steps = runner.read(launched)
+        steps = runner.collect(launched)
         tokens[:] = steps.tokens[-1]
         reads.append(steps.reads.sum(1).mean())
         return steps.tokens
@@ -283,10 +283,11 @@ def time_steps(
             kv_dtype=racer.kv_dtype,
         )
         if racer.cuts:
-            start, rows = time.perf_counter(), runner.lengths.sum()
+            start, rows = time.perf_counter(), runner.reservation.lengths.sum()
             run()
             figures["cut_ms"] = 1e3 * (time.perf_counter() - start - CHUNK * seconds)
-            figures["cut_slots"] = float(rows - runner.lengths.sum()) / lengths.size + CHUNK
+            freed = float(rows - runner.reservation.lengths.sum())
+            figures["cut_slots"] = freed / lengths.size + CHUNK
     finally:
         for leaf in jax.tree.leaves(runner.cache):
             leaf.delete()

@@ -2,7 +2,7 @@
 
 The variants take turns in one process, over the same random weights and a cache at its length (the
 functions of `decode_steps`); that they draw the same tokens is checked. What came of it is the
-choice in `dms_jax.generation.compiling`.
+choice in `dms_jax.generation.programs`.
 
     python -m experiments.benchmarks.step_options
     python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
@@ -29,7 +29,7 @@ from dms_jax.cache import pool
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
 from dms_jax.errors import ConfigError
-from dms_jax.generation import compiling, programs
+from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
 from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, shapes
@@ -54,7 +54,7 @@ COLLECTIVES = {
     )
 }
 OWN_COLLECTIVES = {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"}
-OURS = compiling.GPU_STEP_OPTIONS
+OURS = programs.GPU_STEP_OPTIONS
 UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
@@ -67,7 +67,7 @@ MEASURED, HEURISTIC = "measured", "heuristic"
 
 
 class Variant(NamedTuple):
-    """Options beside `compiling.GPU_OPTIONS`, layers in a turn, and what is chosen of kernels.
+    """Options beside `programs.GPU_OPTIONS`, layers in a turn, and what is chosen of kernels.
 
     `write` says what writes keys and values; `settings` where those of attention come from.
     """
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
     name: str
     options: dict[str, Any]
     write: str = KERNEL
-    block: int = compiling.ON_GPU_STEP["block"]
+    block: int = programs.ON_GPU_STEP["block"]
     settings: str = MEASURED
 
 
@@ -139,10 +139,10 @@ class Config:
 
 @contextlib.contextmanager
 def using(
-    program: compiling.Program, write: str, settings: str = MEASURED
+    program: programs.Program, write: str, settings: str = MEASURED
 ) -> Iterator[list[np.ndarray]]:
     """Steps go through a program of another compilation; yields the tokens that they drew."""
-    before = programs.decode, pool.write_pages, pool.rotate_and_write, Runner.read
+    before = programs.decode, pool.write_pages, pool.rotate_and_write, Runner.collect
     look_up = tuned.lookup
     drawn: list[np.ndarray] = []
 
@@ -151,7 +151,7 @@ def using(
         drawn.append(np.asarray(steps.tokens))
         return steps
 
-    programs.decode, Runner.read = program, read
+    programs.decode, Runner.collect = program, read
     if write == SCATTERS:
         pool.write_pages, pool.rotate_and_write = (
             functools.partial(each, implementation="xla") for each in before[1:3]
@@ -162,19 +162,19 @@ def using(
         yield drawn
     finally:
         tuned.lookup = look_up
-        programs.decode, pool.write_pages, pool.rotate_and_write, Runner.read = before
+        programs.decode, pool.write_pages, pool.rotate_and_write, Runner.collect = before
 
 
-def program_of(variant: Variant) -> compiling.Program:
+def program_of(variant: Variant) -> programs.Program:
     """The library's step, compiled by itself as a variant says."""
     step = inspect.unwrap(programs.decode)
 
     def decode(*args, block=1):  # another function: nothing compiled before serves it
         return step(*args, block=block)
 
-    return compiling.Program(
+    return programs.Program(
         decode,
-        gpu_options=compiling.GPU_OPTIONS | variant.options,
+        gpu_options=programs.GPU_OPTIONS | variant.options,
         on_gpu=dict(block=variant.block),
         donate_argnums=1,
         static_argnums=(9, 10),

@@ -15,12 +15,14 @@ A defect of the scheduler would show in float64 too (`--dtype float64`), where r
 times smaller.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +34,11 @@ from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling
-from dms_jax.generation.drawing import sample
+from dms_jax.generation.engine import Source
 from dms_jax.generation.programs import request_keys
 from dms_jax.generation.requests import Request, make_request
+from dms_jax.generation.sampling import sample
+from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
@@ -103,13 +107,13 @@ def measure(name: str, config: Config) -> dict[str, Any]:
     )
     engine = Engine(model, policy, **settings)
     runner = engine.runner
-    pages = int(config.share * runner.allocator.pages_per_shard * runner.num_shards)
+    pages = int(config.share * runner.reservation.allocator.pages_per_shard * runner.num_shards)
     engine = Engine(model, policy, memory=pages * runner.page_bytes, **settings)
     arrivals = np.random.default_rng(config.seed)
 
-    put_back = count_preemptions(engine)
     start = time.perf_counter()
-    loaded = answer(engine, make_all(model, config), lambda idle: int(arrivals.integers(0, 4)))
+    with counted_preemptions() as preempted:
+        loaded = answer(engine, make_all(model, config), lambda idle: int(arrivals.integers(0, 4)))
     between = time.perf_counter()
     alone = answer(engine, make_all(model, config), int)
     end = time.perf_counter()
@@ -120,7 +124,7 @@ def measure(name: str, config: Config) -> dict[str, Any]:
         "policy": str(policy),
         "requests": len(alone),
         "tokens": sum(len(each.generated) for each in alone),
-        "preemptions": len(put_back),
+        "preemptions": len(preempted),
         "differ": [explain(model, policy, *pair) for pair in differ],
         "largest_logprob_difference": max(difference(*pair) for pair in pairs),
         "seconds_loaded": between - start,
@@ -128,16 +132,17 @@ def measure(name: str, config: Config) -> dict[str, Any]:
     }
 
 
-def count_preemptions(engine: Engine) -> list[int]:
-    """The lanes whose requests an engine puts back, as they are."""
-    put_back, lanes = engine._room.put_back, []
+@contextlib.contextmanager
+def counted_preemptions() -> Iterator[list[int]]:
+    """A context in which the lanes of preempted requests are noted."""
+    preempt, lanes = Scheduler.preempt, []
 
-    def counted(*running: Any) -> int:
-        lanes.append(put_back(*running))
+    def counted(scheduler: Scheduler) -> int:
+        lanes.append(preempt(scheduler))
         return lanes[-1]
 
-    object.__setattr__(engine._room, "put_back", counted)
-    return lanes
+    with mock.patch.object(Scheduler, "preempt", counted):
+        yield lanes
 
 
 def make_all(model: LanguageModel, config: Config) -> list[Request]:
@@ -170,7 +175,7 @@ def answer(
         came = [each for _, each in zip(range(count), left, strict=False)]
         return came or (None if idle else [])
 
-    engine.serve([], Sampling(logprobs=True), incoming=incoming)
+    engine.serve(Source([], Sampling(logprobs=True), incoming=incoming))
     return requests
 
 

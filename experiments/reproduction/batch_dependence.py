@@ -31,7 +31,7 @@ from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Task, WordChain
 from dms_jax.generation import Engine, programs
-from dms_jax.generation.compiling import GPU_OPTIONS, GPU_STEP_OPTIONS, ON_GPU_STEP, Program
+from dms_jax.generation.programs import GPU_OPTIONS, GPU_STEP_OPTIONS, ON_GPU_STEP, Program
 from dms_jax.model.language_model import LanguageModel
 from pallas_kernels import decode_attention
 
@@ -208,7 +208,7 @@ def answer(
     )
     engine = Engine(model, **(options | how.options))
     if how.share is not None:
-        pages = engine.runner.allocator.pages_per_shard
+        pages = engine.runner.reservation.allocator.pages_per_shard
         held = int(how.share * pages) * engine.runner.page_bytes
         engine = Engine(model, memory=held, **(options | how.options))
     answers = {}

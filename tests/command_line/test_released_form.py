@@ -13,7 +13,7 @@ from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.command_line import evaluate, generate
 from dms_jax.command_line.running import run
 from dms_jax.config import ModelConfig
-from dms_jax.generation.prompts import encode_prompts
+from dms_jax.generation.requests import encode_prompts
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "experiments/docs/pages/index.md"
 README = pathlib.Path(dms_jax.__file__).parents[1] / "README.md"

@@ -6,9 +6,9 @@ import pytest
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch) -> None:
     """Chunks of eight steps are two programs, as longer ones are."""
-    from dms_jax.generation import launched  # jax is set up before it is imported
+    from dms_jax.generation import in_flight  # jax is set up before it is imported
 
-    monkeypatch.setattr(launched, "_FEWEST_STEPS", 4)
+    monkeypatch.setattr(in_flight, "_FEWEST_STEPS", 4)
 
 
 @pytest.fixture
@@ -20,5 +20,5 @@ def fakes():
     with faked():
         yield
     for engine in HOST_ENGINES:
-        assert engine.runner.allocator.pages_in_use == 0
-        assert not engine.runner.unread.any()
+        assert engine.runner.reservation.allocator.pages_in_use == 0
+        assert not engine.runner.reservation.steps_in_flight.any()

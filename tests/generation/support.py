@@ -14,9 +14,10 @@ import numpy as np
 import dms_jax
 from dms_jax import assets
 from dms_jax.generation import Engine
+from dms_jax.generation.engine import Source
+from dms_jax.generation.prefill import Shape, Shapes
 from dms_jax.generation.requests import Request, make_request
 from dms_jax.generation.sampling import Sampling
-from dms_jax.generation.shapes import Shape, Shapes
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from tests.support.fake_programs import Answer, answer_of
 
@@ -118,7 +119,7 @@ def requests_of(
 def serve_arrivals(engine: Engine, looks: Sequence[list[Request]], on_tokens=None) -> None:
     """Serves requests that come at the first looks for more, and none after them."""
     left = iter(looks)
-    engine.serve([], GREEDY, on_tokens, incoming=lambda wait: next(left, None))
+    engine.serve(Source([], GREEDY, on_tokens=on_tokens, incoming=lambda wait: next(left, None)))
 
 
 @contextlib.contextmanager
@@ -126,10 +127,10 @@ def squeezed(engine: Engine, pages: int) -> Iterator[None]:
     """The idle engine's pool has so many pages for a while: a smaller one has other programs."""
     runner, restart = engine.runner, engine.runner.restart
     runner.recover()
-    whole = list(runner.allocator._free[0])
+    whole = list(runner.reservation.allocator._free[0])
 
     def squeeze():
-        runner.allocator._free[0] = whole[len(whole) - pages :]
+        runner.reservation.allocator._free[0] = whole[len(whole) - pages :]
 
     def restart_squeezed():  # after an error there is a new pool
         restart()
@@ -139,11 +140,11 @@ def squeezed(engine: Engine, pages: int) -> Iterator[None]:
     runner.restart = restart_squeezed
     try:
         yield
-        assert runner.allocator.pages_in_use == 0
-        assert len(runner.allocator._free[0]) == (len(whole) if runner.dirty else pages)
+        assert runner.reservation.allocator.pages_in_use == 0
+        assert len(runner.reservation.allocator._free[0]) == (len(whole) if runner.dirty else pages)
     finally:
         del runner.restart
-        runner.allocator._free[0] = whole
+        runner.reservation.allocator._free[0] = whole
 
 
 def every_shape(shapes: Shapes) -> list[Shape]:

@@ -6,10 +6,11 @@ import functools
 import numpy as np
 import pytest
 
-from dms_jax.generation import compiling, programs
-from dms_jax.generation.launched import LANES_AHEAD
+from dms_jax.generation import programs
+from dms_jax.generation.in_flight import LANES_AHEAD
+from dms_jax.generation.prefill import Shape
+from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.shapes import Shape
 from tests.generation.support import (
     GREEDY,
     answer,
@@ -27,7 +28,7 @@ SIX = prompts((5, 9, 13, 7, 11, 3))
 
 def noted(monkeypatch):
     """Returns a list to which launches and reads of programs of steps are added in order."""
-    order, call, read = [], compiling.Program.__call__, Runner.read
+    order, call, read = [], programs.Program.__call__, Runner.collect
 
     def launched(program, *arguments):
         if program is programs.decode:
@@ -38,8 +39,8 @@ def noted(monkeypatch):
         order.append("read")
         return read(runner, chunk)
 
-    monkeypatch.setattr(compiling.Program, "__call__", launched)
-    monkeypatch.setattr(Runner, "read", fetched)
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    monkeypatch.setattr(Runner, "collect", fetched)
     return order
 
 
@@ -81,8 +82,8 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
     engine, order, call, read = (
         host_engine(name),
         [],
-        compiling.Program.__call__,
-        Runner.read_lengths,
+        programs.Program.__call__,
+        Reservation._set_lengths,
     )
 
     def launched(program, *arguments):
@@ -94,8 +95,8 @@ def test_prompts_are_launched_before_what_is_left_of_the_last_ones_is_read(name,
         order.append("lengths")
         return read(runner, *arguments)
 
-    monkeypatch.setattr(compiling.Program, "__call__", launched)
-    monkeypatch.setattr(Runner, "read_lengths", fetched)
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    monkeypatch.setattr(Reservation, "_set_lengths", fetched)
     engine.generate(TWO, sampling=GREEDY)
     first = ["prompt", "prompt", *([] if name == "keeps" else ["lengths"]), "steps"]
     assert order[: len(first)] == first
@@ -117,13 +118,13 @@ def test_prompts_evict_within_the_pages_that_they_took_in_turn(
 
     def in_turn(self, *arguments, **options):
         extended = extend(self, *arguments, **options)
-        self.read_prompts()
+        self.reservation.collect_prompts()
         return extended
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "extend", in_turn)
         assert engine.generate(given, sampling=sampling) == expected
-    most = sum(each.usage.peak_cache_bytes - runner._state_bytes for each in expected)
+    most = sum(each.usage.peak_cache_bytes - runner.reservation._state_bytes for each in expected)
     with squeezed(engine, most // runner.page_bytes):
         assert engine.generate(given, sampling=sampling) == expected
 
@@ -131,26 +132,26 @@ def test_prompts_evict_within_the_pages_that_they_took_in_turn(
 def test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it(monkeypatch):
     """It is not waited for, and the lengths that its program returns later are nobody's."""
     runner, given = host_engine("evicts").runner, [0, 1]
-    waited, read = [], Runner.read_lengths
+    waited, read = [], Reservation._set_lengths
 
     def fetched(runner, *arguments):
         waited.append(True)
         read(runner, *arguments)
 
-    monkeypatch.setattr(Runner, "read_lengths", fetched)
+    monkeypatch.setattr(Reservation, "_set_lengths", fetched)
     runner.recover()
     with runner.working():
-        runner.reserve(np.array([8, 5]), prompt=True)
+        runner.reservation.reserve(np.array([8, 5]), prompt=True)
         tokens = {lane: np.asarray(prompts((8, 5))[lane], np.int32) for lane in given}
         shape = Shape(8, entries=2, places=None, one_pass=True)
         runner.extend(tokens, shape=shape, prompt=True, ends_prompt=given)
         runner.clear([0])
-        assert runner.slots_held().max((0, 2)).tolist() == [0, 5]
-        assert not runner.lengths_of(0).any()
+        assert runner.reservation.slots_held().max((0, 2)).tolist() == [0, 5]
+        assert not runner.reservation.lengths_of(0).any()
         assert not waited
-        assert set(runner.lengths_of(1).flat) == {5}  # the window evicts nothing yet
+        assert set(runner.reservation.lengths_of(1).flat) == {5}  # the window evicts nothing yet
         assert waited
-        assert runner.lengths.max((0, 2)).tolist() == [0, 5]
+        assert runner.reservation.lengths.max((0, 2)).tolist() == [0, 5]
         runner.clear([1])
 
 
@@ -204,7 +205,7 @@ def test_answers_that_all_end_at_once(monkeypatch):
     completions, order = in_order(monkeypatch, engine, same)
     assert order == spelled("LLLL RRRR")
     assert completions == engine.generate(same, sampling=GREEDY, on_tokens=lambda update: None)
-    assert not engine.runner.unread.any()
+    assert not engine.runner.reservation.steps_in_flight.any()
     assert engine.generate(same, sampling=GREEDY) == completions
     for one in completions:
         answer(same[0], ends=ENDS).check(one)
@@ -216,7 +217,7 @@ def test_a_pool_without_room_for_two_chunks(name, monkeypatch):
     engine = host_engine(name)
     expected = engine.generate(TWO, sampling=GREEDY)
     runner = engine.runner
-    most = sum(each.usage.peak_cache_bytes - runner._state_bytes for each in expected)
+    most = sum(each.usage.peak_cache_bytes - runner.reservation._state_bytes for each in expected)
     orders, prefilled = [], []
     for missing in (0, 4, 12):
         with squeezed(engine, most // runner.page_bytes - missing):
@@ -234,7 +235,7 @@ def test_a_pool_without_room_for_two_chunks(name, monkeypatch):
 def test_a_wider_program_waits_for_the_lengths(monkeypatch):
     """The page table would be wider if nothing were evicted, and so compiled anew."""
     engine = host_engine("evicts")
-    monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
+    monkeypatch.setattr(Reservation, "fits_table", lambda *_: False)
     _, order = in_order(monkeypatch, engine, TWO)
     assert order == IN_TURN
 
@@ -242,28 +243,28 @@ def test_a_wider_program_waits_for_the_lengths(monkeypatch):
 def test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs(monkeypatch):
     """12 tokens and a chunk of 8 take more than the narrowest 16 pages, whatever its programs."""
     engine = host_engine(page_size=1)
-    widths, call = [], compiling.Program.__call__
+    widths, call = [], programs.Program.__call__
 
     def launched(program, *arguments):
         if program in (programs.extend, programs.decode):
             widths.append(arguments[3].shape[-1])
         return call(program, *arguments)
 
-    monkeypatch.setattr(compiling.Program, "__call__", launched)
+    monkeypatch.setattr(programs.Program, "__call__", launched)
     engine.generate(prompts((12,)), sampling=GREEDY)
     assert set(widths) == {64}
 
 
 def test_a_cancellation_waits_for_the_chunk_that_was_launched(monkeypatch):
     """It comes from elsewhere, while two chunks are on the device."""
-    engine, read = host_engine("evicts"), Runner.read
+    engine, read = host_engine("evicts"), Runner.collect
 
     def cancelled(runner, launched):
         engine.cancel([0])
         return read(runner, launched)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "read", cancelled)
+        patch.setattr(Runner, "collect", cancelled)
         (one, other), order = in_order(patch, engine, TWO)
     assert order == spelled("LLLL RRRR L R")
     assert one.finish_reason == "cancelled"

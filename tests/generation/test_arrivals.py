@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 import dms_jax
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.sampling import Sampling
 from tests.generation.support import (
@@ -52,7 +53,7 @@ def test_requests_join_those_that_run_and_draw_as_they_do_alone():
         if update.finished:
             ended.append(update.index)
 
-    assert engine.serve([], GREEDY, on_tokens, incoming=incoming) == []
+    assert engine.serve(Source([], GREEDY, on_tokens=on_tokens, incoming=incoming)) == []
     assert sorted(ended) == [0, 1, 2]
     check(requests)
     assert waited[:2] == [True, False]  # nothing else was to be done before the first one
@@ -95,7 +96,7 @@ def test_requests_are_looked_for_between_chunks_of_those_that_nobody_listens_to(
         looked.append(wait)
         return [coming.pop()] if coming else None if wait else []
 
-    engine.serve([], GREEDY, incoming=incoming)
+    engine.serve(Source([], GREEDY, incoming=incoming))
     assert looked == [True, False, False, True]
 
 
@@ -135,7 +136,7 @@ def test_what_is_cancelled_while_it_waits_is_never_read(lengths):
             engine.cancel([2])
         return None
 
-    engine.serve([], GREEDY, told.append, incoming=incoming)
+    engine.serve(Source([], GREEDY, on_tokens=told.append, incoming=incoming))
     check(requests[:2])
     assert (requests[2].finish_reason, requests[2].generated) == ("cancelled", [])
     usage = requests[2].usage
@@ -153,11 +154,11 @@ def test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk():
         if coming:
             return coming.pop()
         if request.generated:
-            running_on.append(bool(engine.runner.unread.any()))
+            running_on.append(bool(engine.runner.reservation.steps_in_flight.any()))
             engine.cancel([0])
         return None
 
-    engine.serve([], GREEDY, lambda update: None, incoming=incoming)
+    engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
     assert running_on[0]
     assert request.finish_reason == "cancelled"
     assert request.generated == answer(request.prompt).tokens[: 1 + CHUNK]
@@ -180,7 +181,14 @@ def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens, 
             cancel_other()
         return coming.pop(0) if coming else None
 
-    engine.serve([], GREEDY, lambda update: cancel_other() if listens else None, incoming=incoming)
+    engine.serve(
+        Source(
+            [],
+            GREEDY,
+            on_tokens=lambda update: cancel_other() if listens else None,
+            incoming=incoming,
+        )
+    )
     assert other.finish_reason == "cancelled"
     usage = other.usage
     assert usage.prefilled_tokens == usage.peak_tokens == usage.live_tokens > 0
@@ -201,7 +209,7 @@ def cancelled_while_it_is_read(engine, prompts, *indices, listens=True):
         return None
 
     told = []
-    engine.serve([], GREEDY, told.append if listens else None, incoming=incoming)
+    engine.serve(Source([], GREEDY, on_tokens=told.append if listens else None, incoming=incoming))
     ended = range(len(prompts)) if listens else ()
     assert sorted(each.index for each in told if each.finished) == list(ended)
     return requests
@@ -245,13 +253,13 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
     coming, looks, told = [[first], others], [], []
 
     def incoming(wait):
-        lanes = [lane for lane, each in engine._running.items() if each is not first]
+        lanes = [lane for lane, each in engine._call.scheduler.running.items() if each is not first]
         looks.append((len(first.generated), int(engine.runner.seen[lanes].sum())))
         if len(coming) == 2 or (coming and len(first.generated) > after):
             return coming.pop(0)
         return [] if coming else None
 
-    engine.serve([], GREEDY, told.append if listens else None, incoming=incoming)
+    engine.serve(Source([], GREEDY, on_tokens=told.append if listens else None, incoming=incoming))
     ended = list(range(len(given))) if listens else []
     assert sorted(each.index for each in told if each.finished) == ended
     return [first, *others], told, looks
@@ -346,7 +354,7 @@ def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
 
     monkeypatch.setattr(engine.runner, "extend", counted)
     with squeezed(engine, 234):
-        engine.serve([], GREEDY, lambda update: None, incoming=incoming)
+        engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
     check(requests, "evicts")
     assert looks == list(range(6))  # a program of prompts at each look, until the older one is read
     assert others[1].usage.prefilled_tokens > len(given[2])  # the younger one was put back

@@ -6,8 +6,9 @@ import random
 import pytest
 
 from dms_jax.generation import Sampling
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_request
-from dms_jax.generation.room import Room
+from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import GREEDY, answer, host_engine, prompts, squeezed
 from tests.support.fake_programs import ENDS
 
@@ -46,14 +47,15 @@ def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(
     Of chunks of 8 steps the second half may run while lanes are given away, also those of answers
     that a stop string ended, of which the device does not know.
     """
-    put_back, ended = Room.put_back, collections.Counter()
+    preempt, ended = Scheduler.preempt, collections.Counter()
 
-    def checked(room, *given):
-        assert not room.runner.unread.any()  # steps that may end an answer and make room
+    def checked(scheduler):
+        # Steps that may end an answer and make room.
+        assert not scheduler.runner.reservation.steps_in_flight.any()
         ended["put back"] += 1
-        return put_back(room, *given)
+        return preempt(scheduler)
 
-    monkeypatch.setattr(Room, "put_back", checked)
+    monkeypatch.setattr(Scheduler, "preempt", checked)
     engine = host_engine(name, 4, chunk=chunk, ends=ends, page_size=8)
     config = engine.model.config
     for seed in range(ROUNDS):
@@ -80,7 +82,7 @@ def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(
                 assert request.generated == want.tokens[: len(request.generated)]
             else:
                 want.check(request)
-        assert not engine.runner.unread.any()
+        assert not engine.runner.reservation.steps_in_flight.any()
     assert min(ended["stop"], ended["length"]) > 10
     assert ended["end"] > 5 or not ends
     assert ended["put back"] or pages == 640, ended
@@ -103,4 +105,4 @@ def serve_at_random(engine, pending, choose):
         came, pending[:count] = pending[:count], []
         return came
 
-    engine.serve([], GREEDY, lambda _: perhaps_cancel(), incoming=incoming)
+    engine.serve(Source([], GREEDY, on_tokens=lambda _: perhaps_cancel(), incoming=incoming))

@@ -9,7 +9,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, Sampling
-from dms_jax.generation.compiling import Program
+from dms_jax.generation.programs import Program
 from dms_jax.model.language_model import LanguageModel
 from pallas_kernels import prefill_attention
 from tests.support.models import random_model, random_tokens, tiny_config

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dms_jax.generation.batches import build_batch
-from dms_jax.generation.shapes import Shape
+from dms_jax.generation.prefill import Shape
+from dms_jax.generation.runner import build_batch
 
 
 def test_tokens_that_have_no_place_are_refused():

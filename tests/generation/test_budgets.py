@@ -181,7 +181,7 @@ def test_a_prompt_that_is_cut_gives_its_pages_back():
     engine.generate(
         prompts([50]),
         sampling=dataclasses.replace(GREEDY, max_new_tokens=9),
-        on_tokens=lambda update: held.append(engine.runner.allocator.pages_in_use),
+        on_tokens=lambda update: held.append(engine.runner.reservation.allocator.pages_in_use),
     )
     assert set(held) == {20, 0}  # 8 of 50 tokens, and 4 more, until it has ended
 

@@ -14,9 +14,9 @@ from dms_jax.cache.accounting import Meter
 from dms_jax.errors import BusyError, CapacityError
 from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Generation
-from dms_jax.generation.calls import keep_finished
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
+from dms_jax.interrupts import keep_finished
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import (
     GREEDY,

@@ -6,7 +6,7 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Update
-from dms_jax.generation.runner import Runner
+from dms_jax.generation.reservation import Reservation
 from tests.generation.support import (
     GREEDY,
     SHAPE,
@@ -68,15 +68,15 @@ def test_a_request_whose_first_token_was_not_read_is_not_ended_without_it(monkey
     """Another thread cancels it as steps that ran on have been read, behind which it was drawn."""
     engine, sampling = host_engine(), dataclasses.replace(GREEDY, max_new_tokens=30)
     requests = requests_of(prompts((5, 9)), sampling)
-    listener, trim = Listener(2), Runner.trim
+    listener, trim = Listener(2), Reservation.trim
 
     def cancelled(runner):
-        if engine._launched.drawn and requests[0].generated:
+        if engine._call.in_flight.drawn and requests[0].generated:
             engine.cancel([1])
         trim(runner)
 
-    monkeypatch.setattr(Runner, "trim", cancelled)
-    monkeypatch.setattr(Runner, "fits_table", lambda *_: False)  # which has the steps read
+    monkeypatch.setattr(Reservation, "trim", cancelled)
+    monkeypatch.setattr(Reservation, "fits_table", lambda *_: False)  # which has the steps read
     serve_arrivals(engine, [requests[:1], [], requests[1:]], listener)
     first, one = requests
     answer(first.prompt, sampling).check(first)
@@ -114,15 +114,15 @@ def test_a_request_that_ends_by_itself_ends_so():
 def test_a_preempted_request_keeps_what_it_generated(monkeypatch):
     """It was put back in the queue with a chunk of its answer, and is cancelled there."""
     engine, given = host_engine(), prompts((13, 13))
-    put_back, fits = [], engine.runner.fits
+    put_back, fits = [], engine.runner.reservation.fits
 
     def full(extra, **options):
-        if len(engine._running) == 2 and (engine.runner.seen > 20).all():
+        if len(engine._call.scheduler.running) == 2 and (engine.runner.seen > 20).all():
             put_back.append(extra)
             return False
         return fits(extra, **options)
 
-    monkeypatch.setattr(engine.runner, "fits", full)
+    monkeypatch.setattr(engine.runner.reservation, "fits", full)
     listener = Cancel(engine, 2, at=0, indices=[1], nth=3)
     completions = engine.generate(given, sampling=GREEDY, on_tokens=listener)
     listener.check(completions)

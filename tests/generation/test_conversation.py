@@ -4,12 +4,13 @@ import dataclasses
 import shutil
 
 import pytest
+from dms_jax.data.encoding import encode_document
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
-from dms_jax.data.encoding import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
+from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.runner import Runner
 from tests.generation.support import (
     GREEDY,
@@ -327,7 +328,7 @@ def test_chains_of_one_question_read_it_once(fed):
 
 def with_pages(conversation, pages: int):
     """Returns a conversation that has begun nothing, with so many pages in its pool."""
-    free = conversation._engine.runner.allocator._free
+    free = conversation._engine.runner.reservation.allocator._free
     free[0] = free[0][len(free[0]) - pages :]
     return conversation
 
@@ -387,7 +388,7 @@ def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
 
     conversation = begun("evicts", **SHAPE)
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "read_lengths", refuse)
+        patch.setattr(Reservation, "_set_lengths", refuse)
         with pytest.raises(KeyboardInterrupt):
             conversation.read(context)
     conversation.read(context)

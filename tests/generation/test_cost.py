@@ -11,10 +11,11 @@ import pytest
 import dms_jax
 from dms_jax.cache import PageAllocator
 from dms_jax.generation import prompts as given_prompts
+from dms_jax.generation.engine import Source
+from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import request_keys
-from dms_jax.generation.reading import Reading
-from dms_jax.generation.reporting import Reporter
 from dms_jax.generation.requests import make_requests
+from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
 from dms_jax.generation.text import TextTracker
 from tests.generation.support import host_engine, model_for, prompts
 from tests.support.compilations import Compilations
@@ -101,7 +102,7 @@ def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
     monkeypatch.setattr(engine.runner, "decode", watched)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=12)
     engine.generate(prompts([140]), sampling=sampling)
-    assert engine.runner.table_width(1) >= 140 // 4  # of prompts
+    assert engine.runner.reservation.table_width(1) >= 140 // 4  # of prompts
     assert set(widths) == {16}  # the least that there is
     assert compilations.of(lambda: engine.generate(prompts([139]), sampling=sampling)) == 0
 
@@ -129,7 +130,7 @@ def test_traffic_of_any_kind_compiles_a_handful_of_programs():
         requests = make_requests(engine.model.config, tokens, sampling)
         for request, new in zip(requests, random.integers(1, 12, count), strict=True):
             request.max_new_tokens = int(new)
-        engine.serve(requests, sampling)
+        engine.serve(Source(requests, sampling))
 
     # Prompts take two widths, each for many entries and for few, and two widths of the page table;
     # one chunk of steps for each of these; first tokens, clearing, and hidden states.
@@ -153,7 +154,7 @@ def test_chains_of_one_prompt_are_looked_at_once(monkeypatch):
 
 
 def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
-    """Thousands may wait, and the device waits while a chunk is settled."""
+    """Thousands may wait, and the device waits while a chunk is finished."""
     looked: list[object] = []
 
     class Queue(collections.deque):
@@ -168,14 +169,14 @@ def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
 
     runner, tracker = host_engine().runner, TextTracker(None, ())
     requests = make_requests(model_for("vanilla").config, [[1, 2]] * 1000, dms_jax.Sampling())
-    waiting, cancelled = Queue(requests), {7}
-    reading = Reading(runner.prompt_shapes(8, 64), takes_turns=False)
-    reporter = Reporter(runner, tracker, None, False, reading, cancelled)
-    reporter.settle({}, waiting)  # of a cancellation, for which they are
+    queue = PrefillQueue(runner.prompt_shapes(8, 64), takes_turns=False)
+    scheduler = Scheduler(Admission(runner, 8, 8), queue, Notifier(tracker), [], keep=False)
+    scheduler.waiting, scheduler.cancelled = Queue(requests), {7}
+    scheduler.finish()  # of a cancellation, for which they are
     assert requests[7].finish_reason == "cancelled"
-    assert list(waiting) == requests[:7] + requests[8:]
+    assert list(scheduler.waiting) == requests[:7] + requests[8:]
     looked.clear()
-    reporter.settle({}, waiting)
+    scheduler.finish()
     assert len(looked) < 20  # type checks of the tests look at some
 
 

@@ -5,8 +5,7 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
-from dms_jax.generation.drawing import sample
-from dms_jax.generation.sampling import LanesFilter, Sampling
+from dms_jax.generation.sampling import LanesFilter, Sampling, sample
 
 
 def inside(equation) -> list:

@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Completion, Engine
-from dms_jax.generation.room import Room
+from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from tests.generation.support import (
     GREEDY,
@@ -78,7 +78,7 @@ def test_what_is_put_back_answers_as_if_nothing_had_happened(name, monkeypatch):
     """The pool is full once both lanes have a chunk of their answers: the younger one leaves."""
     expected = undisturbed(name)
     engine = in_float8() if name == "float8" else engine_for(name)
-    fits, put_back, left = engine.runner.fits, Room.put_back, []
+    fits, preempt, left = engine.runner.reservation.fits, Scheduler.preempt, []
 
     def full_once(extra, **options):
         both = [len(each.generated) for each in engine.running]
@@ -86,12 +86,12 @@ def test_what_is_put_back_answers_as_if_nothing_had_happened(name, monkeypatch):
             extra, **options
         )
 
-    def counted(room, running, waiting):
-        left.append(put_back(room, running, waiting))
+    def counted(scheduler):
+        left.append(preempt(scheduler))
         return left[-1]
 
-    monkeypatch.setattr(engine.runner, "fits", full_once)
-    monkeypatch.setattr(Room, "put_back", counted)
+    monkeypatch.setattr(engine.runner.reservation, "fits", full_once)
+    monkeypatch.setattr(Scheduler, "preempt", counted)
     found = engine.generate(prompts(), sampling=GREEDY)
     assert len(left) == 1
     for one, other in zip(found, expected, strict=True):
@@ -100,7 +100,7 @@ def test_what_is_put_back_answers_as_if_nothing_had_happened(name, monkeypatch):
         same_usage(one.usage, other.usage)
     again = sum(one.usage.prefilled_tokens for one in found)
     assert again > sum(LENGTHS) + SHAPE["chunk"]
-    assert engine.runner.allocator.pages_in_use == 0
+    assert engine.runner.reservation.allocator.pages_in_use == 0
 
 
 @pytest.mark.parametrize("name", ["dms", "dmc", "quest", "kcache"])

@@ -111,7 +111,7 @@ def struck_while_it_cleans_up(engine, lines):
             lambda listen: engine.generate(given, sampling=SHORT, on_tokens=listen), nth
         )
         assert engine.generate(given, sampling=SHORT) == expected, nth
-        assert engine.runner.allocator.pages_in_use == 0
+        assert engine.runner.reservation.allocator.pages_in_use == 0
         if not struck:
             return nth
     raise AssertionError("there was no last line")

@@ -17,7 +17,7 @@ from dms_jax.config import ModelConfig, Rope
 from dms_jax.devices import out_of_memory
 from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
 from dms_jax.evaluation.likelihood import likelihoods
-from dms_jax.generation import Device, Engine, memory, programs, warming
+from dms_jax.generation import Device, Engine, memory, precompile, programs
 from dms_jax.generation.memory import pool_pages
 from dms_jax.model import language_model
 from tests.generation.support import GREEDY, POLICIES, model_for, prompts
@@ -165,11 +165,11 @@ def test_the_pool_holds_what_the_accounting_says():
     pool = cache.k_pages.nbytes + cache.v_pages.nbytes
     bounds = cache.page_state.low.nbytes + cache.page_state.high.nbytes
     pages = 3 * 20 * 4
-    assert runner.allocator.pages_per_shard == pages
+    assert runner.reservation.allocator.pages_per_shard == pages
     assert pool + bounds == pages * runner.page_bytes
-    assert runner.cache_bytes()[1] == 0
-    runner.reserve(np.array([0, 17, 0]))
-    assert runner.cache_bytes()[1] == 2 * 20 * runner.page_bytes
+    assert runner.reservation.cache_bytes()[1] == 0
+    runner.reservation.reserve(np.array([0, 17, 0]))
+    assert runner.reservation.cache_bytes()[1] == 2 * 20 * runner.page_bytes
 
 
 def test_pools_come_in_few_sizes():
@@ -237,7 +237,7 @@ def test_running_out_of_memory_while_it_runs(call, monkeypatch):
     def refuse(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(warming, "_compile", refuse if call == "warm" else lambda *_: 0)
+    monkeypatch.setattr(precompile, "_compile", refuse if call == "warm" else lambda *_: 0)
     monkeypatch.setattr(language_model, "_logits", refuse)
     for program in ("extend", "decode", "teacher_forced_decode"):
         monkeypatch.setattr(programs, program, refuse)
@@ -269,7 +269,7 @@ def test_what_failed_leaves_no_memory_taken(error, monkeypatch):
             with pytest.raises((OutOfMemoryError, Strange)) as caught:
                 engine.generate(prompts([5, 7]), sampling=SHORT)
         assert pools() == []
-        assert engine.runner.allocator.pages_in_use == 0
+        assert engine.runner.reservation.allocator.pages_in_use == 0
         assert engine.generate(prompts([5, 7]), sampling=SHORT) == expected
         assert len(pools()) == 2  # of keys, and of values
         del engine, caught

@@ -46,7 +46,7 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     assert [c.usage.kv_reads for c in completions] == pytest.approx(
         [c.usage.kv_reads for c in expected]
     )
-    assert engine.runner.allocator.pages_in_use == 0
+    assert engine.runner.reservation.allocator.pages_in_use == 0
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dms_jax.generation import programs
-from dms_jax.generation.packing import Packed
+from dms_jax.generation.programs import Packed
 from dms_jax.generation.runner import Runner
 from tests.generation.support import GREEDY, answer, host_engine, prompts
 
@@ -36,7 +36,7 @@ def test_double_precision_is_packed_whole():
 
 @pytest.mark.usefixtures("fakes")
 def test_a_chunk_of_steps_is_read_in_one_transfer(monkeypatch):
-    given, read = prompts((5, 13)), Runner.read
+    given, read = prompts((5, 13)), Runner.collect
 
     def counted(runner, chunk):
         (words,) = jax.tree.leaves(chunk.steps)
@@ -46,6 +46,6 @@ def test_a_chunk_of_steps_is_read_in_one_transfer(monkeypatch):
         chex.assert_trees_all_equal(steps.tokens[-1], jnp.asarray(chunk.newest))
         return steps
 
-    monkeypatch.setattr(Runner, "read", counted)
+    monkeypatch.setattr(Runner, "collect", counted)
     for prompt, one in zip(given, host_engine().generate(given, sampling=GREEDY), strict=True):
         answer(prompt).check(one)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dms_jax.generation import Engine, Sampling
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import LanesFilter
@@ -26,7 +27,7 @@ class Watch:
         self.pages = pages  # of the pool
         self.ahead = self.chunks = 0
         self._inflight: list[np.ndarray] = []
-        launch, read = Runner.decode, Runner.read
+        launch, read = Runner.decode, Runner.collect
 
         def launched(runner, tokens, remaining, *args, **options):
             lengths = np.asarray(runner.cache.lengths, np.int64)  # after all that was launched
@@ -44,29 +45,29 @@ class Watch:
             covered = -(-np.asarray(steps.lengths)[:, ran] // PAGE)
             live = np.arange(table.shape[-1]) < covered[..., None]
             # No page that it wrote to was given to anybody meanwhile.
-            width = min(table.shape[-1], runner.allocator.table.shape[-1])
+            width = min(table.shape[-1], runner.reservation.allocator.table.shape[-1])
             assert not live[..., width:].any()
-            own = runner.allocator.table[:, ran, :, :width]
+            own = runner.reservation.allocator.table[:, ran, :, :width]
             assert (table[:, ran, :, :width] == own)[live[..., :width]].all()
             return steps
 
         monkeypatch.setattr(Runner, "decode", launched)
-        monkeypatch.setattr(Runner, "read", was_read)
+        monkeypatch.setattr(Runner, "collect", was_read)
 
     def _look(self, runner, lengths, most, table):
         assert (most <= CHUNK).all()
-        held = int(runner.allocator.reserved.max()) * PAGE
-        assert table.shape[-1] == runner.table_width(held, steps=True)
+        held = int(runner.reservation.allocator.reserved.max()) * PAGE
+        assert table.shape[-1] == runner.reservation.table_width(held, steps=True)
         # The most that the chunk can come to. An idle lane writes nothing and is not read.
         slots = np.where((most > 0)[:, None], lengths + most[:, None], 0)
         slots = np.minimum(slots, np.maximum(runner._slot_limit or slots, lengths))
         assert (slots <= table.shape[-1] * PAGE).all()
         named = table[np.arange(table.shape[-1]) < -(-slots // PAGE)[..., None]]
-        assert ((named >= 0) & (named < runner.allocator.pages_per_shard)).all()
+        assert ((named >= 0) & (named < runner.reservation.allocator.pages_per_shard)).all()
         assert len(set(named.tolist())) == len(named)  # of one row each
-        free = np.concatenate(runner.allocator._free)
+        free = np.concatenate(runner.reservation.allocator._free)
         assert not np.isin(named, free).any()
-        assert len(free) + runner.allocator.pages_in_use == self.pages
+        assert len(free) + runner.reservation.allocator.pages_in_use == self.pages
 
 
 def engine_with_ends(name: str) -> Engine:
@@ -80,7 +81,7 @@ def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
     rng, text, engine = np.random.default_rng(0), story_tokens(), engine_with_ends(name)
     prompts = [text[at : at + int(rng.choice([1, 2, 8, 17]))] for at in range(0, 380, 20)]
     lengths = rng.choice([1, 7, 8, 9, 16, 17, 40, 100], len(prompts))
-    whole = len(engine.runner.allocator._free[0])
+    whole = len(engine.runner.reservation.allocator._free[0])
     for pages in (whole, 600):
         with monkeypatch.context() as patch:
             watch = Watch(patch, pages)
@@ -96,7 +97,7 @@ def test_steps_are_counted_in_a_lane_that_was_idle_behind_the_end_of_an_answer(s
     starts, sizes = rng.integers(0, 200, 24), rng.choice([1, 8, 17, 28], 24)
     prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
     lengths = rng.choice([1, 9, 30, 60], 24)
-    whole = len(engine.runner.allocator._free[0])
+    whole = len(engine.runner.reservation.allocator._free[0])
     for pages in (whole, whole // 4):
         with monkeypatch.context() as patch:
             Watch(patch, pages)
@@ -110,7 +111,7 @@ def check_answers(engine, name, pages, prompts, lengths) -> None:
     for request, most in zip(requests, lengths, strict=True):
         request.max_new_tokens = int(most)
     with squeezed(engine, pages):
-        engine.serve(requests, sampling)
+        engine.serve(Source(requests, sampling))
     for each in requests:
         given = dict(copy=each.copy, ends=ENDS, new_tokens=each.max_new_tokens)
         answer(each.prompt, sampling, name, **given).check(each)
@@ -121,7 +122,7 @@ def test_an_idle_lane_that_is_taken_behind_a_chunk_keeps_its_unread_steps():
     runner = host_engine("keeps", 2, ends=ENDS).runner
     rule, seeds = LanesFilter(2).of({}), np.zeros((2, 2), np.uint32)
     runner.recover()
-    runner.reserve(np.array([8, 8]))
+    runner.reservation.reserve(np.array([8, 8]))
 
     def launch(remaining):
         tokens = np.array([ENDS[0], ENDS[0] + 1], np.int32)
@@ -130,8 +131,8 @@ def test_an_idle_lane_that_is_taken_behind_a_chunk_keeps_its_unread_steps():
         return runner.decode(tokens, remaining, seeds, rule, num_steps=4, end_tokens=ENDS)
 
     idle, taken = launch([0, 4]), launch([4, 0])
-    runner.read(idle)
-    assert runner.unread.tolist() == [4, 0]
-    runner.read(taken)
-    assert not runner.unread.any()
+    runner.collect(idle)
+    assert runner.reservation.steps_in_flight.tolist() == [4, 0]
+    runner.collect(taken)
+    assert not runner.reservation.steps_in_flight.any()
     runner.clear([0, 1])

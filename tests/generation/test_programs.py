@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine, compiling, programs
+from dms_jax.generation import Engine, programs
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts, stories
 
 
 def test_xla_knows_the_options_of_a_step():
     """XLA knows the names and values on every platform; it refuses an unknown one like this."""
-    step = jax.jit(lambda x: x + 1, compiler_options=compiling.GPU_STEP_OPTIONS)
+    step = jax.jit(lambda x: x + 1, compiler_options=programs.GPU_STEP_OPTIONS)
     assert step(1) == 2
-    unknown = compiling.GPU_STEP_OPTIONS | {"xla_gpu_enable_while_loop_unrolling": "SOMETIMES"}
+    unknown = programs.GPU_STEP_OPTIONS | {"xla_gpu_enable_while_loop_unrolling": "SOMETIMES"}
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid enum value"):
         jax.jit(lambda x: x + 2, compiler_options=unknown)(1)
 
@@ -27,7 +27,7 @@ def test_xla_knows_the_options_of_a_step():
 @pytest.mark.parametrize("backend", ["cpu", "gpu"], ids="on {}".format)
 def test_options_are_those_of_the_backend(backend, monkeypatch):
     """An unknown option on only one kind of device."""
-    program = compiling.Program(lambda x: x + 1, gpu_options={"xla_no_such_option": True})
+    program = programs.Program(lambda x: x + 1, gpu_options={"xla_no_such_option": True})
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     if backend == "cpu":
         assert program(1) == 2
@@ -37,7 +37,7 @@ def test_options_are_those_of_the_backend(backend, monkeypatch):
 
 
 def test_a_function_may_be_given_more_on_a_gpu(monkeypatch):
-    program = compiling.Program(
+    program = programs.Program(
         lambda x, block=1: x + block, gpu_options={}, on_gpu={"block": 8}, donate_argnums=0
     )
     assert program(1) == 2
@@ -58,7 +58,7 @@ def test_steps_draw_the_same_however_many_layers_a_turn_of_the_loop_has(name, mo
     drawn = []
     for block in (1, 5):
         step = functools.partial(inspect.unwrap(programs.decode), block=block)
-        program = compiling.Program(step, donate_argnums=1, static_argnums=(9, 10))
+        program = programs.Program(step, donate_argnums=1, static_argnums=(9, 10))
         monkeypatch.setattr(programs, "decode", program)
         engine = Engine(model, policy, max_tokens=64, **SHAPE)
         drawn.append(engine.generate(prompts(), sampling=GREEDY))
@@ -81,7 +81,7 @@ def test_a_layer_of_a_step_leaves_its_lengths_and_what_only_it_knows(policy, res
     """Totals that follow from the lengths are taken of all layers at once: a layer is launches."""
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
     runner, transformer = engine.runner, engine.model.transformer
-    table = np.zeros((*runner.lengths.shape, 4), np.int32)
+    table = np.zeros((*runner.reservation.lengths.shape, 4), np.int32)
     cache = dataclasses.replace(runner.cache, page_table=table)
     tokens, counts = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine, compiling, programs, warming
-from dms_jax.generation.shapes import Shape
+from dms_jax.generation import Engine, precompile, programs
+from dms_jax.generation.prefill import Shape
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.language_model import LanguageModel
 from tests.generation.support import (
@@ -38,7 +38,7 @@ def shapes_of(monkeypatch):
     These are shapes, each with whether rows are cut behind prompts.
     """
     compiled, ran = set(), []
-    call, extend = compiling.Program.__call__, warming._Calls.extend
+    call, extend = programs.Program.__call__, precompile._Calls.extend
 
     def launched(program, *given):
         if program is programs.extend:
@@ -52,8 +52,8 @@ def shapes_of(monkeypatch):
         compiled.add((shape, arguments[7] is not None))
         return program, arguments
 
-    monkeypatch.setattr(compiling.Program, "__call__", launched)
-    monkeypatch.setattr(warming._Calls, "extend", noted)
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    monkeypatch.setattr(precompile._Calls, "extend", noted)
 
     def run(work):
         compiled.clear()
@@ -109,7 +109,7 @@ def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, shape
         given += given[: LANES - count]
         engine, nine = new_engine(), dms_jax.Sampling(temperature=0, max_new_tokens=9)
         _, compiled, ran = shapes_of(lambda: engine.generate(given, sampling=nine))  # noqa: B023
-        every = {(shape, False) for shape in every_shape(engine._shapes.one_pass)}
+        every = {(shape, False) for shape in every_shape(engine.shapes.one_pass)}
         assert set(ran) <= compiled <= every
 
 
@@ -160,8 +160,8 @@ def test_on_a_mesh_all_entries_have_places(mesh):
 def test_products_have_a_row_for_each_place(places):
     """All but attention: embedding, projections, feed-forward, norms and what is added."""
     engine = Engine(model_for("vanilla"), num_lanes=LANES, **OPTIONS)
-    shape = every_shape(engine._shapes.one_pass)[0]._replace(width=32, entries=3, places=places)
-    _, given = warming._Calls(engine.runner, GREEDY.filter).extend(shape, 4)
+    shape = every_shape(engine.shapes.one_pass)[0]._replace(width=32, entries=3, places=places)
+    _, given = precompile._Calls(engine.runner, GREEDY.filter).extend(shape, 4)
     static = {8: given[8], 9: given[9], 10: given[10]}
 
     def run(*arrays):

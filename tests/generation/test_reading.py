@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from dms_jax.cache.accounting import Meter
-from dms_jax.generation.reading import Part, Reading
+from dms_jax.generation.prefill import Prefill, PrefillQueue, PromptShapes, Shapes
 from dms_jax.generation.requests import Request
 from dms_jax.generation.sampling import Sampling
-from dms_jax.generation.shapes import PromptShapes, Shapes
 
 # Programs of 4 x 64 tokens, of 8 x 32, and of a single entry for a single lane.
 ONE_PASS = Shapes(
@@ -20,8 +19,8 @@ ONE_BY_ONE = dataclasses.replace(ONE_PASS, widths=(64, 16), passes=2, one_pass=F
 SHAPES = PromptShapes(ONE_PASS, ONE_BY_ONE)
 
 
-def part(index, prompt, answer=0, shared=None, whole=None):
-    """What a request reads: a prompt and an answer of so many tokens, all different.
+def part(index, prompt, answer=0, key=None, whole=None):
+    """What a request prefills: a prompt and an answer of so many tokens, all different.
 
     Unless told otherwise they attend in one pass.
     """
@@ -37,11 +36,11 @@ def part(index, prompt, answer=0, shared=None, whole=None):
         sampling=Sampling(),
     )
     whole = len(tokens) if whole is None else whole
-    return Part(request, tokens[:prompt], tokens[prompt:], whole, shared)
+    return Prefill(request, tokens[:prompt], tokens[prompt:], whole, key)
 
 
 def reading(*parts, takes_turns):
-    state = Reading(SHAPES, takes_turns=takes_turns)
+    state = PrefillQueue(SHAPES, takes_turns=takes_turns)
     for lane, each in enumerate(parts):
         state.add(lane, each)
     return state
@@ -68,7 +67,7 @@ def test_prompts_are_read_whole_before_anything_else():
         (False, 32, [2]),
     ]
     assert complete == {0: 0, 1: 1, 2: 2}
-    assert not state.parts
+    assert not state.items
     assert state.next_batch() is None
 
 
@@ -132,11 +131,11 @@ def test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest(takes_tu
 
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_a_prompt_is_read_once_for_all_that_share_it(takes_turns):
-    state = Reading(SHAPES, takes_turns=takes_turns)
-    assert state.add(4, part(0, 70, shared="a"))
+    state = PrefillQueue(SHAPES, takes_turns=takes_turns)
+    assert state.add(4, part(0, 70, key="a"))
     run(state)
-    assert not state.add(2, part(1, 70, shared="a"))
-    assert state.add(3, part(2, 70, shared="b"))
+    assert not state.add(2, part(1, 70, key="a"))
+    assert state.add(3, part(2, 70, key="b"))
     assert state.add(5, part(3, 70))  # shares nothing
     assert state.take_complete() == {}
     complete = {}
@@ -148,7 +147,7 @@ def test_a_prompt_is_read_once_for_all_that_share_it(takes_turns):
 
 
 def test_who_waits_keeps_a_prompt_from_being_cancelled():
-    shared = [part(index, 70, shared="a") for index in range(3)]
+    shared = [part(index, 70, key="a") for index in range(3)]
     state = reading(*shared, part(3, 70), takes_turns=True)
     assert state.spared(set()) == set()
     assert state.spared({3, 9}) == set()  # nobody waits for it; it is not here
@@ -156,6 +155,6 @@ def test_who_waits_keeps_a_prompt_from_being_cancelled():
     assert state.spared({0, 1, 3}) == {0}
     assert state.spared({0, 1, 2}) == set()
     # The last who waited has left its lane.
-    state.keep({0: shared[0].request, 1: shared[1].request, 2: part(7, 1).request})
-    assert list(state.parts) == [0, 1]
+    state.drop_departed({0: shared[0].request, 1: shared[1].request, 2: part(7, 1).request})
+    assert list(state.items) == [0, 1]
     assert state.spared({0, 1}) == set()

@@ -7,12 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from dms_jax.generation import compiling, programs
 from dms_jax.generation import launched as launched_programs
-from dms_jax.generation.launched import Launched
-from dms_jax.generation.reporting import Reporter
+from dms_jax.generation import programs
+from dms_jax.generation.engine import Source
+from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError, make_requests
+from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.runner import Runner
+from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     GREEDY,
     SHAPE,
@@ -77,8 +79,8 @@ def test_who_may_be_late_is_told_while_the_next_steps_run(monkeypatch):
     engine, launched, launch, read = (
         host_engine("evicts"),
         [],
-        compiling.Program.__call__,
-        Runner.read,
+        programs.Program.__call__,
+        Runner.collect,
     )
 
     def launching(program, *arguments):
@@ -87,12 +89,12 @@ def test_who_may_be_late_is_told_while_the_next_steps_run(monkeypatch):
 
     def reading(runner, chunk):
         steps = read(runner, chunk)
-        if not runner.unread.any():  # the device has nothing to do
+        if not runner.reservation.steps_in_flight.any():  # the device has nothing to do
             launched.clear()
         return steps
 
-    monkeypatch.setattr(compiling.Program, "__call__", launching)
-    monkeypatch.setattr(Runner, "read", reading)
+    monkeypatch.setattr(programs.Program, "__call__", launching)
+    monkeypatch.setattr(Runner, "collect", reading)
     for given in (SIX, TWO):
         tokens, busy = collections.defaultdict(list), []
 
@@ -101,7 +103,7 @@ def test_who_may_be_late_is_told_while_the_next_steps_run(monkeypatch):
             busy.append(bool(launched))
 
         requests = make_requests(engine.model.config, given, GREEDY)
-        found = engine.serve(requests, GREEDY, listen, streaming=False, late=True)
+        found = engine.serve(Source(requests, GREEDY, on_tokens=listen, streaming=False, late=True))
         for index, (prompt, one) in enumerate(zip(given, found, strict=True)):
             answer(prompt, name="evicts").check(one)
             assert tokens[index] == one.tokens
@@ -117,7 +119,7 @@ def test_what_a_listener_cancels_who_is_late_ends_behind_the_steps_that_run():
         if update.index == 0:
             engine.cancel([0, 1, 5])  # two in lanes, and one that waits
 
-    found = engine.serve(requests, GREEDY, cancel, streaming=False, late=True)
+    found = engine.serve(Source(requests, GREEDY, on_tokens=cancel, streaming=False, late=True))
     cancelled = [each.finish_reason == "cancelled" for each in found]
     assert cancelled == [True, True, False, False, False, True]
     for prompt, one in zip(SIX, found, strict=True):
@@ -134,7 +136,7 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(
     """Answers and every figure of usage are those of chunks that run in turn."""
     engine, order = host_engine(name), []
     lengths = (3, 9, 20, 6, 17, 12, 1, 20, 11)
-    launch, read = compiling.Program.__call__, Runner.read
+    launch, read = programs.Program.__call__, Runner.collect
     known = {programs.extend: "prompts", programs.first_tokens: "first", programs.decode: "steps"}
     unread = 0
 
@@ -153,12 +155,12 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(
         requests = make_requests(engine.model.config, prompts(lengths), GREEDY)
         for request, count in zip(requests, lengths[::-1], strict=True):
             request.max_new_tokens = count
-        return engine.serve(requests, GREEDY, on_tokens)
+        return engine.serve(Source(requests, GREEDY, on_tokens=on_tokens))
 
     in_turn = answers(lambda update: None)
     monkeypatch.setattr(launched_programs, "_FEWEST_STEPS", fewest)
-    monkeypatch.setattr(compiling.Program, "__call__", launched)
-    monkeypatch.setattr(Runner, "read", fetched)
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    monkeypatch.setattr(Runner, "collect", fetched)
     found = answers(None)
     assert found == in_turn
     for prompt, count, one in zip(prompts(lengths), lengths[::-1], found, strict=True):
@@ -173,18 +175,18 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(
 
 def test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on(monkeypatch):
     """The device does not know that it has ended: what it gives there is nobody's."""
-    engine, settle, clear = host_engine("evicts"), Reporter.settle, Runner.clear
+    engine, finish, clear = host_engine("evicts"), Scheduler.finish, Runner.clear
     given_away, running_on = [], []
 
     def cleared(runner, lanes):
-        given_away.extend(lane for lane in lanes if runner.unread[lane])
+        given_away.extend(lane for lane in lanes if runner.reservation.steps_in_flight[lane])
         clear(runner, lanes)
 
-    def settled(reporter, *arguments, **options):
-        running_on.append(bool(reporter.runner.unread.any()))
-        settle(reporter, *arguments, **options)
+    def finished(scheduler, **options):
+        running_on.append(bool(scheduler.runner.reservation.steps_in_flight.any()))
+        finish(scheduler, **options)
 
-    monkeypatch.setattr(Reporter, "settle", settled)
+    monkeypatch.setattr(Scheduler, "finish", finished)
     monkeypatch.setattr(Runner, "clear", cleared)
     samplings = [ends_at_its_third_to_fifth(prompt, "evicts") for prompt in SIX]
     requests = requests_of(SIX, samplings)
@@ -227,7 +229,7 @@ def test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends(m
         if update.finished:
             order.append("end")
 
-    engine.serve([], GREEDY, told, incoming=incoming)
+    engine.serve(Source([], GREEDY, on_tokens=told, incoming=incoming))
     assert {request.finish_reason for request in requests} == {"stop"}
     assert order == ["wait", *[*spelled("LL R"), "end", "read", "wait"] * 2]
 
@@ -237,7 +239,7 @@ def test_a_wider_program_waits_for_the_steps_that_run_on(wider, monkeypatch):
     """The table would be wider than that of exact lengths: they are read first."""
     engine, order = host_engine("evicts"), noted(monkeypatch)
     if wider:
-        monkeypatch.setattr(type(engine.runner), "fits_table", lambda *_: False)
+        monkeypatch.setattr(Reservation, "fits_table", lambda *_: False)
     serve_arrivals(engine, [requests_of(prompts((5, 7)), GREEDY)])
     assert order == spelled("LL RR LL RR L R" if wider else "LL R LL RR L RR")
 
@@ -247,23 +249,23 @@ def test_an_answer_that_has_ended_reads_its_whole_prompt_again_after_an_error(mo
     engine, (short, prompt) = host_engine(), prompts((5, 20))
     one = dataclasses.replace(GREEDY, max_new_tokens=1)
     wrong, ended, other = requests_of([short, prompt, short], [GREEDY, one, GREEDY])
-    read_chunk, expected = Launched.read_chunk, answer(prompt, one)
+    collect_chunk, expected = InFlight.collect_chunk, answer(prompt, one)
 
-    def failing(launched):
+    def failing(in_flight):
         if ended.generated and not other.generated:
             raise NotNumbersError("steps that ran on", [wrong.index])
-        read_chunk(launched)
+        collect_chunk(in_flight)
 
-    monkeypatch.setattr(Launched, "read_chunk", failing)
+    monkeypatch.setattr(InFlight, "collect_chunk", failing)
     with pytest.raises(NotNumbersError):
         serve_arrivals(engine, [[wrong, ended]])
     assert (ended.generated, ended.finish_reason) == (expected.tokens, None)
     # Which decodes while the prompt is read; more may come all the time.
     looks = itertools.chain([[ended], [other]], itertools.repeat([]))
     engine.serve(
-        [],
-        GREEDY,
-        incoming=lambda wait: None if wait and other.finish_reason else next(looks),
+        Source(
+            [], GREEDY, incoming=lambda wait: None if wait and other.finish_reason else next(looks)
+        )
     )
     expected.check(ended)
     assert ended.usage.prefilled_tokens == 2 * len(prompt)

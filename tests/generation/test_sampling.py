@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import drawing
-from dms_jax.generation.drawing import Scaled, draw, filter_logits, sample, try_tokens
-from dms_jax.generation.sampling import LanesFilter, Sampling
+from dms_jax.generation import sampling
+from dms_jax.generation.sampling import (
+    LanesFilter,
+    Sampling,
+    Scaled,
+    draw,
+    filter_logits,
+    sample,
+    try_tokens,
+)
 from tests.generation.support import (
     GREEDY,
     answer,
@@ -283,8 +290,8 @@ def test_what_has_no_weight_is_never_chosen_however_sums_are_rounded(monkeypatch
     borders = exact[:, 0] / exact[:, 0, -1:]  # between two indices each; random numbers are below 1
     uniform = np.minimum(borders, 1 - 2**-23)
     rounded = exact * np.where(np.arange(128) % 2, 1 + 2**-23, 1)
-    monkeypatch.setattr(drawing.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, x.dtype))
-    chosen = drawing._choose(jnp.asarray(weights), jnp.asarray(uniform, jnp.float32))
+    monkeypatch.setattr(sampling.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, x.dtype))
+    chosen = sampling._choose(jnp.asarray(weights), jnp.asarray(uniform, jnp.float32))
     assert (np.take_along_axis(weights[:, 0], np.asarray(chosen), -1) > 0).all()
 
 

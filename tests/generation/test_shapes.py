@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from dms_jax.generation.shapes import Shape, Shapes
+from dms_jax.generation.prefill import Shape, Shapes
 from tests.generation.support import every_shape
 
 LAYER = 15_000_000  # parameters of a layer of Qwen2.5-0.5B

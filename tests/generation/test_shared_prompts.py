@@ -12,7 +12,8 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import CapacityError
-from dms_jax.generation import Engine, Generation, sharing
+from dms_jax.generation import Engine, Generation, programs
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
 from tests.generation.support import SHAPE, answer, host_engine, model_for, prompts, squeezed
@@ -83,7 +84,7 @@ def test_a_share_of_the_longest_length_is_part_of_a_prompt(monkeypatch):
     monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())
     requests = make_requests(engine.model.config, [prompt] * 3, SAMPLED)
     requests[1].max_length = 50
-    found = engine.serve(requests, SAMPLED)
+    found = engine.serve(Source(requests, SAMPLED))
     assert prefilled(found) == [20, 20, 0]
     check(found, [prompt] * 3, "keeps")
 
@@ -113,9 +114,9 @@ def test_chains_wait_for_the_memory_that_they_need(ran, monkeypatch):
     preempted, fits = [], engine._reserve_or_preempt
 
     def watched(*arguments, **options):
-        before = len(engine._running)
+        before = len(engine._call.scheduler.running)
         done = fits(*arguments, **options)
-        preempted.extend([None] * (before - len(engine._running)))
+        preempted.extend([None] * (before - len(engine._call.scheduler.running)))
         return done
 
     monkeypatch.setattr(engine, "_reserve_or_preempt", watched)
@@ -204,17 +205,17 @@ def test_a_chain_that_does_not_fit_even_alone_is_refused():
 def test_recomputation_after_a_preemption_counts(monkeypatch):
     """The second chain was preempted after two chunks of its answer: prompt and answer again."""
     engine, given = host_engine(lanes=4), prompts([13]) * 2
-    fits, alone = engine.runner.fits, []
+    fits, alone = engine.runner.reservation.fits, []
 
     def full_once(extra, **options):
-        both = len(engine._running) == 2
+        both = len(engine._call.scheduler.running) == 2
         if engine.runner.seen.max() > 13 and not both:
             alone.append(extra)
         if (engine.runner.seen[:2] > 13).all() and both and not alone:
             return False
         return fits(extra, **options)
 
-    monkeypatch.setattr(engine.runner, "fits", full_once)
+    monkeypatch.setattr(engine.runner.reservation, "fits", full_once)
     longer = dataclasses.replace(SAMPLED, max_new_tokens=20)
     found = engine.generate(given, sampling=longer)
     check(found, given, "keeps", longer)
@@ -226,12 +227,12 @@ def test_few_programs_copy():
     """One shape for any number of lanes and pages, and one draw for any number of chains."""
     engine, given = host_engine("evicts", 4), prompts([13, 30, 5, 1])
     engine.generate([given[0]] * 4, sampling=SAMPLED)
-    first_tokens = sharing.programs.first_tokens.jitted
-    copies, draws = sharing.copy_lanes._cache_size(), first_tokens._cache_size()
+    first_tokens = programs.first_tokens.jitted
+    copies, draws = programs.copy_lanes._cache_size(), first_tokens._cache_size()
     for count, prompt in ((2, given[1]), (4, given[2]), (3, given[3]), (2, given[0])):
         found = engine.generate([prompt] * count, sampling=SAMPLED)
         assert prefilled(found) == [len(prompt)] + [0] * (count - 1)
-    assert sharing.copy_lanes._cache_size() == copies
+    assert programs.copy_lanes._cache_size() == copies
     assert first_tokens._cache_size() == draws
 
 
@@ -244,7 +245,7 @@ def test_the_pool_is_copied_nowhere(name, optimized):
         engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
         cache = engine.runner.cache
         arguments = (cache, np.zeros((1, 2, 16), np.int32), np.arange(4, dtype=np.int32))
-        compiled = sharing.copy_lanes.lower(*arguments, engine.model.config.num_kv_heads).compile()
+        compiled = programs.copy_lanes.lower(*arguments, engine.model.config.num_kv_heads).compile()
         assert " while(" not in compiled.as_text()  # it holds the host up until it has ended
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
         return compiled.memory_analysis(), pool

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dms_jax
-from dms_jax.generation.drawing import sample
-from dms_jax.generation.sampling import LanesFilter, Sampling
+from dms_jax.generation.sampling import LanesFilter, Sampling, sample
 from tests.support.instances import further, nightly_but
 from tests.training.collectives import collectives
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dms_jax.generation.stop_strings import StopStrings
+from dms_jax.generation.text import StopStrings
 
 
 def searched(text: str, strings: list[str]) -> int | None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import compiling, programs, reporting
+from dms_jax.generation import programs, scheduler
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests, record_usage
 from dms_jax.generation.runner import Runner
 from tests.generation.support import host_engine, prompts
@@ -22,7 +23,7 @@ def events_of(call, monkeypatch) -> list[str]:
     """Returns in order what was launched, waited for, and read, and usages that were made."""
     order: list[str] = []
     own = threading.get_ident()
-    launch, read = compiling.Program.__call__, Runner.read
+    launch, read = programs.Program.__call__, Runner.collect
     known = {getattr(programs, name): told for name, told in NAMES.items()}
 
     def note(event):  # not of what an earlier test left running
@@ -55,9 +56,9 @@ def events_of(call, monkeypatch) -> list[str]:
 
     call()  # which compiles
     with monkeypatch.context() as patch:
-        patch.setattr(compiling.Program, "__call__", launched)
-        patch.setattr(Runner, "read", chunk)
-        patch.setattr(reporting, "record_usage", used)
+        patch.setattr(programs.Program, "__call__", launched)
+        patch.setattr(Runner, "collect", chunk)
+        patch.setattr(scheduler, "record_usage", used)
         for owner, name in (
             (np, "asarray"),
             (np, "array"),
@@ -101,14 +102,16 @@ def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joine
         for request, count in zip(requests, (9, 20, 12, 7, 17, 20), strict=True):
             request.max_new_tokens = count
         if not joined:
-            engine.serve(requests, SAMPLED)
+            engine.serve(Source(requests, SAMPLED))
             return
         coming = collections.deque([requests[:4], [], requests[4:]])
         engine.serve(
-            [],
-            SAMPLED,
-            lambda update: None,
-            incoming=lambda wait: coming.popleft() if coming else None,
+            Source(
+                [],
+                SAMPLED,
+                on_tokens=lambda update: None,
+                incoming=lambda wait: coming.popleft() if coming else None,
+            )
         )
 
     order = events_of(call, monkeypatch)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dms_jax.generation import warming
+from dms_jax.generation import precompile
 from tests.generation.support import host_engine
 
 THREADS, PROGRAMS = 4, 12
@@ -63,19 +63,19 @@ def fail() -> None:
 )
 def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, stop, raised):
     """All but a few of a server's programs are in the queue when it is interrupted."""
-    monkeypatch.setattr(warming.os, "cpu_count", lambda: THREADS)
+    monkeypatch.setattr(precompile.os, "cpu_count", lambda: THREADS)
     runner, allowed = host_engine().runner, threading.Event()
     Slow.begun = []
     programs = [Slow(None, allowed) for _ in range(PROGRAMS)]
     programs[0] = Slow(lambda: (full.wait(60), stop()), allowed)
-    full, shutdown = threading.Event(), warming.concurrent.futures.ThreadPoolExecutor.shutdown
+    full, shutdown = threading.Event(), precompile.concurrent.futures.ThreadPoolExecutor.shutdown
 
     def waits(self, wait=True, **options):  # what has been cancelled by then never begins
         if wait:
             allowed.set()
         shutdown(self, wait, **options)
 
-    monkeypatch.setattr(warming.concurrent.futures.ThreadPoolExecutor, "shutdown", waits)
+    monkeypatch.setattr(precompile.concurrent.futures.ThreadPoolExecutor, "shutdown", waits)
 
     def lower():  # of the last program: then all have been told
         full.set()
@@ -87,7 +87,7 @@ def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, 
         signal.signal(signal.SIGINT, stop.handle)
     try:
         with pytest.raises(raised):
-            warming._compile(runner, [(program, ()) for program in programs])
+            precompile._compile(runner, [(program, ()) for program in programs])
     finally:
         signal.signal(signal.SIGINT, handler)
         allowed.set()

@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.config import ModelConfig
-from dms_jax.generation import programs, sharing
+from dms_jax.generation import programs
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
@@ -191,7 +191,7 @@ def compile_copies(shapes, place: NamedSharding) -> dict:
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
         for shape in ((1, 2, COPIED_AT_A_TIME), (BATCH,))
     )
-    lowered = sharing.copy_lanes.lower(shapes[1], pages, lanes, KV_HEADS)
+    lowered = programs.copy_lanes.lower(shapes[1], pages, lanes, KV_HEADS)
     return report_of(lowered, shapes, place)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Engine, Sampling, score
+from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.runner import Runner
 from dms_jax.model.language_model import LanguageModel
 from tests.laws.expected import LENGTHS, TOKENS, simulated, weights_of
@@ -50,7 +51,7 @@ def bound(policy, page_size: int) -> int | None:
     return policy.footprint(10**6, page_size=page_size).at_most
 
 
-def grown(runner: Runner, held: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def grown(runner: Runner | Reservation, held: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Returns the most slots that rows have in use after so many steps of their lanes."""
     limit, slots = bound(runner.policy, runner.page_size), held + tokens[:, None]
     return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
@@ -64,9 +65,9 @@ class Watch:
         self.refusals: set[int] = set()  # chunks before which the pool reports once that it is full
         for name in ("extend", "decode", "teacher_forced_decode"):
             monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
-        monkeypatch.setattr(Runner, "read", self._read(Runner.read))
-        monkeypatch.setattr(Runner, "fits", self._refusing(Runner.fits))
-        monkeypatch.setattr(Runner, "trim", self._trimmed(Runner.trim))
+        monkeypatch.setattr(Runner, "collect", self._read(Runner.collect))
+        monkeypatch.setattr(Reservation, "fits", self._refusing(Reservation.fits))
+        monkeypatch.setattr(Reservation, "trim", self._trimmed(Reservation.trim))
         monkeypatch.setattr(Runner, "clear", self._cleared(Runner.clear))
 
     def _around(self, call, name):
@@ -80,15 +81,15 @@ class Watch:
             else:
                 coming = arguments[1]
             whole = runner.policy.shrinks and options.get("prompt", False)  # cut afterwards
-            held = grown(runner, runner.lengths, runner.unread)
+            held = grown(runner, runner.reservation.lengths, runner.reservation.steps_in_flight)
             slots = held + coming[:, None] if whole else grown(runner, held, coming)
             needed = -(-slots // runner.page_size)
-            chex.assert_trees_all_equal(runner.allocator.reserved, needed)
+            chex.assert_trees_all_equal(runner.reservation.allocator.reserved, needed)
             self.chunks += 1
-            self.ahead += bool(runner.unread.any())
+            self.ahead += bool(runner.reservation.steps_in_flight.any())
             result = call(runner, *arguments, **options)
             if name == "extend":
-                assert (runner.lengths <= slots).all()
+                assert (runner.reservation.lengths <= slots).all()
                 self._check_lengths(runner)
             return result
 
@@ -96,10 +97,10 @@ class Watch:
 
     def _read(self, call):
         def watched(runner, launched):
-            most = grown(runner, runner.lengths, launched.most)
+            most = grown(runner, runner.reservation.lengths, launched.most)
             result = call(runner, launched)
-            assert (runner.lengths <= most).all()
-            if not runner.unread.any():
+            assert (runner.reservation.lengths <= most).all()
+            if not runner.reservation.steps_in_flight.any():
                 self._check_lengths(runner)
             return result
 
@@ -107,24 +108,28 @@ class Watch:
 
     def _check_lengths(self, runner):
         # Where nothing is evicted the host knows the lengths without asking the device.
-        chex.assert_trees_all_equal(runner.lengths, np.asarray(runner.cache.lengths, np.int64))
+        chex.assert_trees_all_equal(
+            runner.reservation.lengths, np.asarray(runner.cache.lengths, np.int64)
+        )
         chex.assert_trees_all_equal(runner.seen, np.asarray(runner.cache.seen, np.int64))
 
     def _refusing(self, call):
-        def watched(runner, extra, **options):
-            several = (runner.seen > 0).sum() > 1  # one that is alone could not be helped
+        def watched(reservation, extra, **options):
+            taken = reservation.allocator.reserved.any((0, 2))
+            several = taken.sum() > 1  # one that is alone could not be helped
             if self.chunks in self.refusals and several:
                 self.refusals.remove(self.chunks)
                 return False
-            return call(runner, extra, **options)
+            return call(reservation, extra, **options)
 
         return watched
 
     def _trimmed(self, call):
-        def watched(runner):
-            call(runner)
-            needed = -(-grown(runner, runner.lengths, runner.unread) // runner.page_size)
-            chex.assert_trees_all_equal(runner.allocator.reserved, needed)
+        def watched(reservation):
+            call(reservation)
+            slots = grown(reservation, reservation.lengths, reservation.steps_in_flight)
+            needed = -(-slots // reservation.page_size)
+            chex.assert_trees_all_equal(reservation.allocator.reserved, needed)
 
         return watched
 
@@ -132,14 +137,14 @@ class Watch:
         def watched(runner, lanes):
             self.cleared += len(lanes)
             call(runner, lanes)
-            assert not runner.allocator.reserved[:, lanes].any()
+            assert not runner.reservation.allocator.reserved[:, lanes].any()
             assert not np.asarray(runner.cache.lengths)[:, lanes].any()
 
         return watched
 
 
 def assert_empty(engine: Engine) -> None:
-    allocator = engine.runner.allocator
+    allocator = engine.runner.reservation.allocator
     assert allocator.pages_in_use == 0
     assert allocator.free_pages == allocator.pages_per_shard
     cache = engine.runner.cache
@@ -188,7 +193,7 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
         kv_dtype=row.kv_dtype,
     )
     cache = engine.runner.cache
-    num_pages = engine.runner.allocator.pages_per_shard
+    num_pages = engine.runner.reservation.allocator.pages_per_shard
     pool = jax.tree.leaves((cache.pool, cache.page_state))
     per_page = bytes_per_page(model.config, row)
     assert sum(leaf.nbytes for leaf in pool) == num_pages * per_page

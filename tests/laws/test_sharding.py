@@ -173,7 +173,7 @@ def test_generate(row, record_property):
         check_completion(row, weights, model.config, prompt, completion, row.page_size)
         for prompt, completion in zip(PROMPTS, completions, strict=True)
     ]
-    assert engine.runner.allocator.pages_in_use == 0
+    assert engine.runner.reservation.allocator.pages_in_use == 0
     record_property("largest", float(max(differences)))
 
 
@@ -214,4 +214,4 @@ def test_on_a_mesh_every_device_reads_a_prompt_once(row):
         assert one.usage.live_tokens == other.usage.live_tokens
     assert sum(prefilled(found)) < sum(map(len, CHAINS))
     assert prefilled(engine.generate([LONG] * 4, sampling=SAMPLED)) == [19, 19, 0, 0]
-    assert engine.runner.allocator.pages_in_use == 0
+    assert engine.runner.reservation.allocator.pages_in_use == 0

@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 
-from dms_jax.generation import Completion, Engine, Sampling, sharing
+from dms_jax.generation import Completion, Engine, Sampling, scheduler
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import H2O, ExpectedAttention, KVpop
 from tests.laws.rows import MODEL_ROWS, Row, model_for
@@ -36,7 +36,7 @@ PROMPTS = [LONG, LONG, SHORT, LONG, SHORT, SHORT, LONG]
 def one_by_one(engine: Engine, prompts, sampling: Sampling) -> list[Completion]:
     """Returns the completions without sharing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "prompt_of", lambda *arguments: None)
+        patch.setattr(scheduler, "prompt_key", lambda *arguments: None)
         return engine.generate(prompts, sampling=sampling)
 
 
@@ -70,5 +70,5 @@ def test_chains_of_one_prompt_equal_prompts_read_one_by_one(row):
         assert_same(found, expected)
         # Four lanes take the first four; the other three follow together.
         assert prefilled(found) == [19, 0, 5, 0, 5, 0, 19]
-        assert engine.runner.allocator.pages_in_use == 0
+        assert engine.runner.reservation.allocator.pages_in_use == 0
     assert len({tuple(completion.tokens) for completion in expected}) == 2

@@ -31,8 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from dms_jax.generation import Sampling, programs
-from dms_jax.generation.compiling import Program
-from dms_jax.generation.packing import Packed
+from dms_jax.generation.programs import Packed, Program
 from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, StreamingLLM, Vanilla
 
 # Tokens that are drawn: short words of the shipped tokenizer. A few may be end tokens of a model.

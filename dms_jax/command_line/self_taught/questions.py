@@ -23,7 +23,7 @@ from dms_jax.evaluation import Chat
 from dms_jax.evaluation.prompting import encode_problem
 from dms_jax.evaluation.records import Record, read_records
 from dms_jax.evaluation.tasks import GSM8K, MATH500, Mathematics
-from dms_jax.generation.prompts import encode_prompt
+from dms_jax.generation.requests import encode_prompt
 from dms_jax.model.language_model import LanguageModel
 
 JUDGES: dict[str, type[Mathematics]] = {task.name: task for task in (GSM8K, Mathematics, MATH500)}

@@ -18,6 +18,7 @@ import numpy as np
 import dms_jax
 from dms_jax.data.mixture import Part, standard_parts
 from dms_jax.generation import Engine
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.model.language_model import LanguageModel
 from experiments.reproduction.files import write_arrays
@@ -131,7 +132,7 @@ def write_documents(
     documents = []
     for first in range(0, count, lanes):
         wave = requests[first : first + lanes]
-        done = engine.serve(wave, sampling)
+        done = engine.serve(Source(wave, sampling))
         documents += [
             (request.prompt, completion.tokens)
             for request, completion in zip(wave, done, strict=True)

@@ -18,14 +18,14 @@ RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_oth
 MUTANTS = [
     Mutant(
         "generation: prompts that were not read take no slots",
-        FOLDER + "rows.py",
+        FOLDER + "reservation.py",
         "slots = slots + prompts.counts[:, None]",
         "pass",
         (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
     ),
     Mutant(
         "generation: a full pool does not wait for what prompts evict",
-        FOLDER + "rows.py",
+        FOLDER + "reservation.py",
         """            self.read_prompts()
             self.trim()
 """,
@@ -34,21 +34,21 @@ MUTANTS = [
     ),
     Mutant(
         "generation: a program of steps sets the lengths of lanes that were given away since",
-        FOLDER + "rows.py",
+        FOLDER + "reservation.py",
         "lengths = np.where(lanes[:, None], lengths, self._lengths)",
         "pass",
         (f"{RUNNING_ON}::{RUN_ON}",),
     ),
     Mutant(
         "generation: prompts that were launched set the lengths of a lane that was cleared since",
-        FOLDER + "rows.py",
+        FOLDER + "reservation.py",
         "counts[lanes] = 0",
         "pass",
         (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),
     ),
     Mutant(
         "generation: steps behind a stop string are those of who has the lane now",
-        FOLDER + "rows.py",
+        FOLDER + "reservation.py",
         "self.forgotten[lanes] += 1",
         "self.forgotten[lanes] += 0",
         (STOPPED,),
@@ -65,14 +65,14 @@ MUTANTS = [
     ),
     Mutant(
         "generation: a stop string among the requests holds up the others",
-        FOLDER + "launched.py",
+        FOLDER + "in_flight.py",
         "return self.runner.host is None and",
         "return not any(each.sampling.stop_strings for each in running.values()) and",
         (STOPPED,),
     ),
     Mutant(
         "generation: values in the host's memory are written while later steps read them",
-        FOLDER + "launched.py",
+        FOLDER + "in_flight.py",
         "return self.runner.host is None and",
         "return",
         (f"{GENERATE}::test_values_in_host_memory_are_written_between_chunks",),
@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     Mutant(
         "generation: steps that are read late undo the first tokens behind them",
-        FOLDER + "launched.py",
+        FOLDER + "in_flight.py",
         "if self.last_tokens is chunk.newest:",
         "if not self.chunks:",
         (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         "generation: a wider program does not wait for the steps that run on",
         FOLDER + "engine.py",
-        "if launched.chunks and not self.runner.fits_table(extra):",
+        "if launched.chunks and not self.runner.reservation.fits_table(extra):",
         "if False:",
         (f"{RUNNING_ON}::test_a_wider_program_waits_for_the_steps_that_run_on",),
     ),
@@ -139,14 +139,14 @@ MUTANTS = [
     ),
     Mutant(
         "generation: a request ends before its first token, which is drawn, is read",
-        FOLDER + "reporting.py",
+        FOLDER + "scheduler.py",
         "self._to_end() if cancels else set()",
         "self._to_end()",
         (f"{CANCEL}::test_a_request_whose_first_token_was_not_read_is_not_ended_without_it",),
     ),
     Mutant(
         "generation: steps that run on for nobody are left to the next call",
-        FOLDER + "arrivals.py",
+        FOLDER + "engine.py",
         "launched.read_steps()",
         "pass",
         (
@@ -162,21 +162,21 @@ MUTANTS = [
     ),
     Mutant(
         "generation: a chunk is one program",
-        FOLDER + "launched.py",
+        FOLDER + "in_flight.py",
         "least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))",
         "least = num_steps",
         (f"{AHEAD}::test_lanes_are_refilled_before_the_next_chunk",),
     ),
     Mutant(
         "generation: what ended is accounted for while the device is idle",
-        FOLDER + "reporting.py",
+        FOLDER + "scheduler.py",
         "self._ended.append((request, usage))",
         "record_usage(request, **usage)",
         (TURNS,),
     ),
     Mutant(
         "generation: every end of an answer waits for the prompts of others",
-        FOLDER + "rows.py",
+        FOLDER + "reservation.py",
         "if self._prompts is not None and self._prompts.counts[lane]:",
         "if self._prompts is not None:",
         (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),

@@ -1,7 +1,7 @@
-"""Programs that were launched, and what is to be done with their results when they are read.
+"""The programs in flight, and what becomes of their results when they are collected.
 
-A prompt, the token after it and chunks of steps run one behind the other on the device; the host
-reads the results of each while the next one runs.
+Prompts, the tokens after them and chunks of steps run one behind the other on the device; the host
+collects the results of each while the next one runs.
 """
 
 import collections
@@ -12,66 +12,64 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from dms_jax.generation import sharing
-from dms_jax.generation.batches import Extended, LaunchedSteps
-from dms_jax.generation.reporting import record_steps
+from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, check_finite
-from dms_jax.generation.runner import Runner
+from dms_jax.generation.runner import Extended, Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter
 
 # Of so many answers with end tokens it is unlikely that all end within one chunk.
 LANES_AHEAD = 4
 
 # A long chunk of steps is several programs. While the last one runs, the results of those before it
-# are read, lanes that ended are given away, and prompts of newcomers and the next steps are
+# are collected, lanes that ended are given away, and prompts of newcomers and the next steps are
 # launched, which together take the host as long as so many steps of a small model.
 _PROGRAMS, _FEWEST_STEPS = 4, 8
 
 
 @dataclasses.dataclass
-class Launched:
-    """The launched programs of one call of an engine.
+class InFlight:
+    """The programs in flight of one call of an engine.
 
     Attributes:
       runner: the runner that launches them.
       end_tokens: token ids that end an answer.
-      last_tokens: Int[B], the newest token of each lane, on the device until it is read.
-      drawn: lanes whose newest token is the first of an answer, and has not been read.
-      chunks: programs of steps that were not read, oldest first, and the requests in their lanes.
+      last_tokens: Int[B], the newest token of each lane, on the device until it is collected.
+      drawn: lanes whose newest token is the first of an answer, and in flight.
+      chunks: programs of steps, oldest first, and the requests in their lanes.
     """
 
     runner: Runner
     end_tokens: tuple[int, ...]
     last_tokens: np.ndarray | jax.Array = dataclasses.field(init=False)
     drawn: frozenset[int] = frozenset()
-    chunks: collections.deque[tuple[LaunchedSteps, dict[int, Request]]] = dataclasses.field(
+    chunks: collections.deque[tuple[StepsInFlight, dict[int, Request]]] = dataclasses.field(
         default_factory=collections.deque
     )
-    _unread: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    _records: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         self.last_tokens = np.zeros(len(self.runner.seen), np.int32)
 
-    def read(self) -> None:
+    def collect_prompts(self) -> None:
         """Waits for prompts and first tokens, and records them in order.
 
         Raises:
           NotNumbersError: logits are not numbers.
         """
-        unread, self._unread = self._unread, []
-        for record in unread:
+        records, self._records = self._records, []
+        for record in records:
             record()
         self.drawn = frozenset()
-        self.runner.read_prompts()
+        self.runner.reservation.collect_prompts()
 
     def remaining(self, running: Mapping[int, Request]) -> Int[np.ndarray, " B"]:
         """Returns the most tokens that each lane may generate after what was launched."""
         remaining = np.zeros(len(self.runner.seen), np.int64)
         for lane, request in running.items():
             remaining[lane] = request.remaining - (lane in self.drawn)
-        return remaining - np.minimum(self.runner.unread, remaining)
+        return remaining - np.minimum(self.runner.reservation.steps_in_flight, remaining)
 
-    def decode(
+    def launch_steps(
         self,
         running: Mapping[int, Request],
         seeds: UInt32[np.ndarray, "B 2"],
@@ -110,7 +108,7 @@ class Launched:
         return next(size for size in range(least, num_steps + 1) if num_steps % size == 0)
 
     def reserve_ahead(self, running: Mapping[int, Request], num_steps: int) -> bool:
-        """Reserves pages for another chunk behind one that was not read, if that costs nothing.
+        """Reserves pages for another chunk behind the one in flight, if that costs nothing.
 
         Returns False, and reserves nothing, where it would: if all answers may have ended, and the
         device would run steps for none of them; if the pool is so full that lengths must be exact;
@@ -121,9 +119,10 @@ class Launched:
         if not self._goes_on(remaining) or self.runner.host is not None:
             return False
         extra = np.minimum(remaining, num_steps)
-        if not (self.runner.fits(extra) and self.runner.fits_table(extra)):
+        reservation = self.runner.reservation
+        if not (reservation.fits(extra) and reservation.fits_table(extra)):
             return False
-        self.runner.reserve(extra)
+        reservation.reserve(extra)
         return True
 
     def _goes_on(self, remaining: Int[np.ndarray, " B"]) -> bool:
@@ -134,30 +133,30 @@ class Launched:
         """Whether the last program of a chunk may run while those that wait are admitted.
 
         An answer that a stop string ends, which is only in the text, goes on in it. Whoever gets
-        its lane and its pages is read behind it, and what it did there is dropped. KCache's values
+        its lane and its pages runs behind it, and what it did there is dropped. KCache's values
         are written between programs.
         """
         return self.runner.host is None and self._goes_on(self.remaining(running))
 
-    def read_steps(self) -> None:
-        """Waits for every program of steps, and records them in order; see `read_chunk`."""
+    def collect_steps(self) -> None:
+        """Waits for every program of steps, and records them in order; see `collect_chunk`."""
         while self.chunks:
-            self.read_chunk()
+            self.collect_chunk()
 
-    def read_chunk(self) -> None:
+    def collect_chunk(self) -> None:
         """Waits for the oldest program of steps, and records it.
 
         Raises:
           NotNumbersError: logits are not numbers.
         """
         chunk, running = self.chunks.popleft()
-        steps = self.runner.read(chunk)
+        steps = self.runner.collect(chunk)
         if self.last_tokens is chunk.newest:  # else more was launched, or drawn, behind it
             self.last_tokens = steps.tokens[-1]
         record_steps(steps, running)
 
-    def prompts(self, extended: Extended, requests: Mapping[int, Request]) -> None:
-        """Adds tokens that were launched to the use of the cache, when they are read.
+    def add_prefill(self, extended: Extended, requests: Mapping[int, Request]) -> None:
+        """Adds the tokens of a program to the use of the cache, when it is collected.
 
         Args:
           extended: the result of the program.
@@ -171,9 +170,9 @@ class Launched:
                 request.meter.finish(extended.left[lane])  # the next token may be beyond a stop
                 request.meter.prefilled += len(live)
 
-        self._unread.append(record)
+        self._records.append(record)
 
-    def draw_first(
+    def launch_first_tokens(
         self,
         source_of: Mapping[int, int],
         running: Mapping[int, Request],
@@ -183,7 +182,7 @@ class Launched:
         """Draws the tokens after prompts; requests that have tokens continue from their last one.
 
         Args:
-          source_of: lane -> the lane that read its prompt, itself or another one.
+          source_of: lane -> the lane that prefilled its prompt, itself or another one.
           running: lane -> its request.
           seeds: see `programs.request_keys`.
           rule: sampling settings.
@@ -195,7 +194,7 @@ class Launched:
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
             return
-        drawn = sharing.first_tokens(self.runner, fresh, self.last_tokens, seeds, rule)
+        drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, rule)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 
         def record() -> None:
@@ -210,4 +209,25 @@ class Launched:
                 request.prompt_peak = request.meter.peak
 
         self.last_tokens, self.drawn = drawn[0], frozenset(fresh)
-        self._unread.append(record)
+        self._records.append(record)
+
+
+def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
+    """Adds the steps of a chunk to the running requests; a lane ran the first few of them.
+
+    Raises:
+      NotNumbersError: logits are not numbers; then nothing is added.
+    """
+    counts = steps.ran.sum(0).tolist()
+    if not (steps.finite | ~steps.ran).all():
+        check_finite((each, steps.finite[: counts[lane], lane]) for lane, each in running.items())
+    tokens, totals = steps.tokens.T.tolist(), np.stack([steps.live, steps.reads])
+    logprobs = None if steps.logprobs is None else steps.logprobs.T.tolist()
+    for lane, request in running.items():
+        count = counts[lane]
+        if not count:
+            continue
+        request.generated += tokens[lane][:count]
+        request.steps.append(totals[:, :count, lane])
+        if logprobs is not None:
+            request.logprobs += logprobs[lane][:count]

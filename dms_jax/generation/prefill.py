@@ -1,4 +1,17 @@
-"""The few shapes in which prompts of any number and length run.
+"""Prefill: prompts on their way into the cache, a program at a time, in a few compiled shapes.
+
+The queue (`PrefillQueue`) holds the lanes that do not decode yet:
+
+    lane 0   launched 512 of 1300 tokens
+    lane 1   shares the prompt of lane 0
+    lane 2   its prompt of 40 is done; now the answer that it had before it was preempted
+    lane 3   decodes: it is not here
+
+A program runs tokens of one class: of prompts or of answers, which attend in one pass or one by
+one, in one width. Where nothing else runs meanwhile, prompts come before answers, what attends in
+one pass before the rest, and wide chunks before narrow ones, whose last parts then share programs.
+Where answers are decoded between two programs, the classes take turns, so that a short prompt does
+not wait for the end of a long one.
 
 Every shape is a program to compile, so prompts of any number and length run in a few of them. All
 but attention is computed for the places of a program: its tokens stand there without padding
@@ -22,12 +35,14 @@ length and its policy only, and so does what it is rounded to.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from dms_jax import sharding
+from dms_jax.generation.requests import Request
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
@@ -279,3 +294,191 @@ def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: in
 def cuts_prompts(policy: Policy, shape: Shape | Shapes) -> bool:
     """Returns whether programs of these shapes cut rows, where they end prompts."""
     return policy.shrinks and shape.one_pass
+
+
+@dataclasses.dataclass(eq=False)
+class Prefill:
+    """The tokens that a lane prefills before it decodes.
+
+    Attributes:
+      request: the request in the lane.
+      prompt: its prompt.
+      answer: what it had generated when it was preempted, to be recomputed as an answer.
+      whole: how many of the tokens of both attend in one pass, the first ones.
+      key: what requests have in common that share one prefill; None if it shares nothing.
+      source: the lane that prefills the prompt for it; None if it does so itself.
+      done: tokens that were launched.
+    """
+
+    request: Request
+    prompt: list[int]
+    answer: list[int]
+    whole: int
+    key: Hashable = None
+    source: int | None = None
+    done: int = 0
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether its next token belongs to its prompt."""
+        return self.done < len(self.prompt)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether its next token attends in one pass with others."""
+        return self.done < self.whole
+
+    @property
+    def left(self) -> int:
+        """Tokens of its prompt, or behind that of its answer, that were not launched.
+
+        Behind those that attend in one pass it counts the others.
+        """
+        end = len(self.prompt)
+        if self.done >= end:
+            end += len(self.answer)
+        return (self.whole if self.done < self.whole < end else end) - self.done
+
+    def next(self, width: int) -> np.ndarray:
+        """Returns its next `width` tokens, of which so many are `left`."""
+        tokens, start = self.prompt, self.done
+        if not self.in_prompt:
+            tokens, start = self.answer, self.done - len(self.prompt)
+        return np.asarray(tokens[start : start + width], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """The next program of prompts.
+
+    Attributes:
+      tokens: lane -> its tokens.
+      shape: shape of the program.
+      prompt: whether they are tokens of prompts.
+      ends_prompt: lanes whose prompt they complete.
+    """
+
+    tokens: dict[int, np.ndarray]
+    shape: Shape
+    prompt: bool
+    ends_prompt: list[int]
+
+
+class PrefillQueue:
+    """The lanes that do not decode yet.
+
+    Args:
+      shapes: the shapes of programs.
+      takes_turns: whether answers are decoded between two programs.
+
+    Attributes:
+      items: lane -> what it prefills, in the order in which they came.
+    """
+
+    def __init__(self, shapes: PromptShapes, *, takes_turns: bool):
+        self.items: dict[int, Prefill] = {}
+        self._shapes, self._takes_turns = shapes, takes_turns
+        self._last: tuple[bool, bool, int] | None = None  # class of the last program
+        self._first: dict[Hashable, int] = {}  # the first lane of those that share a prompt
+
+    def add(self, lane: int, item: Prefill) -> bool:
+        """Queues a lane; returns whether it prefills itself, and no other lane for it."""
+        if item.key is not None:
+            first = self._first.setdefault(item.key, lane)
+            item.source = None if first == lane else first
+        self.items[lane] = item
+        return item.source is None
+
+    def drop_departed(self, running: Mapping[int, Request]) -> None:
+        """Drops lanes whose requests have left them."""
+        left = [lane for lane, each in self.items.items() if running.get(lane) is not each.request]
+        self._drop(left)
+
+    def spared(self, cancelled: set[int]) -> set[int]:
+        """Returns those of the requests whose prompts others share that were not cancelled."""
+        sources = {
+            each.source for each in self.items.values() if each.request.index not in cancelled
+        }
+        found = {each.request.index for lane, each in self.items.items() if lane in sources}
+        return found & cancelled
+
+    def next_batch(self) -> PrefillBatch | None:
+        """Returns the next program; None if the queue is empty."""
+        left: dict[int, int] = {}
+        classes: dict[int, tuple[bool, bool, int]] = {}
+        for lane, each in self.items.items():
+            if each.source is None and (count := each.left):
+                one_pass, left[lane] = each.one_pass, count
+                classes[lane] = each.in_prompt, one_pass, self._shapes.of(one_pass).width(count)
+        if not left:
+            return None
+        present = set(classes.values())
+        if self._takes_turns and self._last is not None:
+            present = {each for each in present if each < self._last} or present
+        chosen = max(present)
+        prompt, one_pass, _ = chosen
+        lanes, shape = self._shapes.of(one_pass).next_batch(
+            {lane: left[lane] for lane, own in classes.items() if own == chosen}
+        )
+        tokens = {lane: self.items[lane].next(min(shape.width, left[lane])) for lane in lanes}
+        ends = [lane for lane in lanes if prompt and self._ends_prompt(lane, tokens[lane])]
+        return PrefillBatch(tokens, shape, prompt, ends)
+
+    def _ends_prompt(self, lane: int, tokens: np.ndarray) -> bool:
+        item = self.items[lane]
+        return item.done + len(tokens) == len(item.prompt)
+
+    def advance(self, batch: PrefillBatch) -> None:
+        """Counts the tokens of a program that was launched."""
+        self._last = batch.prompt, batch.shape.one_pass, batch.shape.width
+        for lane, tokens in batch.tokens.items():
+            self.items[lane].done += len(tokens)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a prompt is prefilled for several lanes, which then need pages at once."""
+        return any(each.source is not None for each in self.items.values())
+
+    def take_complete(self) -> dict[int, int]:
+        """Removes the lanes that can decode; returns the lane that prefilled the prompt of each.
+
+        Where nothing is decoded meanwhile, they are all lanes, and none before.
+        """
+        complete = {
+            lane: lane if each.source is None else each.source
+            for lane, each in self.items.items()
+            if not self.items[lane if each.source is None else each.source].left
+        }
+        if not self._takes_turns and len(complete) < len(self.items):
+            return {}
+        self._drop(complete)
+        return complete
+
+    def _drop(self, lanes: Collection[int]) -> None:
+        """Removes lanes; what comes later shares its prompt with none of them."""
+        if not lanes:
+            return
+        for lane in lanes:
+            del self.items[lane]
+        self._first = {}
+        for lane, each in self.items.items():
+            if each.key is not None:
+                self._first.setdefault(each.key, lane)
+
+
+def prompt_key(
+    policy: Policy, shard: int, tokens: Sequence[int], max_length: int, base: int | None = None
+) -> Hashable:
+    """Returns what makes the prefill of a prompt in a lane the same as in another lane.
+
+    A policy whose budget is a share of the longest length prefills alike what may become as long.
+
+    Args:
+      policy: the policy of the cache.
+      shard: the part of the pages that the lane has (`PageAllocator.shard_of`).
+      tokens: the prompt.
+      max_length: length that the sequence can reach.
+      base: the lane whose sequence it continues, if any.
+    """
+    limited = policy.for_length(1) is not policy
+    return base, shard, max_length if limited else None, tuple(tokens)

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from dms_jax.generation import programs, sharing
-from dms_jax.generation.requests import Request
-from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Filter, LanesFilter
-from dms_jax.generation.shapes import (
+from dms_jax.generation import programs
+from dms_jax.generation.prefill import (
     PromptShapes,
     Shape,
     cuts_prompts,
     tokens_in_one_pass,
 )
+from dms_jax.generation.requests import Request
+from dms_jax.generation.runner import Runner
+from dms_jax.generation.sampling import Filter, LanesFilter
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import Policy
 
@@ -75,7 +75,8 @@ def compile_first(
         for own, counts in zip(shapes, (whole, rest), strict=True)
         for each in _programs(runner, own.batches(filter(None, counts), refilled=refilled))
     ]
-    pages, pages_of_steps = runner.table_width(1), runner.table_width(1, steps=True)
+    reservation = runner.reservation
+    pages, pages_of_steps = reservation.table_width(1), reservation.table_width(1, steps=True)
     key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:
         return
@@ -121,10 +122,11 @@ def compile_all(
     prompts = [
         calls.extend(shape, pages, ends=ends)
         for shape, ends in every
-        for pages in runner.table_widths()
+        for pages in runner.reservation.table_widths()
     ]
     steps = [
-        calls.decode(pages, num_steps, end_tokens) for pages in runner.table_widths(steps=True)
+        calls.decode(pages, num_steps, end_tokens)
+        for pages in runner.reservation.table_widths(steps=True)
     ]
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
@@ -156,7 +158,7 @@ class _Calls:
         return self.runner.traced_policy
 
     def _table(self, entries: int, pages: int) -> np.ndarray:
-        num_layers, _, num_kv_heads = self.runner.lengths.shape
+        num_layers, _, num_kv_heads = self.runner.reservation.allocator.reserved.shape
         return np.zeros((num_layers, entries, num_kv_heads, pages), np.int32)
 
     def _entries(self, entries: int) -> int:
@@ -205,9 +207,9 @@ class _Calls:
     def copy_lanes(self) -> list[_Call]:
         if len(self._lanes) == 1:
             return []
-        pages = sharing.no_pages(self.runner)
-        num_kv_heads = self.runner.lengths.shape[2]
-        return [(sharing.copy_lanes, (self.runner.cache, pages, self._lanes, num_kv_heads))]
+        pages = self.runner.no_pages()
+        num_kv_heads = self.runner.reservation.allocator.reserved.shape[2]
+        return [(programs.copy_lanes, (self.runner.cache, pages, self._lanes, num_kv_heads))]
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:

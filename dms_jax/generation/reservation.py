@@ -1,0 +1,310 @@
+"""Reserves pages for the rows of a cache before programs run, and releases what they did not need.
+
+The lengths of rows are exact as of the last program whose results were collected. In prompts and
+chunks of steps that are in flight each token counts as a slot: what is reserved for the next
+program suffices, whatever these evict. When a program is collected, `trim` gives the difference
+back. Under a policy that evicts in place (DMS) no page is freed by an eviction: the dead slot is
+written again, the row grows less than was reserved, and its last pages come back by `trim`.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from dms_jax.cache import PageAllocator
+from dms_jax.cache.pages import few_sizes, few_widths
+from dms_jax.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptsInFlight:
+    """A program of given tokens that was launched, until the lengths after it are collected.
+
+    Attributes:
+      lengths: Int[L, B, K] on the device, the slots in use of each row after it.
+      counts: Int[B], its tokens of each lane.
+      ends: Bool[B], whether they complete the prompt of the lane.
+    """
+
+    lengths: Array
+    counts: Int[np.ndarray, " B"]
+    ends: Bool[np.ndarray, " B"]
+
+
+class Reservation:
+    """The pages of rows: how many each holds, and how many the next program may need.
+
+    Args:
+      policy: decides how many slots a row can need.
+      allocator: the pages.
+      page_size: slots of a page (P).
+      max_tokens: length of the sequences that page tables are planned for.
+      table_width: pages per row in page tables, at least; None lets them grow.
+      layer_bytes: bytes of a page of each layer.
+      state_bytes: bytes of a sequence's policy state.
+      page_bytes: bytes of a page, the part in host memory included.
+
+    Attributes:
+      steps_in_flight: Int[B], the most tokens of each lane in chunks of steps that are in flight.
+      epochs: Int[B], how often each lane was released: results of programs that were launched in an
+        earlier epoch of a lane are not those of the request that has it now.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        allocator: PageAllocator,
+        *,
+        page_size: int,
+        max_tokens: int,
+        table_width: int | None,
+        layer_bytes: Int[np.ndarray, " L"],
+        state_bytes: int,
+        page_bytes: int,
+    ):
+        self.policy, self.page_size, self.max_tokens = policy, page_size, max_tokens
+        self._table_width, self._expected_slots = table_width, 1
+        self._layer_bytes, self._state_bytes = layer_bytes, state_bytes
+        self._page_bytes = page_bytes
+        self._max_length = 0  # tokens of the longest sequence so far
+        self._slot_limit: int | None = None
+        self.raise_max_length(1)
+        self.reset(allocator)
+
+    def reset(self, allocator: PageAllocator) -> None:
+        """Starts anew with empty rows over the pages of an allocator."""
+        self.allocator = allocator
+        self._lengths = np.zeros(allocator.reserved.shape, np.int64)
+        num_lanes = self._lengths.shape[1]
+        self._prompts: PromptsInFlight | None = None  # whose lengths were not collected
+        self.steps_in_flight = np.zeros(num_lanes, np.int64)
+        self.epochs = np.zeros(num_lanes, np.int64)
+
+    # -- lengths ----------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "L B K"]:
+        """The slots in use per row after all prompts, which it waits for, and collected steps."""
+        self.collect_prompts()
+        return self._lengths
+
+    def lengths_of(self, lane: int) -> Int[np.ndarray, "L K"]:
+        """Returns the slots in use per row of a lane; waits for prompts only if one is its own."""
+        if self._prompts is not None and self._prompts.counts[lane]:
+            self.collect_prompts()
+        return self._lengths[:, lane]
+
+    def add_uniform(self, counts: Int[np.ndarray, " B"]) -> None:
+        """Counts tokens that a program adds to every row of their lanes, and evicts none for."""
+        self._lengths = self.lengths + counts[:, None]
+
+    def add_prompts(self, prompts: PromptsInFlight, *, prompt: bool) -> None:
+        """Counts the tokens of a program that was launched behind the last one.
+
+        Args:
+          prompts: the program.
+          prompt: whether its tokens belong to prompts.
+        """
+        self.collect_prompts()  # those before it, while it runs
+        self.allocator.trim(self.slots_after(prompts.counts, prompt=prompt))
+        self._prompts = prompts
+
+    def add_steps(self, most: Int[np.ndarray, " B"]) -> None:
+        """Counts the steps of a chunk that was launched, at most so many of each lane."""
+        self.steps_in_flight = self.steps_in_flight + most
+
+    def collect_prompts(self) -> None:
+        """Waits for the last prompts, and takes the lengths after them."""
+        if self._prompts is not None:
+            prompts, self._prompts = self._prompts, None
+            self._set_lengths(np.asarray(prompts.lengths), prompts.counts > 0)
+
+    def collect_steps(
+        self,
+        lengths: Int[np.ndarray, "L B K"],
+        *,
+        ran: Bool[np.ndarray, " B"],
+        most: Int[np.ndarray, " B"],
+        ended: Bool[np.ndarray, " B"],
+        current: Bool[np.ndarray, " B"],
+    ) -> None:
+        """Takes the lengths after the oldest chunk of steps.
+
+        Args:
+          lengths: the slots in use of each row after it.
+          ran: lanes that took a step in it.
+          most: the steps that each lane could take in it.
+          ended: lanes whose answer ended in it: they are idle in what was launched since.
+          current: lanes that were not released since it was launched.
+        """
+        left = np.where(ended, 0, self.steps_in_flight - most)
+        self.steps_in_flight = np.where(current, left, self.steps_in_flight)
+        self._set_lengths(lengths, ran)
+
+    def _set_lengths(
+        self, lengths: Int[np.ndarray, "L B K"], lanes: Bool[np.ndarray, " B"]
+    ) -> None:
+        """Sets the lengths of some lanes to those after a program; it ran in no other one.
+
+        Others may have been released and taken since it was launched.
+        """
+        lengths = np.where(lanes[:, None], lengths, self._lengths)
+        held = self.allocator.reserved * self.page_size
+        assert (lengths <= held).all(), "a row outgrew its reserve"
+        self._lengths = lengths.astype(np.int64)
+
+    def copy(self, source_of: dict[int, int]) -> None:
+        """Sets the lengths of lanes to those of the lanes whose sequences they copy."""
+        self.lengths[:, list(source_of)] = self.lengths[:, list(source_of.values())]
+
+    def release(self, lanes: list[int]) -> None:
+        """Empties lanes and frees their pages, whatever is in flight for them."""
+        self._lengths[:, lanes] = 0
+        self.steps_in_flight[lanes] = 0
+        self.epochs = self.epochs.copy()  # what is in flight has the old
+        self.epochs[lanes] += 1
+        if self._prompts is not None:
+            counts = self._prompts.counts.copy()
+            counts[lanes] = 0
+            self._prompts = dataclasses.replace(self._prompts, counts=counts)
+        self.allocator.release(np.asarray(lanes, np.int64))
+
+    # -- slots and pages --------------------------------------------------------------------------
+
+    def raise_max_length(self, tokens: int) -> None:
+        """Raises the maximum length of sequences, before pages are reserved for them."""
+        if tokens > self._max_length:
+            self._max_length = tokens
+            self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most
+
+    def slots_held(self) -> Int[np.ndarray, "L B K"]:
+        """Returns the most slots that each row can have in use after what was launched."""
+        slots, prompts = self._lengths, self._prompts
+        if prompts is not None:
+            slots = slots + prompts.counts[:, None]
+            if not self.policy.shrinks:
+                slots = self.limited(slots, self._lengths)
+            elif self._slot_limit is not None:  # rows are cut where their prompt ends
+                cut = np.minimum(slots, self._slot_limit)
+                slots = np.where(prompts.ends[:, None], cut, slots)
+        return self.limited(slots + self.steps_in_flight[:, None], slots)
+
+    def slots_after(
+        self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False
+    ) -> Int[np.ndarray, "L B K"]:
+        """Returns the most slots that each row can need after `extra` tokens per lane, or per row.
+
+        `prompt` means that some of the tokens belong to prompts, which a policy that cuts rows
+        afterwards holds in full.
+        """
+        extra, held = np.asarray(extra), self.slots_held()
+        slots = held + (extra[:, None] if extra.ndim == 1 else extra)
+        return slots if prompt and self.policy.shrinks else self.limited(slots, held)
+
+    def limited(
+        self, slots: Int[np.ndarray, "*rows"], held: Int[np.ndarray, "*rows"]
+    ) -> Int[np.ndarray, "*rows"]:
+        """Returns the most of `slots` that rows can need which hold `held` and decode."""
+        limit = self._slot_limit
+        return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
+
+    def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
+        """Returns whether the pool can hold `extra` more tokens per lane, or per row.
+
+        Waits for prompts if that depends on what they evict.
+        """
+        self._collect_if_needed(extra, prompt=prompt)
+        return self.allocator.fits(self.slots_after(extra, prompt=prompt))
+
+    def reserve(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> None:
+        """Reserves pages for `extra` more tokens per lane, or per row, or raises CapacityError."""
+        self._collect_if_needed(extra, prompt=prompt)
+        self.allocator.reserve(self.slots_after(extra, prompt=prompt))
+
+    def trim(self) -> None:
+        """Releases every page that no slot in use needs, now or after what was launched.
+
+        It waits for nothing: what prompts can need that were not read stays reserved.
+        """
+        self.allocator.trim(self.slots_held())
+
+    def _collect_if_needed(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool) -> None:
+        """Collects prompts unless `extra` more tokens can be launched whatever these evict.
+
+        They cannot if the pool is so full that lengths must be exact, or if rows that evict nothing
+        would need a wider table than the lengths that are known: its program is compiled anew.
+        """
+        if self._prompts is None:
+            return
+        slots = self.slots_after(extra, prompt=prompt)
+        known, most = (int(each.max(initial=1)) for each in (self._lengths, slots))
+        if self.table_width(most) > self.table_width(known) or not self.allocator.fits(slots):
+            self.collect_prompts()
+            self.trim()
+
+    def cache_bytes(self) -> list[int]:
+        """Returns the device bytes of each lane's reserved pages and of its policy state."""
+        pages = np.einsum("L,LBK->B", self._layer_bytes, self.allocator.reserved)
+        return (pages + self._state_bytes).tolist()
+
+    def bytes_of(self, slots: Int[np.ndarray, "L K"]) -> dict[str, int]:
+        """Returns the `cache_bytes` and `host_bytes` (see `Usage`) of a sequence.
+
+        Args:
+          slots: the slots in use of each row. What is reserved beyond them does not count: steps
+            may run in which its lane is idle.
+        """
+        pages = self.allocator.pages_for(slots).sum(1)
+        held = int(self._layer_bytes @ pages)
+        on_host = int(self._page_bytes * pages.sum()) - held
+        return {"cache_bytes": held + self._state_bytes, "host_bytes": on_host}
+
+    # -- page tables ------------------------------------------------------------------------------
+
+    def expect(self, tokens: int) -> None:
+        """Makes page tables wide enough for a sequence of so many tokens before it grows to it.
+
+        Each width is a program to compile: those for the first tokens of long prompts, and for the
+        first steps, have no other one than those for the last.
+        """
+        limit = None if self.policy.shrinks else self._slot_limit
+        slots = tokens if limit is None else min(tokens, limit)
+        self._expected_slots = max(self._expected_slots, slots)
+
+    def fits_table(self, extra: Int[np.ndarray, " B"]) -> bool:
+        """Returns whether steps keep their page table as it is with `extra` more tokens."""
+        pages = self.allocator.reserved.max(initial=1)
+        widths = [int(pages) * self.page_size, int(self.slots_after(extra).max(initial=1))]
+        now, then = (self.table_width(each, steps=True) for each in widths)
+        return then <= now
+
+    def table_width(self, slots: int, *, steps: bool = False) -> int:
+        """Returns the pages of a row in the compiled page table if the longest row has `slots`.
+
+        Steps run behind the cut of their prompts: what a policy cuts rows to is all they need, and
+        what a step keeps of every slot of a table (scores, the rows to be cut) is that much less.
+        """
+        expected = self._expected_slots
+        if steps and self._slot_limit is not None:
+            expected = min(expected, self._slot_limit)
+        widest = -(-max(slots, expected) // self.page_size)
+        if self._table_width is not None:
+            return max(self._table_width, widest)
+        limit = None if self.policy.shrinks else self._slot_limit
+        most = self.max_tokens if limit is None else min(limit, self.max_tokens)
+        return few_widths(widest, few_sizes(-(-most // self.page_size)))
+
+    def table_widths(self, *, steps: bool = False) -> list[int]:
+        """Returns every `table_width` of sequences that are no longer than planned."""
+        if self._table_width is not None:
+            return [self.table_width(1, steps=steps)]
+        cut = self._slot_limit if steps or not self.policy.shrinks else None
+        most = self.max_tokens if cut is None else min(cut, self.max_tokens)
+        slots = range(1, most + self.page_size, self.page_size)
+        return sorted({self.table_width(each, steps=steps) for each in slots})
+
+    def table(self, *, steps: bool) -> Int[np.ndarray, "L B K M"]:
+        """Returns the page table for the next program; see `table_width`."""
+        slots = int(self.allocator.reserved.max(initial=1)) * self.page_size
+        return self.allocator.table_of_width(self.table_width(slots, steps=steps))

@@ -1,0 +1,526 @@
+"""The scheduler: which requests have a lane and pages, and in which state each is.
+
+A request waits, is admitted to a lane when the pool can hold what its prompt takes at least, is
+prefilled in chunks, and decodes in chunks until it ends (`requests.State`):
+
+    WAITING --admit--> PREFILL --its prompt is complete--> DECODE --finish--> DONE
+       ^                  |                                   |
+       +----preempt-------+-----------------------------------+       cancel: from any to DONE
+
+The pages that a program may need are reserved before it runs. If they do not fit, the youngest
+running request is preempted: it returns to the front of the queue with its tokens and is recomputed
+later, the prompt as a prompt and the answer as an answer, so that every policy decides as before.
+
+Some requests are known before they run not to fit (`Admission.check`): every row holds the first
+chunk of a prompt, a prompt with full attention is in the pool in full, and a policy without
+eviction holds the answer too.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dms_jax.errors import CapacityError
+from dms_jax.generation.prefill import Prefill, PrefillQueue, prompt_key, tokens_in_one_pass
+from dms_jax.generation.requests import OnTokens, Request, State, Update, record_usage
+from dms_jax.generation.runner import Runner
+from dms_jax.generation.text import TextTracker
+
+# Slots [L, K], or as many in every row: most requests have nothing to add row by row.
+Slots = int | np.integer | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Finds lanes and pages for requests, or the error that explains why there are none.
+
+    Attributes:
+      runner: the runner that owns the lanes and pages.
+      chunk: number of decode steps between two turns of the loop.
+      prefill_chunk: number of prompt tokens per sequence and compiled program.
+    """
+
+    runner: Runner
+    chunk: int
+    prefill_chunk: int
+
+    def check(self, requests: Sequence[Request], *, endless: bool) -> None:
+        """Refuses requests that cannot fit even alone, whatever the model generates.
+
+        Args:
+          requests: requests that have not run yet.
+          endless: whether answers end only at their maximum length.
+
+        Raises:
+          CapacityError: if a request cannot fit; names the first of the largest.
+        """
+        for what, slots in (
+            ("the prompt", self._prompt_slots),
+            ("the first chunk", self._first_slots),
+            ("the sequence to its end", self._all_slots if endless else self._prompt_slots),
+        ):
+            request = max(requests, key=slots, default=None)
+            if request is None:
+                return
+            alone = np.zeros(self.runner.reservation.lengths.shape, np.int64)
+            lane = next(lane for lane in range(alone.shape[1]) if lane != request.base)
+            alone[:, lane] = slots(request) + self._continued(request)
+            if not self.runner.reservation.fits(alone, prompt=True):
+                raise self.too_small(request, what)
+
+    def least_slots(self, request: Request, *, endless: bool) -> int:
+        """Returns the slots without which no row of a request, alone, comes to its end."""
+        last = self._all_slots(request) if endless and not request.sampling.stop_strings else 0
+        return max(self._prompt_slots(request), self._first_slots(request), last)
+
+    def slots_alone(self, most: int) -> int:
+        """Returns the most slots, up to `most`, that every row of a sequence can hold alone.
+
+        The pool is empty.
+        """
+        least = 0
+        while least < most:
+            middle = (least + most + 1) // 2
+            alone = np.zeros(self.runner.reservation.lengths.shape, np.int64)
+            alone[:, 0] = middle
+            fits = self.runner.reservation.fits(alone, prompt=True)
+            least, most = (middle, most) if fits else (least, middle - 1)
+        return least
+
+    def place_all(
+        self,
+        waiting: collections.deque[Request],
+        taken: Container[int],
+        extra: np.ndarray,
+    ) -> collections.deque[int]:
+        """Returns lanes for the first waiting requests, if they all fit together, else none.
+
+        The choice is that of `place` for one after the other, with one query of the pool. `extra`
+        is updated as there.
+        """
+        lanes = self._free_lanes(taken)[: len(waiting)]
+        together = extra.copy()
+        for lane, request in zip(lanes, waiting, strict=False):
+            together[:, lane] = self._needed(request)
+        if not self.runner.reservation.fits(together, prompt=True):
+            return collections.deque()
+        extra[:] = together
+        return collections.deque(lanes)
+
+    def place(self, request: Request, taken: Container[int], extra: np.ndarray) -> int | None:
+        """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
+        needed = self._needed(request)
+        shard_of = self.runner.reservation.allocator.shard_of
+        for lane in self._open_lanes(taken):
+            if request.base is not None and shard_of(lane) != shard_of(request.base):
+                continue
+            extra[:, lane] = needed
+            if self.runner.reservation.fits(extra, prompt=True):
+                return lane
+            extra[:, lane] = 0
+        return None
+
+    def extra(self, running: Mapping[int, Request], prefills: Mapping[int, Prefill]) -> np.ndarray:
+        """Returns the slots [L, B, K] that lanes need besides those that they hold.
+
+        Args:
+          running: lane -> its request.
+          prefills: lane -> what it prefills, if it does not decode yet.
+        """
+        extra = np.zeros(self.runner.reservation.allocator.reserved.shape, np.int64)
+        following = [min(self.chunk, request.remaining) for request in running.values()]
+        extra[:, list(running)] = np.array(following, np.int64)[:, None]
+        for lane, each in prefills.items():
+            extra[:, lane] = self.rest(each.request, each.done, each.left)
+        return extra
+
+    def rest(self, request: Request, done: int, left: int) -> Slots:
+        """Returns the slots of each row that a request needs in the middle of its prefill.
+
+        They are what its prompt takes in any case, and no less than its next program reserves.
+
+        Args:
+          request: the request.
+          done: tokens that were launched.
+          left: tokens to launch before its prompt, or its answer, ends.
+        """
+        rest = self._needed(request) - self._continued(request) - done
+        following = min(self.chunk, request.remaining), min(self.prefill_chunk, left)
+        return np.maximum(rest, max(following))
+
+    def too_small(self, request: Request, what: str) -> CapacityError:
+        """Returns the error for a request that does not fit even alone."""
+        runner = self.runner
+        pages = runner.reservation.allocator.pages_per_shard
+        rows = runner.model.config.num_layers * runner.model.config.num_kv_heads
+        tokens = request.seen + len(request.before) + len(request.prompt) + len(request.generated)
+        # A pool has no more pages than its lanes need for sequences of the length it is made for.
+        beyond = request.max_length > runner.max_tokens
+        more = f"a larger max_tokens (it is {runner.max_tokens}), more" if beyond else "more"
+        return CapacityError(
+            f"The cache cannot hold {what} of prompt {request.index} ({tokens} tokens so far) "
+            f"even alone: it has {pages} pages of {runner.page_size} tokens"
+            f"{' on each device' if runner.num_shards > 1 else ''} for {rows} "
+            f"rows (layers x KV heads). Give it {more} memory (memory=), a smaller chunk or "
+            "page_size, a shorter prompt, fewer max_new_tokens, or a policy that keeps less."
+        )
+
+    def _free_lanes(self, taken: Container[int]) -> list[int]:
+        """Returns every free lane if one device holds them all, else none."""
+        if self.runner.data_shards > 1:
+            return []
+        return [lane for lane in range(len(self.runner.seen)) if lane not in taken]
+
+    def _open_lanes(self, taken: Container[int]) -> list[int]:
+        """Returns one free lane of each device that has one, the emptiest device first."""
+        num_lanes = len(self.runner.seen)
+        per_shard = num_lanes // self.runner.data_shards
+        lanes = []
+        for start in range(0, num_lanes, per_shard):
+            free = [lane for lane in range(start, start + per_shard) if lane not in taken]
+            if free:
+                lanes.append((-len(free), free[0]))
+        return [lane for _, lane in sorted(lanes)]
+
+    def _needed(self, request: Request) -> Slots:
+        """Returns the slots of each row without which a request is not let in.
+
+        They are those of its first chunks and, because it would be preempted before its first token
+        otherwise, those that its prompt takes in any case, with a chunk of steps unless the prompt
+        is cut before.
+        """
+        prompt = self._prompt_slots(request)
+        if not self.runner.policy.shrinks:
+            prompt += min(self.chunk, request.remaining)
+        needed = self._continued(request) + max(self._first_slots(request), prompt)
+        if request.slots is None:
+            return needed
+        resumed = request.slots + min(self.chunk, request.remaining)
+        return np.maximum(needed, self.runner.reservation.limited(resumed, request.slots))
+
+    def _continued(self, request: Request) -> Slots:
+        """Returns the slots of each row of the sequence that a request continues in a copy."""
+        if request.base is None:
+            return 0
+        return self.runner.reservation.lengths[:, request.base]
+
+    def _first_slots(self, request: Request) -> int:
+        first = min(len(request.before) + len(request.prompt), self.prefill_chunk)
+        return first + min(self.chunk, request.remaining)
+
+    def _prompt_slots(self, request: Request) -> int:
+        """Returns a lower bound on the slots that a row needs by the end of the prompt."""
+        tokens = len(request.before) + len(request.prompt)
+        return tokens if self.runner.policy.shrinks else self._at_least(tokens)
+
+    def _all_slots(self, request: Request) -> int:
+        """Returns the same by the end of the longest answer, whose last token is not cached."""
+        tokens = len(request.before) + len(request.prompt) + request.max_new_tokens - 1
+        return self._at_least(tokens)
+
+    def _at_least(self, tokens: int) -> int:
+        """Returns a lower bound on the slots that a row holds after `tokens` tokens."""
+        return self.runner.policy.footprint(tokens, page_size=self.runner.page_size).at_least
+
+
+class Scheduler:
+    """The requests of one call of an engine, and the lanes that they have.
+
+    Args:
+      admission: finds lanes and pages.
+      prefill: the queue of lanes in prefill.
+      notifier: sends updates of requests.
+      requests: the requests that wait at the start.
+      keep: whether sequences stay in the cache when their requests end.
+
+    Attributes:
+      waiting: requests without a lane, in the order in which they are admitted.
+      running: lane -> its request, oldest first.
+      seeds: UInt32[B, 2], see `programs.request_keys`.
+      cancelled: indices of requests to end early; callbacks may add to them.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        prefill: PrefillQueue,
+        notifier: "Notifier",
+        requests: Sequence[Request],
+        *,
+        keep: bool,
+    ):
+        self.admission, self.prefill, self.notifier = admission, prefill, notifier
+        self.runner = admission.runner
+        self.waiting = collections.deque(requests)
+        self.running: dict[int, Request] = {}
+        self.cancelled: set[int] = set()
+        self.seeds = np.zeros((len(self.runner.seen), 2), np.uint32)
+        self._bases = {each.base for each in requests if each.base is not None}
+        self._keep = keep
+
+    @property
+    def decoding(self) -> dict[int, Request]:
+        """The requests whose prompts are in the cache, by lane."""
+        return {lane: each for lane, each in self.running.items() if each.state is State.DECODE}
+
+    def accept(self, requests: Sequence[Request]) -> None:
+        """Lets requests wait that came while others run."""
+        for request in requests:
+            self.runner.reservation.raise_max_length(request.max_length)
+            self.waiting.append(request)
+
+    # -- admission --------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Moves waiting requests into free lanes, as far as they fit, to be prefilled there.
+
+        Raises:
+          CapacityError: the first one does not fit, and nothing runs.
+        """
+        if not self.waiting or len(self.running) == len(self.runner.seen):
+            return
+        extra = self.admission.extra(self.running, self.prefill.items)
+        taken = self.running.keys() | self._bases
+        placed = self.admission.place_all(self.waiting, taken, extra)
+        started: dict[int, Request] = {}
+        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
+        while self.waiting:
+            request = self.waiting[0]
+            lane = placed.popleft() if placed else self.admission.place(request, taken, extra)
+            if lane is None:
+                if not self.running:
+                    raise self.admission.too_small(request, "the first chunk")
+                break
+            self.running[lane] = started[lane] = self.waiting.popleft()
+            request.state = State.PREFILL
+            taken.add(lane)
+            own = self.prefill.add(lane, self._prefill_of(request, lane))
+            if own and request.base is not None:
+                continued[lane] = request.base
+        if not started:
+            return
+        self.seeds = self.seeds.copy()  # a program in flight may use the old
+        self.seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
+        self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
+        if continued:
+            self.runner.fork(continued)
+
+    def _prefill_of(self, request: Request, lane: int) -> Prefill:
+        """Returns what a request prefills; a preempted one recomputes what it has generated.
+
+        It does so as an answer, if the policy distinguishes it from a prompt. Its last token has
+        never been in the cache.
+        """
+        policy, prompt, answer = self.runner.policy, request.before + request.prompt, []
+        key = None  # a preempted request shares its prompt with none
+        if len(request.generated) <= 1:
+            shard = self.runner.reservation.allocator.shard_of(lane)
+            key = prompt_key(policy, shard, prompt, request.max_length, request.base)
+        if policy.parallel == "prompts":
+            answer = request.generated[:-1]
+        else:
+            prompt = prompt + request.generated[:-1]
+        whole = tokens_in_one_pass(
+            policy, seen=request.seen, prompt=len(prompt), max_length=request.max_length
+        )
+        return Prefill(request, prompt, answer, whole, key)
+
+    def fork(self, source_of: dict[int, int]) -> None:
+        """Copies shared prompts to lanes, as far as they fit; the others wait again.
+
+        Args:
+          source_of: lane -> the lane that prefilled its prompt.
+        """
+        lengths = self.runner.reservation.lengths  # waits for the prompts
+        extra = self.admission.extra(self.running, self.prefill.items)
+        for lane, source in source_of.items():
+            extra[:, lane] += lengths[:, source]
+        while source_of and not self.runner.reservation.fits(extra):
+            lane, source = source_of.popitem()
+            request = self.running.pop(lane)
+            request.slots = lengths[:, source].copy()
+            request.state = State.WAITING
+            extra[:, lane] = 0
+            self.waiting.appendleft(request)
+        if source_of:
+            self.runner.fork(source_of)
+
+    def preempt(self) -> int:
+        """Moves the youngest running request back into the queue; returns the lane that it left.
+
+        Raises:
+          CapacityError: it is the only one.
+        """
+        lane = next(reversed(self.running))
+        if len(self.running) == 1:
+            raise self.admission.too_small(self.running[lane], "the sequence to its end")
+        request = self.running.pop(lane)
+        request.slots = self.runner.reservation.lengths[:, lane].copy()
+        request.state = State.WAITING
+        self.waiting.appendleft(request)
+        self.runner.clear([lane])
+        return lane
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def finish(self, *, cancel: bool = True) -> None:
+        """Ends what has ended, frees its lanes and pages, and queues its updates.
+
+        Without `cancel` nothing ends early: prompts or first tokens may be in flight.
+        """
+        self.notifier.notify()
+        self.runner.reservation.trim()
+        cancelled = self._cancelled_now() if cancel else set()
+        self.cancelled -= cancelled
+        ended = []
+        for lane, request in self.running.items():
+            if request.index in cancelled and request.remaining:
+                request.finish_reason = "cancelled"  # unless its last tokens ended it themselves
+            elif request.state is State.PREFILL or not request.has_new_tokens:
+                continue
+            self.notifier.add(request)
+            if request.finish_reason is not None:
+                request.state = State.DONE
+                ended.append(lane)
+                slots = self.runner.reservation.lengths_of(lane)
+                usage = dict(cached=int(self.runner.seen[lane]), live=int(slots.sum()))
+                usage |= self.runner.reservation.bytes_of(slots)
+                self.notifier.add_usage(request, usage)
+        for lane in ended:
+            del self.running[lane]
+        self.prefill.drop_departed(self.running)
+        if ended and not self._keep:
+            self.runner.clear(ended)
+        self._finish_waiting(cancelled)
+
+    def finish_and_notify(self) -> None:
+        """Ends what has ended, and then what was cancelled because of its updates.
+
+        What is cancelled while another chunk is in flight ends after it.
+        """
+        self.finish()
+        if self.notifier.on_tokens is None:
+            return
+        self.notifier.notify()
+        while self._cancelled_now():
+            self.finish()
+            self.notifier.notify()
+
+    def _cancelled_now(self) -> set[int]:
+        """Returns the indices of requests that end early now.
+
+        A prompt that others share is prefilled to its end.
+        """
+        if self.runner.reservation.steps_in_flight.any():
+            return set()
+        return self.cancelled - self.prefill.spared(self.cancelled)
+
+    def _finish_waiting(self, cancelled: set[int]) -> None:
+        """Does the same for those that wait; chains that left their lane have a first token.
+
+        What was preempted in this call waits before all others, of which there may be thousands. It
+        used what it held before, or a chain what its copy of the prompt would have.
+        """
+        preempted = itertools.takewhile(lambda each: each.slots is not None, self.waiting)
+        changed = [each for each in preempted if each.has_new_tokens]
+        asked = [each for each in self.waiting if each.index in cancelled] if cancelled else []
+        for request in asked:
+            if request.remaining:
+                request.finish_reason = "cancelled"  # unless that token ends it itself
+            if not request.has_new_tokens:
+                changed.append(request)
+        for request in changed:
+            self.notifier.add(request)
+            if request.finish_reason is not None:
+                request.state = State.DONE
+                held = dict(cache_bytes=0, host_bytes=0)  # it never began
+                if request.slots is not None:
+                    held = self.runner.reservation.bytes_of(request.slots)
+                record_usage(request, cached=0, live=0, **held)
+        if any(each.state is State.DONE for each in changed):
+            left = [each for each in self.waiting if each.state is not State.DONE]
+            self.waiting.clear()
+            self.waiting.extend(left)
+
+    def record_peak_bytes(self) -> None:
+        """Adds the pages that are reserved now to the running requests' use of the cache."""
+        held = self.runner.reservation.cache_bytes()
+        for lane, request in self.running.items():
+            request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
+
+
+@dataclasses.dataclass
+class _Pending:
+    """An update that is not sent yet.
+
+    Attributes:
+      request: the request.
+      tokens: those since the last update.
+      finished: whether it has ended.
+      text: text since the last update; None until it is made.
+    """
+
+    request: Request
+    tokens: list[int]
+    finished: bool
+    text: str | None
+
+
+@dataclasses.dataclass
+class Notifier:
+    """Makes the texts of requests, records their usage, and calls back.
+
+    What ended frees its lane at once (`Scheduler.finish`). This takes longer, and can wait until
+    the device is busy with the next programs.
+
+    Attributes:
+      tracker: their texts.
+      on_tokens: called with every update, if anybody listens.
+      on_notified: called after the updates of a chunk.
+    """
+
+    tracker: TextTracker
+    on_tokens: OnTokens | None = None
+    on_notified: Callable[[], None] | None = None
+    _ended: list[tuple[Request, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    _news: list[_Pending] = dataclasses.field(default_factory=list)
+
+    def add(self, request: Request) -> None:
+        """Queues the update of a request; whether it has ended is known then."""
+        text = None
+        if self.on_tokens is None or request.sampling.stop_strings:  # its text may be its end
+            text = self.tracker.update(request)
+        else:
+            self.tracker.end(request)
+        if self.on_tokens is not None:
+            tokens = request.generated[request.reported_tokens :]
+            self._pending.append(_Pending(request, tokens, request.finish_reason is not None, text))
+        request.reported_tokens = len(request.generated)
+
+    def add_usage(self, request: Request, usage: dict[str, Any]) -> None:
+        """Queues the usage of a request that has ended; see `record_usage`."""
+        self._ended.append((request, usage))
+
+    def notify(self) -> None:
+        """Records usages, makes texts, and calls back; a callback that raises stops it."""
+        while self._ended:
+            request, usage = self._ended[-1]
+            record_usage(request, **usage)
+            self._ended.pop()  # not before: an interrupt would lose what it has answered
+        # All is kept until all texts are made: what an interrupt stops is made by the next call.
+        for each in self._pending:
+            if each.text is None:
+                each.text = self.tracker.update(each.request)
+        self.tracker.finish()
+        if self.on_tokens is None or not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        for each in pending:
+            assert each.text is not None
+            self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))
+        if self.on_notified is not None:
+            self.on_notified()
