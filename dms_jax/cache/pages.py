@@ -3,6 +3,10 @@
 Pages are reserved before a compiled chunk runs and never allocated inside it. The allocator keeps
 the page table as a NumPy array and one free list per shard of the pool; a call costs a few NumPy
 operations, whatever the number of tokens.
+
+An eviction does not free a page. The host reserves for the worst case, in which a chunk evicts
+nothing, and `trim` frees the difference once the lengths are known: under DMS, which reuses dead
+slots in place, and after a cut, which moves the tokens that stay to the row's first pages.
 """
 
 from collections.abc import Mapping

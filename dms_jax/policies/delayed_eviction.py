@@ -13,6 +13,10 @@ out of the window. If the candidate is marked, the new token takes its slot and 
 grow; otherwise the new token is appended. A step first applies t's mark to its key and then checks
 the candidate, so that window 0 works.
 
+No page is freed by an eviction: a dead slot is reused in place, and pages come back because the
+host has reserved for the worst case, a row that appends every token, and trims the difference once
+it knows the row's length (`cache/pages.py`).
+
     w=2, marks that evict keys 1, 2 and 5 of 8; slots after t = 4, 5, 7:
     # t=4: [0, 4, 2, 3]     t=5: [0, 4, 5, 3]     t=7: [0, 4, 5, 3, 6, 7]
 
