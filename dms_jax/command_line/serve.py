@@ -6,17 +6,17 @@ r"""Answer requests over HTTP as OpenAI's API does, many at a time from one smal
         --host 0.0.0.0 --port 8000
 
 Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions, streamed
-or whole. Requests join those that run. The options of sampling are those of requests that do not
-say; /metrics is for Prometheus, /health for whoever starts and stops it. Needs the extra `serve`
-(pip install 'dms-jax[serve]').
+or whole. Requests join those that run. The sampling options are the defaults of requests that give
+none. /metrics is for Prometheus, /health for what starts and stops the server. Needs the extra
+`serve` (pip install 'dms-jax[serve]').
 
 Where others reach the server, give it a key: --api-key FILE or the variable DMS_JAX_API_KEY. It
-answers to localhost, to IP addresses, and to --allowed-hosts, and no web page of another server may
-ask it but those of --allowed-origins. There is no encryption: a proxy adds it.
+answers to localhost, to IP addresses and to --allowed-hosts. Web pages of other servers may use it
+only if --allowed-origins has them. There is no encryption: a proxy adds it.
 
-Limits: a body is JSON, has 16 MB, and comes within 60 s; the head of a request within 20 s. A text
-has 32 characters for each token of --max-tokens. A request of more than 32 kB is read within 30 s.
-There are 256 connections beside --lanes and --max-waiting.
+Limits: a body is JSON, has at most 16 MB, and comes within 60 s; the head of a request within 20 s.
+A text has at most 32 characters for each token of --max-tokens. A body of more than 32 kB is parsed
+within 30 s. There are 256 connections beside --lanes and --max-waiting.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.serving import Service
 from dms_jax.serving.access import Access, is_loopback, is_name, read_keys
-from dms_jax.serving.messages import Served
+from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.server import Server, take_address
 
 INTERRUPTED = "The server has ended."
@@ -53,30 +53,31 @@ class Config(Generating):
     name: str | None = None
     """Name of the model in requests; the last part of --model unless given."""
     lanes: int = 8
-    """Most answers that are written at a time."""
+    """Most answers that are generated at a time."""
     max_tokens: int | None = None
     """Most tokens of a prompt and its answer; the model's positions unless given."""
     max_waiting: int = 256
-    """Most answers that wait for a lane; what comes beyond is told to try again."""
+    """Most answers that wait for a lane; clients of more are told to try again."""
     max_new_tokens: int = 1024
-    """Longest answer of requests that do not say, as far as there is room."""
+    """Longest answer of requests that give none, as far as there is room."""
     chunk: int = 8
-    """Decode steps between two looks: text arrives, and requests join, this often."""
+    """Decode steps between two polls: text arrives, and requests join, this often."""
     drain_seconds: float = 30.0
-    """How long running requests may take when the server is told to end."""
+    """Seconds that running requests may take when the server is told to end."""
     api_key: str | None = None
-    """File with one key a line, of which requests bear one (Authorization: Bearer KEY); so does
-    the variable DMS_JAX_API_KEY. Anybody may ask unless one is given."""
+    """File of API keys, one per line; the variable DMS_JAX_API_KEY has one, too. A request sends
+    one of them (Authorization: Bearer KEY). Without keys, requests need none."""
     allowed_hosts: tuple[str, ...] = ()
     """Names of the server besides localhost and IP addresses: example.org, *.example.org, or * for
     all."""
     allowed_origins: tuple[str, ...] = ()
-    """Web pages that may ask and read the answers (CORS): https://example.org, or * for all."""
+    """Web pages that may send requests and read the answers (CORS): https://example.org, or * for
+    all."""
 
 
 def main(config: Config) -> None:
     """Serves until a signal ends it."""
-    # Without the extra, nothing of the above is missed by those who only ask for --help.
+    # Here, so that --help needs no extra.
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
@@ -99,30 +100,30 @@ def main(config: Config) -> None:
         console.print(f"{made} in {time.monotonic() - start:.0f} s.")
         service.start()
         try:
-            service.check()
+            service.smoke_test()
             name = config.name or pathlib.PurePath(config.model).name
-            served = Served.of(service, name, sampling, config.seed, access)
+            served = ServedModel.of(service, name, sampling, config.seed, access)
             host, port = taken.getsockname()[:2]
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
             console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
             drained = server.serve(service, served, drain_seconds=seconds)
         finally:
-            service.drain(0.0)  # its thread ends, at most a chunk later
+            service.drain(0.0)  # its thread ends after at most one chunk
     console.print("All requests had ended." if drained else "Requests were cut off.")
 
 
 def make_access(config: Config) -> Access:
-    """Who may ask.
+    """Returns who may use the server.
 
     Raises:
-      ConfigError: a key cannot be read, or a name is none.
+      ConfigError: a key cannot be read, or a name is malformed.
     """
     keys = read_keys(config.api_key, os.environ)
     # The names of this machine and of the address are its own.
     names = {name for name in (socket.gethostname(), config.host) if is_name(name)}
     if not keys and not is_loopback(config.host):
         warnings.warn(
-            f"Whoever reaches {config.host} may ask this server: it has no key. "
+            f"Whoever reaches {config.host} may use this server: it has no key. "
             "Give it one: --api-key FILE.",
             stacklevel=2,
         )
@@ -130,8 +131,8 @@ def make_access(config: Config) -> Access:
 
 
 def make_service(config: Config) -> Service:
-    """The model and its cache, which nobody has started."""
-    policy = config.make_policy()  # what is asked for first: a model takes long to load
+    """Returns a service of the model that has not started."""
+    policy = config.make_policy()  # first, because its errors come before a long load
     limits: dict[str, Any] = dict(
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),

@@ -1,25 +1,51 @@
 """An OpenAI-compatible server over one engine: `dms-jax serve`.
 
-    server.py            starts the process of HTTP, and ends it when signals say so
-    service.py           the thread that runs the engine, which nothing else touches
-    engine_server.py     the service for another process, over a socket
-    messages.py          what the processes say to each other
-    starting.py          how they start each other
+The processes and threads of a server, and the way of a request (1 to 9):
 
-    http_process.py      the process of HTTP
-    connections.py       its connections, whose time and number are limited
-    access.py            who may ask: keys, hosts, web pages
-    reading.py           bodies are read: small ones there, large ones in a process of their own
-    reading_process.py   that process
-    engine_client.py     the engine for its coroutines, over that socket
-    app.py               the addresses, and what becomes of each HTTP request (Starlette)
-    protocol.py          what a request asks for: JSON is read, and refused where it is not served
-    replies.py           the JSON of answers, whole and in chunks
-    metrics.py           figures for Prometheus
+    HTTP process (http_process.py)                  engine process (the command)
+    ------------------------------                  ----------------------------
+    event loop                                      main thread (server.py)
+      uvicorn: connections, timeouts                  starts, monitors and stops HTTP; signals
+      app.py: endpoints, metrics                    monitor thread (server.py)
+        access.py      1 allowed?                     HTTP ended before the model was loaded?
+        parsing.py     2 body -> prompts            receive thread (rpc.EngineServer)
+        EngineClient   3 Submit      -- socket -->    4 Service.submit: checks, queues
+                                                    engine thread (service.Service)
+                                                      5 _poll: from the queue to Engine.serve
+                                                      6 _notify: new tokens, as a Delta
+                                                    send thread (rpc.EngineServer)
+        EngineClient   8 listener  <-- socket --      7 Deltas: those of a chunk, one message
+        protocol.py    9 JSON, events
+    thread pool: parses small bodies
+       |
+       | socket
+    parsing worker (parsing.py): large bodies
 
-`Service` serves from Python too; it knows nothing of HTTP. The rest needs the extra `serve`.
+Why HTTP has a process of its own: one thread at a time holds Python's lock, and to write the events
+of hundreds of streams takes as long as the steps of a small model. 256 clients of a model of half a
+billion parameters on an H100 received 21,000 to 22,000 tokens a second from one process, and 46,000
+to 49,000 from two. The parsing worker is there for the same reason: a body of 16 MB takes ten
+seconds to tokenize. It starts with the first body of more than 32 kB.
+
+Why the engine has a thread of its own: nothing else touches it. It polls the queue of the service
+between two chunks of steps, and notifies listeners while the next programs run. A listener only
+appends to a list: the send thread pickles, and the engine never waits for HTTP.
+
+Cancelling goes the same way: a client disconnects, `app` calls `EngineClient.cancel`, the receive
+thread `Service.cancel`, and the engine thread hands it over at the next poll.
+
+    service.py         Service: submit, cancel, drain; knows nothing of HTTP
+    rpc.py             the messages between the processes, EngineServer and EngineClient
+    server.py          Server: the HTTP process, seen from the main thread; signals
+    http_process.py    uvicorn, with limits on connections
+    app.py             the endpoints, what each error is to a client, metrics
+    access.py          API keys, hosts, web pages
+    parsing.py         bodies are parsed, in a thread or in the worker
+    protocol.py        the JSON of requests and of answers
+
+`Service` serves from Python too. The rest needs the extra `serve`.
 """
 
-from dms_jax.serving.service import Piece, Service
+from dms_jax.serving.service import Delta, Service
 
-__all__ = ["Piece", "Service"]
+__all__ = ["Delta", "Service"]

@@ -1,13 +1,13 @@
-"""Who may ask a server: keys, and which names and web pages reach it.
+"""`Access`: who may use a server, by API key, by the host it is asked for, and by web page.
 
 A web page can have its visitor's browser ask any address that the browser reaches, servers on this
 machine among them. Three things keep strange pages away:
 
-    Host        is a name of the server. A page whose own name is made to mean this machine
-                ("DNS rebinding") asks for that name.
-    Origin      is a page of the server itself, or one that is allowed. Browsers send it with every
-                POST from a page.
-    body        JSON is not among the types that pages may send to others without asking first.
+    Host            is a name of the server. A page whose own name is rebound to this machine ("DNS
+                    rebinding") asks for that name.
+    Origin          is the server's own, or one that is allowed. Browsers send it with every POST
+                    from a page.
+    Content-Type    is JSON, which pages may not send to other servers without asking them first.
 
 IP addresses are always names of the server: nobody can rebind one.
 """
@@ -23,7 +23,7 @@ from dms_jax.errors import ConfigError, plain
 from dms_jax.serving.protocol import RefusalError
 
 KEY_VARIABLE = "DMS_JAX_API_KEY"
-OPEN = "/health"  # needs no key: whoever starts and stops the server has none
+OPEN = "/health"  # needs no key: what starts and stops the server has none
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(?::\d*)?", re.IGNORECASE)
 _PATTERN = re.compile(r"\*|(\*\.)?[^\[\]:/@*\s]+|\[?[0-9a-f:.]+\]?", re.IGNORECASE)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/*\s]+", re.IGNORECASE)
@@ -32,13 +32,14 @@ _KEY = re.compile(r"[!-~]+")
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """Who may use a server.
 
     Attributes:
-      keys: a request bears one of them; anybody may ask if there are none.
+      keys: API keys, of which a request has one; if there are none, it needs none.
       hosts: names of the server besides localhost and IP addresses: example.org, *.example.org,
         or * for all.
-      origins: web pages that may ask and read the answers: https://example.org, or * for all.
+      origins: web pages that may send requests and read the answers: https://example.org, or * for
+        all.
 
     Raises:
       ConfigError: one is malformed.
@@ -63,21 +64,21 @@ class Access:
                 )
 
     def check(self, path: str, headers: Mapping[str, str]) -> None:
-        """Raises RefusalError if a request may not be answered.
+        """Raises RefusalError if a request is not allowed.
 
         Args:
-          path: what it asks for.
-          headers: those of HTTP, by names in any case.
+          path: its path.
+          headers: its headers, by names in any case.
         """
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self._is_ours(host):
+        if host is not None and not self._is_own_host(host):
             raise RefusalError(
                 f"This server does not go by the name {plain(repr(host))}. If it is to, start it "
                 "with --allowed-hosts NAME.",
                 status=403,
                 code="host_not_allowed",
             )
-        if origin is not None and not self._may_ask(origin, host):
+        if origin is not None and not self._is_allowed_origin(origin, host):
             raise RefusalError(
                 f"Pages of {plain(repr(origin))} may not ask this server. If they are to, start it "
                 "with --allowed-origins ORIGIN.",
@@ -91,7 +92,7 @@ class Access:
                 code="invalid_api_key",
             )
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         if "*" in self.hosts:
             return True
         match = _HOST.fullmatch(host.strip())
@@ -102,10 +103,10 @@ class Access:
             _is_address(name)
             or name == "localhost"
             or name.endswith(".localhost")
-            or any(_fits(name, _plain_name(each)) for each in self.hosts)
+            or any(_matches(name, _plain_name(each)) for each in self.hosts)
         )
 
-    def _may_ask(self, origin: str, host: str | None) -> bool:
+    def _is_allowed_origin(self, origin: str, host: str | None) -> bool:
         origin = origin.strip().lower()
         if {origin, "*"} & {each.lower() for each in self.origins}:
             return True
@@ -113,13 +114,13 @@ class Access:
 
     def _has_key(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")
-        # All are compared, each in the same time: how long it takes tells nothing.
+        # All keys are compared, each in constant time: the time tells nothing about them.
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
         return scheme.lower() == "bearer" and any(found)
 
 
 def read_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the keys of a file, one a line, and that of the environment.
+    """Returns the keys of a file, one per line, and that of the environment.
 
     Raises:
       ConfigError: the file cannot be read, or one of the two holds no key.
@@ -131,7 +132,7 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ..
         except (OSError, ValueError) as error:
             what = error.strerror if isinstance(error, OSError) else "it is no text"
             raise ConfigError(
-                f"--api-key wants a file with one key a line, and this one cannot be read: {what}. "
+                f"--api-key wants a file with one key per line, and cannot read this one: {what}. "
                 "A key itself has no place on a command line, where every user of the machine can "
                 f"read it; the variable {KEY_VARIABLE} takes one."
             ) from error
@@ -156,7 +157,7 @@ def is_name(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address to listen at."""
+    """Whether an address to listen at is reached from this machine only."""
     name = _plain_name(host)
     return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 
@@ -173,5 +174,5 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     return name.endswith(pattern[1:]) if pattern.startswith("*.") else name == pattern

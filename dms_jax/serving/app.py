@@ -1,10 +1,10 @@
-"""The addresses of the server, and what becomes of each request.
+"""`make_app`: the endpoints of the server, as an ASGI application (Starlette), and its metrics.
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health   GET /metrics
 
-A request is read, its prompts join those that run in the engine's process, and its pieces come back
-from there. A client that goes away has its answers cancelled before the next chunk, and their pages
-freed.
+A request is parsed and submitted to the engine's process, whose deltas are queued for the coroutine
+that answers. When a client disconnects, its answers are cancelled before the next chunk, and their
+pages are freed.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -37,50 +38,56 @@ from dms_jax.errors import (
     plain,
 )
 from dms_jax.generation import Completion
+from dms_jax.generation.requests import FinishReason
 from dms_jax.serving.access import Access
-from dms_jax.serving.engine_client import EngineClient
-from dms_jax.serving.messages import Served
-from dms_jax.serving.metrics import Metrics
-from dms_jax.serving.protocol import TOO_LONG, RefusalError, unknown_model
-from dms_jax.serving.reading import SMALL, Body, Reader
-from dms_jax.serving.replies import Replies, to_json
-from dms_jax.serving.service import DrainingError, Piece
-
-MOST_BYTES = 2**24  # of a body
-MOST_HELD = 2**28  # of all bodies that have not been read
-BODY_SECONDS = 60.0  # in which a body comes
-FULL_SECONDS = 1  # after which a client of a full server is told to try again
-DRAINING_SECONDS = 10  # the same of one that ends, and is to be started again
-OUT_OF_MEMORY = (
-    "The server's device ran out of memory on this request, whose mistake it need not be. Try "
-    "again later; its log says more."
+from dms_jax.serving.parsing import SMALL_BODY, Parser, RequestBody
+from dms_jax.serving.protocol import (
+    TOO_LONG,
+    RefusalError,
+    ResponseFormatter,
+    to_json,
+    unknown_model,
 )
-ADDRESSES = (
+from dms_jax.serving.rpc import EngineClient, ServedModel
+from dms_jax.serving.service import Delta, DrainingError, Snapshot
+
+MAX_BODY_BYTES = 2**24
+MAX_BODIES_BYTES = 2**28  # of all bodies that are not parsed yet
+BODY_TIMEOUT = 60.0  # seconds in which a body comes
+RETRY_FULL = 1  # seconds after which a client of a full server is to try again
+RETRY_DRAINING = 10  # the same of one that ends, and is to be started again
+OUT_OF_MEMORY = (
+    "The server ran out of device memory. This may not be caused by your request. Try again later; "
+    "the server's log says more."
+)
+ENDPOINTS = (
     "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
 )
-_GONE = 499  # nobody reads it, but it is counted
+_CLIENT_CLOSED = 499  # for the metrics alone: the client has disconnected
+_FAILED = "failed"
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 _logger = logging.getLogger("dms_jax")
 
 
-def make_app(engine: EngineClient, served: Served, reader: Reader) -> Starlette:
-    """Returns the ASGI application over an engine.
+def make_app(engine: EngineClient, served: ServedModel, parser: Parser) -> Starlette:
+    """Returns the ASGI application.
 
     Args:
-      engine: answers; it is open.
-      served: what it says that it serves.
-      reader: of bodies.
+      engine: connected to the engine's process.
+      served: the model that is served.
+      parser: of request bodies.
     """
-    api = _Api(engine, served, reader)
+    api = _Api(engine, served, parser)
     routes = [
-        Route("/v1/chat/completions", functools.partial(api.answer, chat=True), methods=["POST"]),
-        Route("/v1/completions", functools.partial(api.answer, chat=False), methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
-        Route("/health", api.health),
-        Route("/metrics", api.metrics),
+        Route("/v1/chat/completions", functools.partial(api.complete, chat=True), methods=["POST"]),
+        Route("/v1/completions", functools.partial(api.complete, chat=False), methods=["POST"]),
+        Route("/v1/models", api.get_models),
+        Route("/v1/models/{name:path}", api.get_model),
+        Route("/health", api.get_health),
+        Route("/metrics", api.get_metrics),
     ]
-    middleware = [Middleware(_Guard, access=served.access)]
+    middleware = [Middleware(_AccessControl, access=served.access)]
     if origins := served.access.origins:
         cors = Middleware(
             CORSMiddleware,
@@ -92,12 +99,12 @@ def make_app(engine: EngineClient, served: Served, reader: Reader) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _of_http, Exception: _wrong},
+        exception_handlers={HTTPException: _on_http_error, Exception: _on_error},
     )
 
 
-class _Guard:
-    """Answers only who may ask."""
+class _AccessControl:
+    """Refuses requests that `Access` does not allow."""
 
     def __init__(self, app: ASGIApp, access: Access):
         self._app, self._access = app, access
@@ -106,7 +113,7 @@ class _Guard:
         try:
             self._access.check(scope["path"], Headers(scope=scope))
         except RefusalError as error:
-            response = _refusal(error)
+            response = _error_response(error)
             if error.status == 401:
                 response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)
@@ -115,269 +122,276 @@ class _Guard:
 
 
 class _Api:
-    """The functions behind the addresses."""
+    """The endpoints."""
 
-    def __init__(self, engine: EngineClient, served: Served, reader: Reader):
-        self.engine, self.served, self.seeds = engine, served, random.Random(served.seed)
-        self.reader, self._held = reader, 0
-        self.counts = Metrics()
-        self.since = int(time.time())
+    def __init__(self, engine: EngineClient, served: ServedModel, parser: Parser):
+        self._engine, self._served, self._parser = engine, served, parser
+        self._seeds, self._bodies_bytes = random.Random(served.seed), 0
+        self._metrics = Metrics()
+        self._created = int(time.time())
 
-    async def answer(self, request: Request, *, chat: bool) -> Response:
-        """A chat or text completion, whole or in chunks."""
+    async def complete(self, request: Request, *, chat: bool) -> Response:
+        """Answers with a chat or text completion, whole or as a stream."""
         try:
-            response = await self._answer(request, chat=chat)
+            response = await self._complete(request, chat=chat)
         except Exception as error:
-            response = _refusal(error)
-        self.counts.answered(request.url.path, response.status_code)
+            response = _error_response(error)
+        self._metrics.count_request(request.url.path, response.status_code)
         return response
 
-    async def _answer(self, request: Request, *, chat: bool) -> Response:
-        since, served = time.monotonic(), self.served
-        _check_type(request.headers.get("content-type"))
-        seed = self.seeds.getrandbits(32)
-        with self._holding() as take:
-            ask = await self.reader.read(Body(await _body(request, take), chat, seed))
-        prompts = [prompt for prompt in ask.prompts for _ in range(ask.choices)]
-        news, began = _News(len(prompts)), set()
+    async def _complete(self, request: Request, *, chat: bool) -> Response:
+        start, served = time.monotonic(), self._served
+        _check_content_type(request.headers.get("content-type"))
+        seed = self._seeds.getrandbits(32)
+        with self._body_counter() as count:
+            data = await _receive_body(request, count)
+            parsed = await self._parser.parse(RequestBody(data, chat, seed))
+        prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.choices)]
+        deltas, begun = _DeltaQueue(len(prompts)), set()
 
-        def listen(piece: Piece | Exception) -> None:
-            news.put(piece)  # first: the client is answered, whatever becomes of the counts
-            if isinstance(piece, Exception):
-                self.counts.failed()
-            elif piece.tokens and piece.choice not in began:
-                began.add(piece.choice)
-                self.counts.began(since)
-            if isinstance(piece, Piece) and piece.completion is not None:
-                self.counts.ended(piece.completion, since)
+        def listen(delta: Delta | Exception) -> None:
+            deltas.put(delta)  # first: the client is answered even if counting fails
+            if isinstance(delta, Exception):
+                self._metrics.count_failure()
+                return
+            if delta.tokens and delta.choice not in begun:
+                begun.add(delta.choice)
+                self._metrics.count_first_token(start)
+            if delta.completion is not None:
+                self._metrics.count_answer(delta.completion, start)
 
-        key = await self.engine.submit(prompts, ask.sampling, listen)
-        replies = Replies(ask, chat, served.name, served.tokenizer)
-        ended = functools.partial(self.engine.cancel, key)
-        if ask.stream:
-            return _Events(news, replies, ended)
-        async with _watched(request.receive, news, ended):
-            return await _whole(news, replies)
+        key = await self._engine.submit(prompts, parsed.sampling, listen)
+        formatter = ResponseFormatter(parsed, chat, served.name, served.tokenizer)
+        cancel = functools.partial(self._engine.cancel, key)
+        if parsed.stream:
+            return _EventStream(deltas, formatter, cancel)
+        async with _cancel_in_the_end(request.receive, deltas, cancel):
+            return await _whole_response(deltas, formatter)
 
-    async def models(self, request: Request) -> Response:
-        """The one model, as a list."""
+    async def get_models(self, request: Request) -> Response:
+        """Lists the one model."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def model(self, request: Request) -> Response:
-        """Returns what is known of the one model that is served."""
+    async def get_model(self, request: Request) -> Response:
+        """Describes the one model."""
         name = request.path_params["name"]
-        if name != self.served.name:
-            return _refusal(unknown_model(name, self.served.name))
+        if name != self._served.name:
+            return _error_response(unknown_model(name, self._served.name))
         return JSONResponse(self._card())
 
-    async def health(self, request: Request) -> Response:
-        """Whether requests are taken."""
-        state = await self.engine.state()
-        if state.draining or not state.alive:
-            status = "draining" if state.draining else "the engine has ended"
+    async def get_health(self, request: Request) -> Response:
+        """Tells whether requests are admitted."""
+        snapshot = await self._engine.snapshot()
+        if snapshot.draining or not snapshot.alive:
+            status = "draining" if snapshot.draining else "the engine has ended"
             return JSONResponse({"status": status}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def metrics(self, request: Request) -> Response:
-        """Returns the metrics in the text format of Prometheus."""
-        text = self.counts.text(await self.engine.state())
+    async def get_metrics(self, request: Request) -> Response:
+        """Returns the metrics in Prometheus's text format."""
+        text = self._metrics.render(await self._engine.snapshot())
         return Response(text, media_type="text/plain; version=0.0.4")
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self.served.name,
+            "id": self._served.name,
             "object": "model",
-            "created": self.since,
+            "created": self._created,
             "owned_by": "dms_jax",
-            "max_model_len": self.served.max_tokens,
-            "policy": self.served.policy,
+            "max_model_len": self._served.max_tokens,
+            "policy": self._served.policy,
         }
 
     @contextlib.contextmanager
-    def _holding(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a body that come, and forgets them when they have been read."""
-        taken = 0
+    def _body_counter(self) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of a body that come, until it is parsed; refuses too many of all."""
+        own = 0
 
-        def take(size: int) -> None:
-            nonlocal taken
-            taken += size
-            self._held += size
-            if taken > SMALL and self._held > MOST_HELD:
+        def count(size: int) -> None:
+            nonlocal own
+            own += size
+            self._bodies_bytes += size
+            if own > SMALL_BODY and self._bodies_bytes > MAX_BODIES_BYTES:
                 raise RefusalError(
                     "Too many large requests are being sent at once. Try again later.",
                     status=503,
-                    retry_after=FULL_SECONDS,
+                    retry_after=RETRY_FULL,
                 )
 
         try:
-            yield take
+            yield count
         finally:
-            self._held -= taken
+            self._bodies_bytes -= own
 
 
-class _News:
-    """The pieces of a request, from the engine's listener to the coroutine that answers.
+class _DeltaQueue:
+    """Queues the deltas of a request, from the engine's listener for the coroutine that answers.
 
     Args:
       running: answers that have not ended.
     """
 
     def __init__(self, running: int):
-        self._running, self._news = running, list[Piece | Exception]()
-        self._came = asyncio.Event()
+        self._running, self._deltas = running, list[Delta | Exception]()
+        self._filled = asyncio.Event()
 
-    def put(self, news: Piece | Exception) -> None:
-        """Takes a piece, or an error that ends all."""
-        self._news.append(news)
-        self._came.set()
+    def put(self, delta: Delta | Exception) -> None:
+        """Queues a delta, or an error that ends all answers."""
+        self._deltas.append(delta)
+        self._filled.set()
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Yields the pieces of all answers, those together that have come, until all have ended.
+    async def batches(self) -> AsyncIterator[list[Delta]]:
+        """Yields the deltas of all answers, as many as have come, until all answers have ended.
 
         Raises:
-          Exception: of an answer that failed, or that the end of the server cut off.
+          Exception: an answer failed, or the end of the server cancelled it.
         """
         while self._running:
-            await self._came.wait()
-            self._came.clear()
-            news, self._news = self._news, []
-            pieces, error = [], None
-            for piece in news:
-                if isinstance(piece, Exception):
-                    error = piece
+            await self._filled.wait()
+            self._filled.clear()
+            queued, self._deltas = self._deltas, []
+            batch, error = [], None
+            for delta in queued:
+                if isinstance(delta, Exception):
+                    error = delta
                     break
-                if piece.completion is not None:
+                if delta.completion is not None:
                     self._running -= 1
-                    if piece.completion.finish_reason == "cancelled":
+                    if delta.completion.finish_reason == "cancelled":
                         error = DrainingError("The server ended before the answer did.")
                         break
-                pieces.append(piece)
-            yield pieces
+                batch.append(delta)
+            yield batch
             if error is not None:
                 raise error
 
 
-def _check_type(kind: str | None) -> None:
-    """Raises RefusalError if a body is said not to be JSON.
+def _check_content_type(kind: str | None) -> None:
+    """Refuses bodies whose Content-Type is not JSON.
 
-    Pages may send other types to any server, and JSON only to those that allow it.
+    Web pages may send other types to any server, and JSON only to servers that allow it.
     """
     if kind is not None and kind.partition(";")[0].strip().lower() != "application/json":
         raise RefusalError(
-            f"A body is JSON here, and this one is said to be {plain(kind)}. Send the header "
+            f"The body must be JSON, and its type is {plain(kind)}. Send the header "
             "Content-Type: application/json (curl: --json in place of -d).",
             status=415,
         )
 
 
-async def _body(request: Request, take: Callable[[int], None] = lambda size: None) -> bytes:
-    """Returns the body; `take` is told of the bytes that come, and may refuse them."""
+async def _receive_body(request: Request, count: Callable[[int], None]) -> bytes:
+    """Returns the body; `count` is called with the bytes that come, and may refuse them."""
     parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_TIMEOUT):
             async for part in request.stream():
                 parts.append(part)
                 size += len(part)
-                take(len(part))
-                if size > MOST_BYTES:
+                count(len(part))
+                if size > MAX_BODY_BYTES:
                     raise RefusalError(
-                        f"The body has more than {MOST_BYTES:,} bytes, the most of a request "
+                        f"The body has more than {MAX_BODY_BYTES:,} bytes, the most of a request "
                         "here. Send its prompts in several requests.",
                         status=413,
                     )
     except TimeoutError:
         raise RefusalError(
-            f"The body was not there after {BODY_SECONDS:g} seconds.", status=408
+            f"The body was not complete after {BODY_TIMEOUT:g} seconds.", status=408
         ) from None
     return b"".join(parts)
 
 
-async def _whole(news: _News, replies: Replies) -> Response:
-    choices: dict[int, list[Piece]] = {}
-    async for pieces in news.pieces():
-        for piece in pieces:
-            choices.setdefault(piece.choice, []).append(piece)
-    return JSONResponse(replies.whole([choices[index] for index in sorted(choices)]))
+async def _whole_response(deltas: _DeltaQueue, formatter: ResponseFormatter) -> Response:
+    choices: dict[int, list[Delta]] = {}
+    async for batch in deltas.batches():
+        for delta in batch:
+            choices.setdefault(delta.choice, []).append(delta)
+    return JSONResponse(formatter.whole([choices[index] for index in sorted(choices)]))
 
 
-async def _events(news: _News, replies: Replies) -> AsyncIterator[str]:
-    """Server-sent events; an error that comes late is the last of them."""
+class _EventStream(StreamingResponse):
+    """Streams answers as server-sent events, and cancels them when the stream ends."""
+
+    def __init__(
+        self, deltas: _DeltaQueue, formatter: ResponseFormatter, cancel: Callable[[], None]
+    ):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        events = _events(deltas, formatter)
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._deltas, self._cancel = deltas, cancel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _cancel_in_the_end(receive, self._deltas, self._cancel):
+            await self.stream_response(send)
+
+
+async def _events(deltas: _DeltaQueue, formatter: ResponseFormatter) -> AsyncIterator[str]:
+    """Yields server-sent events; an error after the first of them is the last."""
     completions: list[Completion] = []
-    yield "".join(map(_event, replies.opening()))
+    yield "".join(map(_event, formatter.opening()))
     try:
-        async for pieces in news.pieces():
-            completions += [each.completion for each in pieces if each.completion is not None]
-            chunks = [chunk for each in pieces if (chunk := replies.chunk(each)) is not None]
+        async for batch in deltas.batches():
+            completions += [each.completion for each in batch if each.completion is not None]
+            chunks = [chunk for each in batch if (chunk := formatter.chunk(each)) is not None]
             if chunks:
                 yield "".join(map(_event, chunks))
     except ClientDisconnect:
         return
     except Exception as error:
-        yield _event(to_json(_refused(error).body))
+        yield _event(to_json(_as_refusal(error).body))
         return
-    yield "".join(map(_event, [*replies.closing(completions), "[DONE]"]))
+    yield "".join(map(_event, [*formatter.closing(completions), "[DONE]"]))
 
 
 def _event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-class _Events(StreamingResponse):
-    """A stream whose answers end with it, however it ends."""
-
-    def __init__(self, news: _News, replies: Replies, ended: Callable[[], None]):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(news, replies), media_type="text/event-stream", headers=headers)
-        self._news, self._ended = news, ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _watched(receive, self._news, self._ended):
-            await self.stream_response(send)
-
-
 @contextlib.asynccontextmanager
-async def _watched(receive: Receive, news: _News, ended: Callable[[], None]) -> AsyncIterator[None]:
-    """A request that is answered inside: it ends when its client goes away, and so do its answers.
+async def _cancel_in_the_end(
+    receive: Receive, deltas: _DeltaQueue, cancel: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Ends the request inside when its client disconnects, and cancels its answers in any case.
 
     Args:
-      receive: says when the client goes away; the body was read.
-      news: of the request; no more comes then.
-      ended: called in the end, however it is.
+      receive: of ASGI, behind the body: says when the client disconnects.
+      deltas: of the request.
+      cancel: cancels the answers that have not ended.
     """
 
-    async def watch() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        news.put(ClientDisconnect())
+        deltas.put(ClientDisconnect())
 
-    watching = asyncio.create_task(watch())
+    waiting = asyncio.create_task(wait_for_disconnect())
     try:
         yield
     finally:
-        watching.cancel()
-        ended()
+        waiting.cancel()
+        cancel()
 
 
-def _refused(error: Exception) -> RefusalError:
-    """What a client is told of an error."""
+def _as_refusal(error: Exception) -> RefusalError:
+    """Returns what a client is told of an error."""
     match error:
         case RefusalError():
             return error
         case DrainingError():
             return RefusalError(
-                error, status=503, code="server_draining", retry_after=DRAINING_SECONDS
+                error, status=503, code="server_draining", retry_after=RETRY_DRAINING
             )
         case BusyError():
             return RefusalError(
-                error, status=429, code="rate_limit_exceeded", retry_after=FULL_SECONDS
+                error, status=429, code="rate_limit_exceeded", retry_after=RETRY_FULL
             )
         case ClientDisconnect():
-            return RefusalError("The client went away.", status=_GONE)
+            return RefusalError("The client disconnected.", status=_CLIENT_CLOSED)
         case OtherProcessError():
-            return RefusalError(error, status=503, retry_after=DRAINING_SECONDS)
+            return RefusalError(error, status=503, retry_after=RETRY_DRAINING)
         case OutOfMemoryError():
             return RefusalError(
-                OUT_OF_MEMORY, status=503, code="out_of_memory", retry_after=FULL_SECONDS
+                OUT_OF_MEMORY, status=503, code="out_of_memory", retry_after=RETRY_FULL
             )
         case CapacityError() | TooLongError():
             return RefusalError(error, code=TOO_LONG)
@@ -387,21 +401,83 @@ def _refused(error: Exception) -> RefusalError:
     return RefusalError("The server failed on this request; its log says why.", status=500)
 
 
-def _refusal(error: Exception) -> Response:
-    refused = _refused(error)
-    again = refused.retry_after
-    headers = {} if again is None else {"Retry-After": str(again)}
-    return JSONResponse(refused.body, refused.status, headers)
+def _error_response(error: Exception) -> Response:
+    refusal = _as_refusal(error)
+    seconds = refusal.retry_after
+    headers = {} if seconds is None else {"Retry-After": str(seconds)}
+    return JSONResponse(refusal.body, refusal.status, headers)
 
 
-async def _of_http(request: Request, error: Exception) -> Response:
-    """An address or a method that there is not, in the form of the other errors."""
-    wrong: Any = error
-    what = f"{request.method} {request.url.path}: {wrong.detail}. There are {ADDRESSES}."
-    response = _refusal(RefusalError(what, status=wrong.status_code))
-    response.headers.update(wrong.headers or {})
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Returns Starlette's errors, of unknown paths and methods, in the form of the others."""
+    found: Any = error
+    what = f"{request.method} {request.url.path}: {found.detail}. There are {ENDPOINTS}."
+    response = _error_response(RefusalError(what, status=found.status_code))
+    response.headers.update(found.headers or {})
     return response
 
 
-async def _wrong(request: Request, error: Exception) -> Response:
-    return _refusal(error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _error_response(error)
+
+
+class Metrics:
+    """Counters of the server and gauges of its engine, for Prometheus."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter("requests", "HTTP requests answered", "path", "status")
+        self._ended = self._counter("answers", "Answers by why they ended", "reason")
+        for reason in (*get_args(FinishReason), _FAILED):  # 0 until there is one
+            self._ended.labels(reason)
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts of answers")
+        self._new = self._counter("generation_tokens", "Tokens of answers")
+        self._reads = self._counter("kv_reads", "Cache entries read, averaged over rows")
+        self._first = self._histogram("first_token_seconds", "From a request to its first token")
+        self._whole = self._histogram("answer_seconds", "From a request to the end of an answer")
+        self._running = self._gauge("running", "Answers in lanes")
+        self._waiting = self._gauge("waiting", "Answers that wait for a lane")
+        self._live = self._gauge(
+            "live_tokens",
+            "Live cache entries of running answers, averaged over layers and KV heads",
+        )
+        self._in_use = self._gauge("pages_in_use", "Pages of the pool")
+        self._free = self._gauge("pages_free", "Free pages of the pool")
+
+    def count_request(self, path: str, status: int) -> None:
+        """Counts an HTTP request."""
+        self._requests.labels(path, str(status)).inc()
+
+    def count_first_token(self, start: float) -> None:
+        """Counts the first token of an answer to a request received at `start` (monotonic)."""
+        self._first.observe(time.monotonic() - start)
+
+    def count_answer(self, completion: Completion, start: float) -> None:
+        """Counts an answer that ended, its tokens, reads and seconds."""
+        self._ended.labels(completion.finish_reason).inc()
+        self._prompt.inc(completion.usage.prompt_tokens)
+        self._new.inc(completion.usage.new_tokens)
+        self._reads.inc(completion.usage.kv_reads)
+        self._whole.observe(time.monotonic() - start)
+
+    def count_failure(self) -> None:
+        """Counts an answer that an error ended."""
+        self._ended.labels(_FAILED).inc()
+
+    def render(self, snapshot: Snapshot) -> bytes:
+        """Returns all metrics in Prometheus's text format."""
+        self._running.set(snapshot.running)
+        self._waiting.set(snapshot.waiting)
+        self._live.set(snapshot.live_tokens)
+        self._in_use.set(snapshot.pages_in_use)
+        self._free.set(snapshot.pages_free)
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"dms_jax_{name}", what, labels, registry=self._registry)
+
+    def _histogram(self, name: str, what: str) -> Histogram:
+        return Histogram(f"dms_jax_{name}", what, registry=self._registry, buckets=_SECONDS)
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(f"dms_jax_{name}", what, registry=self._registry)

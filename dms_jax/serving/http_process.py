@@ -1,97 +1,223 @@
-"""The process that answers HTTP: `server.Server` starts it, with two sockets that it inherits.
+"""The HTTP process: uvicorn, with limits on the time and number of connections.
 
-    python -m dms_jax.serving.http_process LISTENING ENGINE        (their file descriptors)
+`server.Server` starts it with two sockets. It has Python's lock for itself: to write the events of
+hundreds of streams takes as long as the steps of a small model. It has no device, starts before the
+model is loaded, and ends when the engine's process says so or has ended. It ignores signals, which
+that process handles.
 
-It has Python's lock for itself: to write the events of hundreds of streams takes as long as the
-steps of a small model. It holds no device, is there before the model is, and ends when the engine's
-process says so or has gone. Signals are for that one.
+uvicorn limits how long a connection may be idle between two requests. `Connection` adds:
+
+    head       a request's head is complete HEAD_TIMEOUT after the connection, or after the
+               response before
+    writing    a client that receives nothing for WRITE_TIMEOUT is disconnected
+    closing    so is one that does not receive the rest of a response
+    number     beyond the most connections, the oldest whose request is not complete is closed
+
+`app` limits how long a body may take. Timeouts are checked once a second.
 """
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import sys
 import time
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dms_jax.serving.app import make_app
-from dms_jax.serving.connections import Connection, Seldom, most_connections
-from dms_jax.serving.engine_client import EngineClient
-from dms_jax.serving.reading import Reader
-from dms_jax.serving.starting import BACKLOG
+from dms_jax.serving.parsing import Parser
+from dms_jax.serving.rpc import EngineClient
+from dms_jax.serving.server import BACKLOG
+
+HEAD_TIMEOUT = 20.0
+WRITE_TIMEOUT = 120.0
+SPARE_CONNECTIONS = 256  # beside those of the requests that can run or wait
+_OTHER_FILES = 64  # file descriptors for everything but connections
+_TIMEOUTS = {"head": HEAD_TIMEOUT, "writing": WRITE_TIMEOUT, "closing": WRITE_TIMEOUT}
 
 
-async def answer(listening: socket.socket, connection: socket.socket) -> None:
-    """Answers HTTP until the engine's process ends it.
+def main() -> None:
+    """Runs the process.
+
+    The command line has the file descriptors of the listening socket and of the engine's.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    handler = logging.StreamHandler()
+    handler.addFilter(LogRateLimit())
+    logging.basicConfig(handlers=[handler], format="%(message)s")
+    listening, connection = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
+    asyncio.run(serve_http(listening, connection))
+
+
+async def serve_http(listening: socket.socket, connection: socket.socket) -> None:
+    """Serves HTTP until the engine's process stops it.
 
     Args:
-      listening: where requests come; it listens at the latest when there is a model.
-      connection: to the `EngineServer`.
+      listening: the socket of the address; it listens at the latest when there is a model.
+      connection: the socket of the `EngineServer`.
     """
     engine = EngineClient()
     try:
-        served = await engine.open(connection)
-    except EOFError:  # it ended before there was a model, and has said why
+        served = await engine.connect(connection)
+    except EOFError:  # that process ended before it had a model, and has said why
         return
-    most, at_a_time = most_connections(served.most)
-    reader = Reader(served)
+    most, backlog = max_connections(served.max_requests)
+    parser = Parser(served)
     config = uvicorn.Config(
-        make_app(engine, served, reader),
-        http=type("Connection", (Connection,), {"most": most}),
+        make_app(engine, served, parser),
+        http=type("Connection", (Connection,), {"max_connections": most}),
         ws="none",
         log_config=None,  # that of the process stays
         log_level="warning",
         access_log=False,
         lifespan="off",
-        backlog=at_a_time,
+        backlog=backlog,
     )
     server = _Server(config)
-    engine.on_end = server.end
+    engine.on_stop = server.stop
     try:
         await server.serve([listening])
     finally:
-        reader.close()
+        parser.close()
         engine.close()
 
 
 class _Server(uvicorn.Server):
-    """A server that the engine's process ends."""
+    """uvicorn's server, which the engine's process stops."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets more connections wait than are taken at a time."""
+        """Lets more connections wait than are accepted at a time."""
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
 
     async def on_tick(self, counter: int) -> bool:
-        """Leaves clients that have had their time, once a second."""
+        """Checks the timeouts of all connections, once a second."""
         if counter % 10 == 0:
             for each in list(self.server_state.connections):
                 if isinstance(each, Connection):
-                    each.look(time.monotonic())
+                    each.check_timeout(time.monotonic())
         return await super().on_tick(counter)
 
-    def end(self, in_order: bool) -> None:
-        """Takes no more connections, and waits for those that there are if it ends in order."""
+    def stop(self, graceful: bool) -> None:
+        """Accepts no more connections; if graceful, those that there are come to their end."""
         self.should_exit = True
-        self.force_exit = self.force_exit or not in_order
+        self.force_exit = self.force_exit or not graceful
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Leaves signals to the engine's process, which drains the answers first."""
+        """Ignores signals: the engine's process drains the answers first."""
 
 
-def main() -> None:
-    """Answers with the sockets of the command line."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    said = logging.StreamHandler()
-    said.addFilter(Seldom())
-    logging.basicConfig(handlers=[said], format="%(message)s")
-    listening, connection = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
-    asyncio.run(answer(listening, connection))
+# -- connections ---------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    main()
+def max_connections(requests: int) -> tuple[int, int]:
+    """Returns the most connections, and how many of them are accepted at a time.
+
+    Raises the limit of open files of this process as far as needed and allowed.
+
+    Args:
+      requests: the most that can run or wait.
+    """
+    wanted, at_a_time = requests + SPARE_CONNECTIONS, 128
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return wanted, at_a_time
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + 2 * at_a_time + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            soft = needed
+    if soft == resource.RLIM_INFINITY:
+        return wanted, at_a_time
+    at_a_time = max(1, min(at_a_time, soft // 4))
+    # Connections just accepted, and those just closed to make room for them, are open together.
+    return max(1, min(wanted, soft - 2 * at_a_time - _OTHER_FILES)), at_a_time
+
+
+class Connection(H11Protocol):
+    """A connection with timeouts.
+
+    Attributes:
+      max_connections: the most connections of the server.
+    """
+
+    max_connections = SPARE_CONNECTIONS
+
+    def connection_made(self, transport: Any) -> None:
+        """Makes room for this connection, or closes it."""
+        self._phase: tuple[str | None, Any] = (None, None)
+        self._phase_start = self._opened = time.monotonic()
+        full = len(self.connections) >= self.max_connections and not self._make_room()
+        super().connection_made(transport)
+        if full:
+            self._abort()
+
+    def pause_writing(self) -> None:
+        """Starts the timeout of a client that receives too slowly."""
+        super().pause_writing()
+        self._phase_start = time.monotonic()
+
+    def check_timeout(self, now: float) -> None:
+        """Closes the connection if its phase has taken too long; called now and then."""
+        phase = None
+        if self.transport.is_closing():
+            phase = "closing"
+        elif self.flow.write_paused:
+            phase = "writing"
+        elif self.cycle is None or self.cycle.response_complete:
+            phase = "head"
+        if (phase, self.cycle) != self._phase:
+            self._phase, self._phase_start = (phase, self.cycle), now
+        if phase is not None and now - self._phase_start > _TIMEOUTS[phase]:
+            self._abort()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether its request is not complete, so that no answer is lost with it."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    def _make_room(self) -> bool:
+        others = [each for each in self.connections if isinstance(each, Connection)]
+        incomplete = [each for each in others if each.is_incomplete]
+        if not incomplete:
+            return False
+        min(incomplete, key=lambda each: each._opened)._abort()
+        return True
+
+    def _abort(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()
+
+
+class LogRateLimit(logging.Filter):
+    """Limits how often each line of the program logs: clients cause log messages as they like.
+
+    Args:
+      most: messages of a line in `seconds`.
+    """
+
+    def __init__(self, most: int = 20, seconds: float = 60.0):
+        super().__init__()
+        self._most, self._seconds = most, seconds
+        self._logged: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is logged; the last one says that more will not be."""
+        line = record.pathname, record.lineno
+        since, count = self._logged.get(line, (record.created, 0))
+        if record.created - since > self._seconds:
+            since, count = record.created, 0
+        self._logged[line] = since, count + 1
+        if count + 1 == self._most:
+            record.msg = f"{record.getMessage()} (more of these are not logged for a while)"
+            record.args = None
+        return count < self._most

@@ -1,27 +1,38 @@
-"""What a request to the server asks for: OpenAI's fields, read one by one, and nothing ignored.
+"""OpenAI's protocol: `parse_request` for JSON that comes, `ResponseFormatter` for JSON that goes.
 
-A field that changes nothing at its neutral value (`presence_penalty: 0`) is accepted there and
-refused at any other; one that nobody knows is refused, because an answer that silently leaves out
-what was asked for is worse than none.
+Fields of a request are parsed one by one, and none is ignored. A field that changes nothing at its
+neutral value (`presence_penalty: 0`) is accepted there and refused at any other. An unknown field
+is refused: an answer that silently leaves out what was asked for is worse than none.
+
+Besides OpenAI's fields, `usage.kv_cache` of an answer has its use of the cache
+(`dms_jax.cache.accounting.Usage`): live tokens, their peak, reads, bytes.
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 from dms_jax.checkpoint.messages import text_of
 from dms_jax.checks import Count, Number, Range, Seed, Share, Whole, check, check_names, show
 from dms_jax.errors import ConfigError, DataError, DmsJaxError, TooLongError, plain
-from dms_jax.generation import Sampling
-from dms_jax.generation.prompts import (
+from dms_jax.generation import Completion, Sampling
+from dms_jax.generation.api import total_usage
+from dms_jax.generation.requests import (
     Encoder,
     check_characters,
     check_messages_length,
     encode_prompt,
 )
+from dms_jax.generation.text import TextOffsets
 from dms_jax.model.template_variables import check_template_variables
+from dms_jax.serving.service import Delta
 
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 TOO_LONG = "context_length_exceeded"  # OpenAI's word, by which clients shorten what they send
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -29,13 +40,13 @@ _LONGEST_MESSAGE = 2000
 
 
 class RefusalError(DmsJaxError):
-    """A request that is not served, with what HTTP and OpenAI's clients are told of it.
+    """A request is refused; the HTTP response to it.
 
     Args:
       message: what is wrong and what to do.
-      status: of HTTP.
+      status: HTTP status.
       param: the field that is wrong.
-      code: a word for programs.
+      code: OpenAI's code of the error, for programs.
       retry_after: seconds after which to try again.
     """
 
@@ -63,16 +74,19 @@ class RefusalError(DmsJaxError):
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
+# -- requests ------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
-class Ask:
-    """What a request asks for.
+class CompletionRequest:
+    """A parsed request.
 
     Attributes:
       prompts: token ids, one list for each prompt.
       choices: answers to each.
-      sampling: how they are drawn.
-      stream: whether they are sent as they are written.
-      include_usage: whether a last chunk of the stream says what was used.
+      sampling: how they are sampled.
+      stream: whether tokens are sent as they are generated.
+      include_usage: whether the last chunk of the stream has the usage.
     """
 
     prompts: list[list[int]]
@@ -82,7 +96,7 @@ class Ask:
     include_usage: bool
 
 
-# What a field may be.
+# The type of each field.
 _BOTH: dict[str, Any] = {
     "model": str,
     "stream": bool,
@@ -104,7 +118,7 @@ _CHAT = _BOTH | {
 }
 _COMPLETION = _BOTH | {"prompt": Any, "logprobs": Whole}
 
-# Fields that are not served, each with the values that ask for nothing.
+# Fields that are not served, each with its neutral values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -132,34 +146,13 @@ _WHY = {
     "response_format": "answers are not held to a grammar",
     "top_logprobs": "only the log-probability of the chosen token is known",
 }
-# Fields that are about the caller, and say nothing of the answer.
+# Fields about the caller, which do not change an answer.
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 _ROLES = ("system", "user", "assistant")
 
 
-def read_body(body: bytes) -> Mapping[str, Any]:
-    """The fields of a body, without those that are null.
-
-    Raises:
-      RefusalError: it is no JSON object.
-    """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusalError(f"The body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise RefusalError(f"The body must be a JSON object, got {show(fields)}.")
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def check_model(fields: Mapping[str, Any], name: str) -> None:
-    """Raises RefusalError if another model than the one of this name is asked for."""
-    if fields.get("model", name) != name:
-        raise unknown_model(fields["model"], name)
-
-
 def unknown_model(asked: Any, name: str) -> RefusalError:
-    """Returns what is said of a model that is not the one of this name."""
+    """Returns the error of a request for another model than the one of this name."""
     return RefusalError(
         f"There is no model {show(asked)} here, only {name!r}.",
         status=404,
@@ -168,37 +161,43 @@ def unknown_model(asked: Any, name: str) -> RefusalError:
     )
 
 
-def read_ask(
-    fields: Mapping[str, Any],
+def parse_request(
+    body: bytes,
     *,
     chat: bool,
     model: Encoder,
+    name: str,
     defaults: Sampling,
     max_tokens: int,
-    most: int,
+    max_answers: int,
     seed: int,
-) -> Ask:
-    """Reads what is asked for.
+) -> CompletionRequest:
+    """Parses the body of a request.
 
     Args:
-      fields: of the body.
+      body: JSON.
       chat: whether it is for /v1/chat/completions.
-      model: whose tokenizer, template and vocabulary apply.
-      defaults: of requests that do not say how to draw; its `max_new_tokens` applies as far as
-        there is room.
-      max_tokens: the most tokens of a sequence.
-      most: the most answers of a request; they are counted before a prompt is read.
+      model: its tokenizer, template and vocabulary are used.
+      name: of the model, in requests.
+      defaults: sampling of requests that give none; its `max_new_tokens` applies as far as there is
+        room.
+      max_tokens: the most tokens of a prompt and its answer.
+      max_answers: the most answers of a request, which are counted before a prompt is tokenized.
       seed: of a request that gives none.
 
     Raises:
-      RefusalError: a field is unknown, not served, missing, or of another kind.
+      RefusalError: it is no JSON object, asks for another model, or has a field that is unknown,
+        not served, missing, or of another type.
       DataError: a prompt cannot be used.
     """
+    fields = _parse_json(body)
+    if fields.get("model", name) != name:
+        raise unknown_model(fields["model"], name)
     known = _CHAT if chat else _COMPLETION
-    given = _checked(fields, known)
+    given = _check_fields(fields, known)
     sent = [] if chat else _completion_prompts(given)
     choices = given.get("n", 1)
-    _check_answers(1 if chat else len(sent), choices, most)
+    _check_answers(1 if chat else len(sent), choices, max_answers)
     try:
         if chat:
             prompts = [_chat_prompt(given, model, max_tokens)]
@@ -229,38 +228,49 @@ def read_ask(
             param="max_completion_tokens" if "max_completion_tokens" in given else "max_tokens",
             code=TOO_LONG,
         )
-    drawn = {name: given[name] for name in ("temperature", "top_p", "min_p") if name in given}
+    chosen = {each: given[each] for each in ("temperature", "top_p", "min_p") if each in given}
     if "top_k" in given:
-        drawn["top_k"] = max(given["top_k"], 0)  # -1 is all of them too
+        chosen["top_k"] = max(given["top_k"], 0)  # -1 is all of them too
     if "stop" in given:
-        drawn["stop"] = _stop(given["stop"])
+        chosen["stop"] = _stop(given["stop"])
     sampling = dataclasses.replace(
         defaults,
-        **drawn,
+        **chosen,
         max_new_tokens=asked or min(defaults.max_new_tokens, max_tokens - longest),
         seed=given.get("seed", seed),
         logprobs=given["logprobs"] is not False if "logprobs" in given else False,
     )
     stream = given.get("stream", False)
-    return Ask(prompts, choices, sampling, stream, _include_usage(given, stream))
+    return CompletionRequest(prompts, choices, sampling, stream, _include_usage(given, stream))
+
+
+def _parse_json(body: bytes) -> Mapping[str, Any]:
+    """Returns the fields of a body, without those that are null."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusalError(f"The body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise RefusalError(f"The body must be a JSON object, got {show(fields)}.")
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _too_long(what: object, chat: bool) -> RefusalError:
     return RefusalError(what, param="messages" if chat else "prompt", code=TOO_LONG)
 
 
-def _check_answers(prompts: int, choices: int, most: int) -> None:
+def _check_answers(prompts: int, choices: int, max_answers: int) -> None:
     """Refuses more answers than can run or wait: 16 MB of prompts can ask for a hundred million."""
-    if (asked := prompts * choices) > most:
+    if (asked := prompts * choices) > max_answers:
         raise RefusalError(
             f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are asked "
-            f"for at once, and at most {most:,} can run or wait here. Ask for fewer.",
+            f"for at once, and at most {max_answers:,} can run or wait here. Ask for fewer.",
             param="n" if choices > 1 else "prompt",
         )
 
 
-def _checked(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are served, each of its kind."""
+def _check_fields(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are served, each checked by its type."""
     for name, neutral in _NEUTRAL.items():
         if name in fields and fields[name] not in neutral:
             why = f": {_WHY[name]}" if name in _WHY else ""
@@ -276,10 +286,10 @@ def _checked(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, A
                 check_names("A request", [name], [*known])
             except ConfigError as error:
                 raise RefusalError(error, param=name, code="unknown_parameter") from None
-    return {name: _field(name, value, known[name]) for name, value in served.items()}
+    return {name: _check_field(name, value, known[name]) for name, value in served.items()}
 
 
-def _field(name: str, value: Any, kind: Any) -> Any:
+def _check_field(name: str, value: Any, kind: Any) -> Any:
     try:
         return check(name, value, kind)
     except ConfigError as error:
@@ -295,7 +305,7 @@ def _include_usage(given: Mapping[str, Any], stream: bool) -> bool:
         )
     if options and not stream:
         raise RefusalError("stream_options is for stream=true.", param="stream_options")
-    return _field("stream_options.include_usage", options.get("include_usage", False), bool)
+    return _check_field("stream_options.include_usage", options.get("include_usage", False), bool)
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
@@ -311,7 +321,7 @@ def _stop(stop: Any) -> tuple[str, ...]:
 
 
 def _completion_prompts(given: Mapping[str, Any]) -> list[Any]:
-    """The prompts: a text, token ids, or a list of either."""
+    """Returns the prompts: `prompt` is a text, token ids, or a list of either."""
     if "prompt" not in given:
         raise RefusalError("prompt is missing.", param="prompt")
     prompt = given["prompt"]
@@ -329,11 +339,11 @@ def _completion_prompts(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _chat_prompt(given: Mapping[str, Any], model: Encoder, most: int) -> list[int]:
-    """The token ids of a conversation, as the checkpoint's template writes it."""
+    """Returns the token ids of a conversation in the checkpoint's chat template."""
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RefusalError("messages must be a list that is not empty.", param="messages")
-    said = [_message(message, place) for place, message in enumerate(messages)]
+    checked = [_message(message, place) for place, message in enumerate(messages)]
     variables = given.get("chat_template_kwargs", {})
     name = "chat_template_kwargs"
     try:
@@ -349,9 +359,9 @@ def _chat_prompt(given: Mapping[str, Any], model: Encoder, most: int) -> list[in
             param="messages",
         )
     name = "The conversation"
-    check_messages_length(said, most, name)
+    check_messages_length(checked, most, name)
     try:
-        text = tokenizer.apply_chat_template(said, **variables)
+        text = tokenizer.apply_chat_template(checked, **variables)
         check_characters(len(text), most, name)
         return encode_prompt(model, tokenizer.encode(text, False), name=name, most=most)
     except TooLongError:
@@ -379,8 +389,177 @@ def _message(message: Any, place: int) -> dict[str, str]:
 
 
 def _content(content: Any, where: str) -> str:
-    """The text of a message, which may come in parts."""
+    """Returns the text of a message, which may be in parts."""
     try:
         return text_of(content)
     except DataError as error:
         raise RefusalError(f"{where}: {error}", param="messages") from None
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+_FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+_CACHE_FIELDS = (
+    "live_tokens",
+    "peak_tokens",
+    "kv_reads",
+    "compression_ratio",
+    "cache_bytes",
+    "peak_cache_bytes",
+)
+
+
+@dataclasses.dataclass
+class ResponseFormatter:
+    """Formats the response to one request: one JSON object, or chunks of a stream.
+
+    Attributes:
+      request: the request.
+      chat: whether in the form of /v1/chat/completions.
+      model: the model's name.
+      tokenizer: the model's; None if it has none.
+    """
+
+    request: CompletionRequest
+    chat: bool
+    model: str
+    tokenizer: Any
+    _id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
+    _created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    _offsets: dict[int, TextOffsets] = dataclasses.field(default_factory=dict)
+    _last: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def whole(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """Returns the response to a request that is not streamed.
+
+        Args:
+          deltas: those of each choice.
+        """
+        choices = []
+        for index, own in enumerate(deltas):
+            completion = own[-1].completion
+            assert completion is not None
+            text = {"text": completion.text}
+            if self.chat:
+                message = {"role": "assistant", "content": completion.text, "refusal": None}
+                text = {"message": message}
+            whole = dataclasses.replace(
+                own[-1], tokens=completion.tokens, logprobs=completion.logprobs or []
+            )
+            choices.append(
+                {
+                    "index": index,
+                    **text,
+                    "logprobs": self._logprobs(whole),
+                    "finish_reason": _FINISH_REASONS[completion.finish_reason],
+                }
+            )
+        completions = [own[-1].completion for own in deltas]
+        return self._envelope("", choices) | {"usage": self._usage(completions)}
+
+    def opening(self) -> list[str]:
+        """Returns the JSON of the chunks before the first text, which have the role."""
+        if not self.chat:
+            return []
+        role = {"role": "assistant", "content": ""}
+        return [
+            self._chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+            for index in range(len(self.request.prompts) * self.request.choices)
+        ]
+
+    def chunk(self, delta: Delta) -> str | None:
+        """Returns the JSON of the chunk of a delta; None if there is nothing to send."""
+        if not (delta.text or delta.logprobs or delta.completion):
+            return None
+        text: dict[str, Any] = {"text": delta.text}
+        if self.chat:
+            text = {"delta": {"content": delta.text} if delta.text else {}}
+        ended = delta.completion
+        return self._chunk(
+            {
+                "index": delta.choice,
+                **text,
+                "logprobs": self._logprobs(delta),
+                "finish_reason": None if ended is None else _FINISH_REASONS[ended.finish_reason],
+            }
+        )
+
+    def closing(self, completions: Sequence[Completion]) -> list[str]:
+        """Returns the JSON of the chunk after the last text, which has the usage if asked for."""
+        if not self.request.include_usage:
+            return []
+        return [to_json(self._envelope(".chunk", []) | {"usage": self._usage(completions)})]
+
+    def _usage(self, completions: Sequence[Any]) -> dict[str, Any]:
+        """Returns the usage of all answers; a prompt with several of them counts once."""
+        total = total_usage([completion.usage for completion in completions])
+        prompt = sum(map(len, self.request.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": total.new_tokens,
+            "total_tokens": prompt + total.new_tokens,
+            "kv_cache": {name: getattr(total, name) for name in _CACHE_FIELDS},
+        }
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        head, tail = self._around
+        return f"{head}{to_json(choice)}{tail}"
+
+    @functools.cached_property
+    def _around(self) -> tuple[str, str]:
+        """The JSON before and after the choice, which is the same in every chunk."""
+        usage = {"usage": None} if self.request.include_usage else {}
+        head, tail = to_json(self._envelope(".chunk", []) | usage).split('"choices":[]')
+        return f'{head}"choices":[', f"]{tail}"
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self._id}",
+            "object": f"chat.completion{kind}" if self.chat else "text_completion",
+            "created": self._created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not self.request.sampling.logprobs:
+            return None
+        texts = self._texts(delta)
+        if self.chat:
+            content = [
+                {
+                    "token": text,
+                    "logprob": logprob,
+                    "bytes": self._bytes(token),
+                    "top_logprobs": [],
+                }
+                for text, token, logprob in zip(texts, delta.tokens, delta.logprobs, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        if delta.choice not in self._offsets:
+            self._offsets[delta.choice] = TextOffsets(self.tokenizer, self._prompt(delta))
+        return {
+            "tokens": texts,
+            "token_logprobs": delta.logprobs,
+            "top_logprobs": None,
+            "text_offset": self._offsets[delta.choice].add(delta.tokens),
+        }
+
+    def _prompt(self, delta: Delta) -> list[int]:
+        return self.request.prompts[delta.choice // self.request.choices]
+
+    def _texts(self, delta: Delta) -> list[str]:
+        """Returns the text of each token: some begin with a space only behind another token."""
+        if self.tokenizer is None:
+            return [""] * len(delta.tokens)
+        before = [self._last.get(delta.choice, self._prompt(delta)[-1]), *delta.tokens]
+        self._last[delta.choice] = before[-1]
+        return [self._decode(*pair)[len(self._decode(*pair[:1])) :] for pair in pairwise(before)]
+
+    def _bytes(self, token: int) -> list[int] | None:
+        """Returns the bytes of a token: a character may be the bytes of several tokens."""
+        own = None if self.tokenizer is None else self.tokenizer.bytes_of(token)
+        return None if own is None else list(own)
+
+    def _decode(self, *tokens: int) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)

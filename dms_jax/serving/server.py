@@ -1,9 +1,9 @@
-"""A server of HTTP over a service, until a signal ends it in order.
+"""`Server`: the process that answers HTTP, seen from the main thread of the engine's process.
 
-HTTP is answered in a process of its own (`http_process`), the engine runs in this one.
+`Server` starts that process (`http_process`) and monitors it, and serves until a signal ends it.
 
-SIGTERM and Ctrl-C close the address at once. Requests that run go on, up to a limit; those that do
-not end by then are told so, and their answers are cancelled. A second Ctrl-C does not wait.
+SIGTERM and Ctrl-C close the address at once. Running requests go on, up to a limit; those that have
+not ended by then are cancelled, and their clients are told so. A second Ctrl-C does not wait.
 """
 
 import contextlib
@@ -18,142 +18,141 @@ from collections.abc import Iterator
 from typing import Any
 
 from dms_jax.errors import ConfigError, DmsJaxError, OtherProcessError, plain
-from dms_jax.serving.engine_server import EngineServer
-from dms_jax.serving.messages import Served
+from dms_jax.serving.rpc import EngineServer, ServedModel, start_process
 from dms_jax.serving.service import Service
-from dms_jax.serving.starting import BACKLOG, start
 
-_LATE = 10  # seconds after the last answer, in which clients read what they are told
-_AGAIN = 1.0  # seconds after which the main thread is told once more
+BACKLOG = 2048  # connections that wait to be accepted
+_EXIT_TIMEOUT = 10.0  # seconds after the last answer, in which clients read the end of theirs
+_REPEAT_SECONDS = 1.0  # between two signals to the main thread
 
 
 class EngineFailedError(DmsJaxError):
-    """The engine's thread has ended before the server was told to."""
+    """The engine's thread has ended by itself."""
 
 
 class Server:
-    """The process that answers HTTP; it starts at once, and waits for `serve`.
+    """A context, of the main thread, in which a process answers HTTP; requests wait for `serve`.
 
-    As a context it is killed at the end, unless it has ended; the context is of the main thread.
-    If the process ends before `serve` is called, OtherProcessError is raised in that thread,
-    whatever it does: it may take minutes to load a model and to compile its programs.
+    The process is killed at the end, unless it has ended. If it ends before `serve` is called,
+    OtherProcessError is raised in the main thread, whatever that does: it may take minutes to load
+    a model and to compile its programs.
 
     Args:
-      listening: the socket of its address, which listens.
-
-    Raises:
-      OSError: the process cannot be started.
+      listening: the listening socket of its address.
     """
 
     def __init__(self, listening: socket.socket):
-        self._listening, self._interrupted, self._watched = listening, False, False
-        self._connection, other = socket.socketpair()
-        with other:
-            self._process = start("http_process", listening, other)
+        self._listening, self._interrupted, self._monitoring = listening, False, False
 
     def __enter__(self) -> "Server":
+        self._connection, other = socket.socketpair()
+        with other:
+            self._process = start_process("http_process", self._listening, other)
         self._handler = signal.getsignal(signal.SIGINT)
         if callable(self._handler):  # it is not ignored
-            signal.signal(signal.SIGINT, self._interrupt)
-        # A signal that means nothing to others: where it is not handled, it is ignored.
-        self._urgent = signal.signal(signal.SIGURG, self._hear)
-        self._watched = True
-        threading.Thread(target=self._watch, name="dms_jax HTTP", daemon=True).start()
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        # No other program uses this signal, and it is ignored where it has no handler.
+        self._urgent_handler = signal.signal(signal.SIGURG, self._on_exit)
+        self._monitoring = True
+        threading.Thread(target=self._monitor, name="dms_jax monitor", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._watched = False
-        signal.signal(signal.SIGURG, self._urgent)
+        self._monitoring = False
+        signal.signal(signal.SIGURG, self._urgent_handler)
         if callable(self._handler):
             signal.signal(signal.SIGINT, self._handler)
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
-    def _interrupt(self, number: int, frame: Any) -> None:
-        # jax is told of garbage collections, often while it traces, and what is raised there is
-        # lost: `serve` raises it again.
+    def _on_interrupt(self, number: int, frame: Any) -> None:
+        # Python drops what is raised in a callback of the garbage collector, which jax has and
+        # often runs while it traces: `serve` raises it again.
         self._interrupted = True
         if callable(self._handler):
             self._handler(number, frame)
 
-    def _watch(self) -> None:
-        """Tells the main thread that the process has ended, until it hears of it."""
+    def _monitor(self) -> None:
+        """Waits for the process to end, then signals the main thread until it stops monitoring."""
         self._process.wait()
         main = threading.main_thread().ident
-        while self._watched and main is not None:
+        while self._monitoring and main is not None:
             signal.pthread_kill(main, signal.SIGURG)
-            time.sleep(_AGAIN)  # what is raised may be lost, as after Ctrl-C
+            time.sleep(_REPEAT_SECONDS)  # what is raised may be dropped, as for Ctrl-C
 
-    def _hear(self, number: int, frame: Any) -> None:
-        if self._watched:
-            raise self._has_ended()
+    def _on_exit(self, number: int, frame: Any) -> None:
+        if self._monitoring:
+            raise self._exit_error()
 
-    def _has_ended(self) -> OtherProcessError:
+    def _exit_error(self) -> OtherProcessError:
         status = self._process.returncode
         what = "answers no more" if status is None else f"has ended (status {status})"
         return OtherProcessError(
-            f"The process that answers HTTP {what}, and the server ends with it. What it said "
-            "stands above."
+            f"The process that answers HTTP {what}, and the server ends with it. Its messages "
+            "are above."
         )
 
-    def serve(self, service: Service, served: Served, *, drain_seconds: float) -> bool:
-        """Answers until a signal ends it; called in the main thread.
+    def serve(self, service: Service, served: ServedModel, *, drain_seconds: float) -> bool:
+        """Serves until a signal ends it; called in the main thread.
 
         Args:
-          service: answers; it was started.
-          served: what is said of it.
-          drain_seconds: how long requests that run may take when it ends.
+          service: the service; it was started.
+          served: describes it.
+          drain_seconds: how long running requests may take in the end.
 
         Returns:
           Whether all of them ended by themselves.
 
         Raises:
-          KeyboardInterrupt: it was ended by Ctrl-C: in order, or by a second one; or that came
-            before, and was lost.
+          KeyboardInterrupt: Ctrl-C ended it: in order, or the second one at once; or one before,
+            which Python dropped.
           OtherProcessError: the process that answers HTTP has ended by itself.
-          EngineFailedError: the engine has, after its clients were told.
+          EngineFailedError: the engine has, after its clients were notified.
         """
         if self._interrupted:
             raise KeyboardInterrupt
-        self._watched = False  # from now on whoever reads from the process hears of its end
-        news: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for an end
-        with _signals(news):
-            service.on_failure = lambda: news.put(None)
+        self._monitoring = False  # from now on the receiving thread notices its end
+        events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for a failure
+        with _queue_signals(events):
+            service.on_failure = lambda: events.put(None)
             if service.failure is not None:
-                news.put(None)
-            engine = EngineServer(service, self._connection, served, lambda: news.put(None))
+                events.put(None)
+            engine = EngineServer(
+                service, self._connection, served, on_disconnect=lambda: events.put(None)
+            )
+            engine.start()
             self._listening.close()  # the process has it, and closes the address in the end
-            ended_by = news.get()
-            engine.end()
+            event = events.get()
+            engine.stop()
             try:
-                drained = service.drain(0.0 if ended_by is None else drain_seconds)
+                drained = service.drain(0.0 if event is None else drain_seconds)
             except KeyboardInterrupt:  # at most a chunk: Python cannot end while one is computed
                 service.drain(0.0)
                 raise
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LATE)
+                self._process.wait(_EXIT_TIMEOUT)
         if service.failure is not None:
             kind, what = type(service.failure).__name__, plain(service.failure, 300)
             raise EngineFailedError(
-                f"The engine has failed, and the server ends: {kind}: {what}. What it was doing "
-                "stands above. Start the server again."
+                f"The engine has failed, and the server ends: {kind}: {what}. Its log "
+                "is above. Start the server again."
             ) from service.failure
-        if ended_by is None or self._process.returncode:
-            raise self._has_ended()
-        if ended_by == signal.SIGINT:
+        if event is None or self._process.returncode:
+            raise self._exit_error()
+        if event == signal.SIGINT:
             raise KeyboardInterrupt
         return drained
 
 
 def take_address(host: str, port: int) -> socket.socket:
-    """Takes an address, where nobody is answered yet; port 0 takes any that is free.
+    """Returns a socket that listens at an address; port 0 takes any that is free.
 
-    It listens at once: two sockets may be bound to one address, but only one of them listens. Who
-    comes early waits.
+    It listens before anything answers: two sockets may be bound to one address, but only one of
+    them listens. Early clients wait.
 
     Raises:
-      ConfigError: it cannot be had.
+      ConfigError: the address is not free, or there is no such address.
     """
     taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -170,17 +169,17 @@ def take_address(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _signals(news: "queue.SimpleQueue[int | None]") -> Iterator[None]:
-    """Puts SIGTERM and Ctrl-C into a queue; a Ctrl-C behind another signal raises."""
-    told: list[int] = []
+def _queue_signals(events: "queue.SimpleQueue[int | None]") -> Iterator[None]:
+    """Queues SIGTERM and Ctrl-C; a Ctrl-C after another signal raises."""
+    received: list[int] = []
 
-    def tell(number: int, frame: Any) -> None:
-        if told and number == signal.SIGINT:
+    def handle(number: int, frame: Any) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        told.append(number)
-        news.put(number)
+        received.append(number)
+        events.put(number)
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

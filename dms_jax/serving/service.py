@@ -1,8 +1,8 @@
-"""A thread that runs one engine for as long as requests come, from any thread.
+"""`Service`: a thread that runs one engine for as long as requests come, from any thread.
 
-The engine runs a single call, whose requests come from a queue: what is submitted while others run
-joins them at the next chunk. Everything that touches the engine happens in that thread. Others see
-the queue, and figures that the thread leaves between two chunks.
+The thread makes a single call, `Engine.serve`, which polls a queue: what is submitted while others
+run joins them at the next chunk. Only this thread touches the engine. Other threads see the queue
+and the snapshot that the thread takes at every poll.
 """
 
 import collections
@@ -24,38 +24,37 @@ from dms_jax.errors import (
     TooLongError,
 )
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
-from dms_jax.generation.prompts import check_stop
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import (
     NotNumbersError,
     Request,
+    check_stop,
     completion_of,
     make_requests,
 )
-from dms_jax.generation.room import Room
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
-
 _FAILED = "The server's engine has failed, and the server ends. Its log says more."
 
 _logger = logging.getLogger("dms_jax")
 
 
 class DrainingError(BusyError):
-    """The service takes no more requests, because it is about to end."""
+    """The service admits no more requests, because it is about to end."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """News of one request.
+class Delta:
+    """What one answer gained since its last delta.
 
     Attributes:
-      choice: which of the prompts that were submitted together.
-      text: text since the last piece.
-      tokens: token ids since the last piece.
-      logprobs: the log-probability of each of them; empty unless they are asked for.
-      completion: the whole, in the last piece.
+      choice: index of its prompt among those submitted together.
+      text: new text.
+      tokens: new token ids.
+      logprobs: the log-probability of each of them; empty unless asked for.
+      completion: the whole answer, in the last delta; None before.
     """
 
     choice: int
@@ -65,71 +64,77 @@ class Piece:
     completion: Completion | None = None
 
 
-Listener = Callable[[Piece | Exception], None]
+Listener = Callable[[Delta | Exception], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The state of a service between two chunks.
+
+    Attributes:
+      running: requests in lanes.
+      waiting: requests that wait for a lane; those that have ended but were not notified do not.
+      live_tokens: live cache entries of running requests, averaged over layers and KV heads.
+      pages_in_use, pages_free: pages of the pool.
+      polls: how often the engine has polled the queue.
+      draining: whether no more requests are admitted.
+      alive: whether the engine's thread runs.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    live_tokens: float = 0.0
+    pages_in_use: int = 0
+    pages_free: int = 0
+    polls: int = 0
+    draining: bool = False
+    alive: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A request, its listener, what to call after its deltas of a chunk, and its choice."""
+
+    request: Request
+    listener: Listener
+    after_chunk: Callable[[], None]
+    choice: int
+
+
+def notify(listener: Callable[..., None], *arguments: Delta | Exception) -> None:
+    """Calls a listener; logs what it raises, which must not end the answers of others."""
+    try:
+        listener(*arguments)
+    except Exception:
+        _logger.exception("A listener failed.")
+
+
+def _describe(request: Request) -> str:
+    """Describes a request in terms of what its client asked for."""
+    tokens = len(request.prompt)
+    return f"The prompt of {tokens:,} tokens with its answer of up to {request.max_new_tokens:,}"
 
 
 def _nothing() -> None:
     pass
 
 
-def _what(request: Request) -> str:
-    """A request as who asked for it knows it."""
-    tokens = len(request.prompt)
-    return f"The prompt of {tokens:,} tokens with its answer of up to {request.max_new_tokens:,}"
-
-
-def call_listener(listener: Callable[..., None], *news: Piece | Exception) -> None:
-    """Calls a listener; its own error is logged, and does not end the others' answers."""
-    try:
-        listener(*news)
-    except Exception:  # whatever it does; the others are still to be told
-        _logger.exception("A listener failed.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """What an engine holds between two chunks.
-
-    Attributes:
-      running: requests in lanes.
-      live_tokens: live entries of these, averaged over layers and KV heads.
-      pages_in_use, pages_free: pages of the pool.
-      chunks: times that the engine looked for requests.
-    """
-
-    running: int = 0
-    live_tokens: float = 0.0
-    pages_in_use: int = 0
-    pages_free: int = 0
-    chunks: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """A request, whom to tell, whom to tell that all was told, and which choice it is."""
-
-    request: Request
-    listener: Listener
-    told: Callable[[], None]
-    choice: int
-
-
 class Service:
-    """An engine in a thread of its own, which serves requests from any thread together.
+    """Runs an engine in a thread of its own, for requests from any thread.
 
     Args:
       model: the model to run.
       policy: the cache policy; None for the one that the checkpoint declares.
       num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`. Here `max_tokens` is
         also the most tokens, prompt and answer, that a request may ask for.
-      max_waiting: requests that may wait for a lane; more are refused.
+      max_waiting: the most requests that may wait for a lane; more are refused.
 
     Attributes:
       engine: the engine; only the thread may use it.
       max_tokens: the most tokens of a request, prompt and answer.
-      most: the most answers that can run or wait.
-      draining: whether it takes no more requests.
-      failure: what ended the thread before its time; None unless that has happened.
+      max_requests: the most requests that can run or wait.
+      draining: whether no more requests are admitted.
+      failure: the exception that ended the thread; None unless that has happened.
       on_failure: called in the thread then.
     """
 
@@ -147,7 +152,7 @@ class Service:
         **options: Unpack[EngineKeywords],
     ):
         limits = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
-        self.most = limits.num_lanes + check("max_waiting", max_waiting, Whole)
+        self.max_requests = limits.num_lanes + check("max_waiting", max_waiting, Whole)
         positions = model.config.max_position_embeddings
         self.max_tokens = limits.max_tokens or positions
         require(
@@ -162,25 +167,25 @@ class Service:
         )
         self.engine = Engine(model, policy, **dataclasses.asdict(limits))
         runner = self.engine.runner
-        # At once for all that will come: page tables keep their widths, and compile nothing.
-        runner.raise_max_length(self.max_tokens)
-        self._room = Room(runner, self.engine.chunk, self.engine.options.prefill_chunk)
-        self._slots = self._room.slots_alone(self.max_tokens + self.engine.chunk)
-        self._pages = runner.allocator.pages_per_shard * runner.num_shards
+        # Once, for all requests to come: page tables keep their widths, and nothing recompiles.
+        runner.reservation.raise_max_length(self.max_tokens)
+        self._admission = self.engine.admission
+        self._slots = self._admission.slots_alone(self.max_tokens + self.engine.chunk)
+        self._pages = runner.reservation.allocator.pages_per_shard * runner.num_shards
         self._endless = not model.generation.eos_token_ids
-        self._jobs: dict[int, _Job] = {}  # by index, the oldest first
-        self._new: collections.deque[Request] = collections.deque()
-        self._cancelled: set[int] = set()
-        self._cancelling: set[int] = set()  # what the engine was told, until they end
-        self._changed = threading.Condition()
-        self._numbers = itertools.count()
-        self._told: set[Callable[[], None]] = set()  # to be called when a chunk has been told
-        self._chunks = 0
-        self._figures = Figures(pages_free=self._pages)
+        self._jobs: dict[int, _Job] = {}  # those that have not ended, by index, the oldest first
+        self._queue: collections.deque[Request] = collections.deque()  # not polled yet
+        self._to_cancel: set[int] = set()  # indices that the engine has not been given yet
+        self._cancelling: set[int] = set()  # indices given to the engine, until they end
+        self._changed = threading.Condition()  # guards all of these
+        self._indices = itertools.count()
+        self._after_chunk: set[Callable[[], None]] = set()
+        self._polls = 0
+        self._snapshot = Snapshot(pages_free=self._pages)
         self.draining = False
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = _nothing
-        self._thread = threading.Thread(target=self._work, name="dms_jax engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dms_jax engine", daemon=True)
 
     # -- from any thread --------------------------------------------------------------------------
 
@@ -193,23 +198,23 @@ class Service:
         prompts: Sequence[list[int]],
         sampling: Sampling,
         listener: Listener,
-        told: Callable[[], None] = _nothing,
+        after_chunk: Callable[[], None] = _nothing,
     ) -> list[int]:
-        """Lets requests join those that run; returns their indices.
+        """Queues requests, which join those that run; returns their indices.
 
-        Equal prompts of a submission are read once, and draw differently, as in a call of
+        Equal prompts of a submission are prefilled once, and draw differently, as in a call of
         `generate`.
 
         Args:
           prompts: token ids of each.
-          sampling: how all of them are drawn.
-          listener: called in the engine's thread with each `Piece`, or once with the error that
+          sampling: how all of them are sampled.
+          listener: called in the engine's thread with each `Delta`, or once with the error that
             ended a request.
-          told: called there after the pieces of a chunk, once for all requests that gave it.
+          after_chunk: called there after the deltas of a chunk, once for all requests that gave it.
 
         Raises:
-          DrainingError: no more requests are taken.
-          BusyError: too many wait.
+          DrainingError: no more requests are admitted.
+          BusyError: too many requests run or wait.
           ConfigError: there are stop strings but no tokenizer.
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
@@ -217,53 +222,53 @@ class Service:
         check_stop(self.engine.model, sampling)
         for prompt in prompts:
             self._check_length(len(prompt), sampling.max_new_tokens)
-        if len(prompts) > self.most:
+        if len(prompts) > self.max_requests:
             raise DataError(
-                f"{len(prompts)} answers are asked for at once, and at most {self.most} can run "
-                "or wait here. Ask for fewer."
+                f"{len(prompts)} answers are asked for at once, and at most {self.max_requests} "
+                "can run or wait here. Ask for fewer."
             )
         requests = make_requests(self.engine.model.config, prompts, sampling)
         for request in requests:
-            self._check_room(request)
+            self._check_fits(request)
         with self._changed:
             if self.failure is not None:
                 raise DrainingError(_FAILED)
             if self.draining:
                 raise DrainingError("The server is about to end and takes no more requests.")
-            if len(self._jobs) + len(requests) > self.most:
+            if len(self._jobs) + len(requests) > self.max_requests:
                 raise BusyError(
-                    f"{len(self._jobs)} requests run or wait already, of at most {self.most}. "
-                    "Try again later."
+                    f"{len(self._jobs)} requests run or wait already, of at most "
+                    f"{self.max_requests}. Try again later."
                 )
             for choice, request in enumerate(requests):
-                request.index = next(self._numbers)
-                self._jobs[request.index] = _Job(request, listener, told, choice)
-            self._new.extend(requests)
+                request.index = next(self._indices)
+                self._jobs[request.index] = _Job(request, listener, after_chunk, choice)
+            self._queue.extend(requests)
             self._changed.notify()
         return [request.index for request in requests]
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """Ends requests before the next chunk, and frees their pages; those that ended stay so."""
+        """Ends requests before the next chunk and frees their pages; ended ones are ignored."""
         with self._changed:
-            self._cancelled.update(index for index in indices if index in self._jobs)
+            self._to_cancel.update(index for index in indices if index in self._jobs)
             self._changed.notify()
 
-    def refuse(self) -> None:
-        """Takes no more requests; the thread ends when those that it has have ended."""
+    def close(self) -> None:
+        """Admits no more requests; the thread ends when all that were admitted have ended."""
         with self._changed:
             self.draining = True
             self._changed.notify()
 
     def drain(self, seconds: float) -> bool:
-        """Takes no more requests and waits until those that it has have ended.
+        """Closes the service and waits until all requests have ended.
 
         Args:
-          seconds: after so many those that still run are cancelled.
+          seconds: how long; then those that still run are cancelled.
 
         Returns:
           Whether all of them ended by themselves.
         """
-        self.refuse()
+        self.close()
         if self._thread.ident is None:  # it never started
             return True
         self._thread.join(seconds)
@@ -272,26 +277,22 @@ class Service:
         self._thread.join()
         return in_time
 
-    @property
-    def alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._thread.is_alive()
-
-    @property
-    def figures(self) -> Figures:
-        """What the engine held after its last chunk."""
-        return self._figures
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a lane; those that ended and are yet to be told of it do not."""
-        left = sum(job.request.finish_reason is None for job in list(self._jobs.values()))
-        return max(left - self._figures.running, 0)
+    def snapshot(self) -> Snapshot:
+        """Returns the state of the service as of the last poll."""
+        snapshot = self._snapshot
+        jobs = list(self._jobs.values())
+        unfinished = sum(job.request.finish_reason is None for job in jobs)
+        return dataclasses.replace(
+            snapshot,
+            waiting=max(unfinished - snapshot.running, 0),
+            draining=self.draining,
+            alive=self._thread.is_alive(),
+        )
 
     def warm(self) -> int:
-        """Compiles whatever requests can need, so that none waits for it.
+        """Compiles every program that requests can need, so that none waits for it.
 
-        It is called before `start`, or not at all: programs are then compiled when they are needed.
+        Call it before `start`, or not at all: programs are then compiled when they are needed.
 
         Returns:
           The number of programs.
@@ -301,26 +302,26 @@ class Service:
         """
         return self.engine.warm()
 
-    def check(self) -> None:
-        """Completes a short prompt in the thread, as a request would be.
+    def smoke_test(self) -> None:
+        """Completes a short prompt in the thread, as any request.
 
         Raises:
           DmsJaxError: the model does not run.
         """
         done = threading.Event()
-        news: list[Piece | Exception] = []
+        last: list[Delta | Exception] = []
 
-        def listen(piece: Piece | Exception) -> None:
-            news.append(piece)
-            if isinstance(piece, Exception) or piece.completion is not None:
+        def listen(delta: Delta | Exception) -> None:
+            last[:] = [delta]
+            if isinstance(delta, Exception) or delta.completion is not None:
                 done.set()
 
         self.submit([[0]], Sampling(max_new_tokens=min(2, self.max_tokens - 1)), listen)
         done.wait()
-        if isinstance(news[-1], Exception):
-            raise news[-1]
+        if isinstance(last[0], Exception):
+            raise last[0]
 
-    # -- what fits --------------------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------
 
     def _check_length(self, prompt: int, answer: int) -> None:
         if prompt + answer > self.max_tokens:
@@ -329,129 +330,152 @@ class Service:
                 f"a sequence may have {self.max_tokens:,} here. {_SHORTEN}"
             )
 
-    def _check_room(self, request: Request) -> None:
-        slots = self._room.least_slots(request, endless=self._endless)
+    def _check_fits(self, request: Request) -> None:
+        slots = self._admission.least_slots(request, endless=self._endless)
         if slots > self._slots:
             raise CapacityError(
-                f"{_what(request)} needs room for at least {slots:,} tokens in the cache; a "
+                f"{_describe(request)} needs room for at least {slots:,} tokens in the cache; a "
                 f"sequence has room for {self._slots:,} here. {_SHORTEN}"
             )
 
     # -- in the engine's thread -------------------------------------------------------------------
 
-    def _work(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:  # whoever waits would wait for ever
-            self._give_up(error)
-
     def _run(self) -> None:
-        while not (self.draining and not self._jobs):
-            try:
-                self.engine.serve(
-                    [], Sampling(), self._tell, incoming=self._incoming, on_told=self._deliver
-                )
-            except Exception as error:
-                self._fail(error)
-        self._look()
+        try:
+            while not (self.draining and not self._jobs):
+                try:
+                    self._serve()
+                except Exception as error:
+                    self._recover(error)
+            self._take_snapshot()
+        except BaseException as error:  # clients that wait would wait for ever
+            self._fail_all(error)
 
-    def _give_up(self, error: BaseException) -> None:
-        """Ends every request because the thread ends, and takes no more."""
+    def _serve(self) -> None:
+        """Makes the call that runs until the service has drained, or a chunk fails."""
+        source = Source(
+            [],
+            Sampling(),
+            incoming=self._poll,
+            on_tokens=self._notify,
+            on_notified=self._notify_after_chunk,
+        )
+        self.engine.serve(source)
+
+    def _poll(self, wait: bool) -> list[Request] | None:
+        """Hands queued requests and cancellations to the engine, between two chunks.
+
+        Args:
+          wait: whether to wait until there are some: nothing runs.
+
+        Returns:
+          The requests that were queued; None when no more will come.
+        """
+        self._take_snapshot()
+        with self._changed:
+            while wait and not (self._queue or self._to_cancel or self.draining):
+                self._changed.wait()
+            cancelled, self._to_cancel = self._to_cancel, set()
+            admitted = [request for request in self._queue if request.index not in cancelled]
+            dropped = [request for request in self._queue if request.index in cancelled]
+            self._queue.clear()
+            last = self.draining and not admitted
+        self.engine.cancel(cancelled)
+        for request in dropped:
+            self._fail(request, DrainingError("The request was cancelled."))
+        self._cancelling = (self._cancelling | cancelled) & self._jobs.keys()
+        return None if last else admitted
+
+    def _take_snapshot(self) -> None:
+        self._polls += 1
+        running, in_use = self.engine.running, self.engine.runner.reservation.allocator.pages_in_use
+        live = sum(each.live for each in running)
+        rows = self.engine.model.config.num_layers * self.engine.model.config.num_kv_heads
+        self._snapshot = Snapshot(
+            running=len(running),
+            live_tokens=live / rows,
+            pages_in_use=in_use,
+            pages_free=self._pages - in_use,
+            polls=self._polls,
+        )
+
+    def _notify(self, update: Update) -> None:
+        """Notifies the listener of a request of its new tokens."""
+        job = self._jobs[update.index]
+        request, logprobs = job.request, job.request.sampling.logprobs
+        first = len(request.generated) - len(update.tokens)
+        delta = Delta(
+            choice=job.choice,
+            text=update.text,
+            tokens=update.tokens,
+            logprobs=request.logprobs[first:] if logprobs else [],
+            completion=completion_of(request, logprobs=logprobs) if update.finished else None,
+        )
+        if update.finished:
+            del self._jobs[update.index]
+        self._after_chunk.add(job.after_chunk)
+        notify(job.listener, delta)
+
+    def _notify_after_chunk(self) -> None:
+        after_chunk, self._after_chunk = self._after_chunk, set()
+        for each in after_chunk:
+            notify(each)
+
+    # -- failures, in the engine's thread ---------------------------------------------------------
+
+    def _recover(self, error: Exception) -> None:
+        """Ends the requests that an error stopped and queues the others again.
+
+        Requests that were preempted with a part of their answer go on, and so do those that ran
+        beside one whose logits are not numbers: they are recomputed, since the cache may hold what
+        it left. A request that does not fit even alone was the only one that ran, or the first one
+        that waited.
+        """
+        _logger.warning("A chunk failed: %s", error, exc_info=not isinstance(error, DmsJaxError))
+        with self._changed:
+            requests = [job.request for job in self._jobs.values()]
+            queued = {request.index for request in self._queue}
+            ran = {request.index for request in self.engine.running}
+            if isinstance(error, NotNumbersError):  # also of chains that left their lane meanwhile
+                ran = error.indices
+            stopped = [each for each in requests if each.index in ran]
+            stopped = stopped or sorted(requests, key=lambda each: each.index in queued)[:1]
+            failed = {request.index for request in stopped}
+            self._queue = collections.deque(each for each in requests if each.index not in failed)
+            self._to_cancel |= self._cancelling - failed  # the engine has forgotten them
+        for request in stopped:
+            self._fail(request, error)
+        if not stopped:  # the engine itself cannot start
+            time.sleep(1.0)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Ends a request with an error."""
+        if isinstance(error, CapacityError) and not isinstance(error, OutOfMemoryError):
+            # The engine's message has its own indices and options, which mean nothing to a client.
+            tokens = len(request.prompt) + len(request.generated)
+            error = CapacityError(
+                f"{_describe(request)} does not fit into the cache here, even alone: it was full "
+                f"at token {tokens:,} of these. {_SHORTEN}"
+            )
+        job = self._jobs.pop(request.index)
+        notify(job.listener, error)
+        notify(job.after_chunk)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Ends every request because the thread ends, and admits no more."""
         _logger.critical("The engine has failed, and the server ends.", exc_info=error)
         with self._changed:
             self.failure, self.draining = error, True
             jobs = list(self._jobs.values())
             self._jobs.clear()
-            self._new.clear()
+            self._queue.clear()
         for job in jobs:
-            for listener, news in ((job.listener, (DrainingError(_FAILED),)), (job.told, ())):
+            for call, arguments in (
+                (job.listener, (DrainingError(_FAILED),)),
+                (job.after_chunk, ()),
+            ):
                 try:
-                    listener(*news)
-                except BaseException:  # the one that failed, perhaps; the others are still told
+                    call(*arguments)
+                except BaseException:  # perhaps the very error that failed; notify the others
                     _logger.exception("A listener failed.")
         self.on_failure()
-
-    def _incoming(self, wait: bool) -> list[Request] | None:
-        """See `arrivals.Incoming`."""
-        self._look()
-        with self._changed:
-            while wait and not (self._new or self._cancelled or self.draining):
-                self._changed.wait()
-            cancelled, self._cancelled = self._cancelled, set()
-            came = [request for request in self._new if request.index not in cancelled]
-            never = [request for request in self._new if request.index in cancelled]
-            self._new.clear()
-            last = self.draining and not came
-        self.engine.cancel(cancelled)
-        for request in never:
-            self._end(request, DrainingError("The request was cancelled."))
-        self._cancelling = (self._cancelling | cancelled) & self._jobs.keys()
-        return None if last else came
-
-    def _look(self) -> None:
-        """Leaves figures for other threads."""
-        self._chunks += 1
-        running, in_use = self.engine.running, self.engine.runner.allocator.pages_in_use
-        live = sum(each.live for each in running)
-        rows = self.engine.model.config.num_layers * self.engine.model.config.num_kv_heads
-        self._figures = Figures(
-            len(running), live / rows, in_use, self._pages - in_use, self._chunks
-        )
-
-    def _tell(self, update: Update) -> None:
-        job = self._jobs[update.index]
-        request, asked = job.request, job.request.sampling.logprobs
-        since = len(request.generated) - len(update.tokens)
-        completion = completion_of(request, logprobs=asked) if update.finished else None
-        piece = Piece(
-            choice=job.choice,
-            text=update.text,
-            tokens=update.tokens,
-            logprobs=request.logprobs[since:] if asked else [],
-            completion=completion,
-        )
-        if update.finished:
-            del self._jobs[update.index]
-        self._told.add(job.told)
-        call_listener(job.listener, piece)
-
-    def _deliver(self) -> None:
-        told, self._told = self._told, set()
-        for each in told:
-            call_listener(each)
-
-    def _fail(self, error: Exception) -> None:
-        """Ends the requests that an error stopped; those that wait go on waiting.
-
-        So do those that were put back with a part of their answer, and so do those that ran beside
-        one whose logits are not numbers: they are computed again, since the cache may hold what it
-        left. What does not fit even alone was the only one that ran, or the first one that waited.
-        """
-        _logger.warning("A chunk failed: %s", error, exc_info=not isinstance(error, DmsJaxError))
-        with self._changed:
-            requests = [job.request for job in self._jobs.values()]
-            new = {request.index for request in self._new}
-            ran = {request.index for request in self.engine.running}
-            if isinstance(error, NotNumbersError):  # also of chains that left their lane meanwhile
-                ran = error.indices
-            stopped = [each for each in requests if each.index in ran]
-            stopped = stopped or sorted(requests, key=lambda each: each.index in new)[:1]
-            gone = {request.index for request in stopped}
-            self._new = collections.deque(each for each in requests if each.index not in gone)
-            self._cancelled |= self._cancelling - gone  # the engine has forgotten them
-        for request in stopped:
-            self._end(request, error)
-        if not stopped:  # the engine itself cannot start
-            time.sleep(1.0)
-
-    def _end(self, request: Request, error: Exception) -> None:
-        if isinstance(error, CapacityError) and not isinstance(error, OutOfMemoryError):
-            # The engine numbers requests and names its options, which mean nothing to who asked.
-            seen = len(request.prompt) + len(request.generated)
-            error = CapacityError(
-                f"{_what(request)} does not fit into the cache here, even alone: it was full at "
-                f"token {seen:,} of these. {_SHORTEN}"
-            )
-        job = self._jobs.pop(request.index)
-        call_listener(job.listener, error)
-        call_listener(job.told)

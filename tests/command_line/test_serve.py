@@ -127,9 +127,9 @@ def test_what_comes_before_it_serves_ends_the_engine(stories, monkeypatch):
 
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     monkeypatch.setattr(serve.Service, "warm", lambda self: 0)
-    monkeypatch.setattr(serve.Service, "check", interrupted)
+    monkeypatch.setattr(serve.Service, "smoke_test", interrupted)
     assert main(["serve", "--port", str(free_port()), *SHAPE]) == 130
-    assert not services[0].alive
+    assert not services[0].snapshot().alive
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):

@@ -1,12 +1,14 @@
 """Names that no caller may give a chat template, wherever variables of it are given."""
 
+import json
+
 import pytest
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.evaluation import Chat
 from dms_jax.generation import Sampling
-from dms_jax.serving.protocol import RefusalError, read_ask
+from dms_jax.serving.protocol import RefusalError, parse_request
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -32,9 +34,9 @@ def told(model, variables):
 def served(model, variables):
     """What a server writes."""
     fields = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1}
-    options = dict(defaults=Sampling(), max_tokens=8, most=1, seed=0)
-    ask = read_ask(fields, chat=True, model=model, **options)
-    return model.tokenizer.decode(ask.prompts[0])
+    options = dict(name="m", defaults=Sampling(), max_tokens=8, max_answers=1, seed=0)
+    parsed = parse_request(json.dumps(fields).encode(), chat=True, model=model, **options)
+    return model.tokenizer.decode(parsed.prompts[0])
 
 
 WAYS = pytest.mark.parametrize("write", [evaluated, told, served])

@@ -27,8 +27,8 @@ def idle(client):
     from tests.serving.support import wait_until
 
     def nothing():
-        figures = client.service.figures
-        return not (figures.running or client.service.waiting or figures.pages_in_use)
+        snapshot = client.service.snapshot()
+        return not (snapshot.running or snapshot.waiting or snapshot.pages_in_use)
 
     wait_until(nothing)
     yield client

@@ -17,9 +17,8 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.serving import Service
 from dms_jax.serving.access import Access
-from dms_jax.serving.engine_server import EngineServer
-from dms_jax.serving.http_process import answer
-from dms_jax.serving.messages import Served
+from dms_jax.serving.http_process import serve_http
+from dms_jax.serving.rpc import EngineServer, ServedModel
 from dms_jax.serving.server import take_address
 
 TEMPLATE = (
@@ -100,9 +99,9 @@ class Client:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-def served(service, access: Access | None = None) -> Served:
-    """What is said of a service."""
-    return Served.of(service, "stories", dms_jax.Sampling(), seed=0, access=access)
+def served(service, access: Access | None = None) -> ServedModel:
+    """What a client is sent of a service."""
+    return ServedModel.of(service, "stories", dms_jax.Sampling(), seed=0, access=access)
 
 
 @contextlib.contextmanager
@@ -115,12 +114,13 @@ def serving(access: Access | None = None, **more):
         port = taken.getsockname()[1]
         ours, theirs = socket.socketpair()
         engine = EngineServer(service, ours, served(service, access), gone.set)
-        thread = threading.Thread(target=lambda: asyncio.run(answer(taken, theirs)))
+        engine.start()
+        thread = threading.Thread(target=lambda: asyncio.run(serve_http(taken, theirs)))
         thread.start()
         try:
             yield Client(port, service, engine)
         finally:
-            engine.end()
+            engine.stop()
             service.drain(60.0)
             thread.join(60)
             assert not thread.is_alive()

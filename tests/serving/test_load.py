@@ -10,11 +10,11 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError, CheckpointError
 from dms_jax.generation import Sampling
+from dms_jax.generation.engine import Call, Source
 from dms_jax.generation.requests import NotNumbersError
-from dms_jax.serving import Piece, Service
+from dms_jax.serving import Delta, Service
 from dms_jax.serving import service as service_module
-from dms_jax.serving.app import OUT_OF_MEMORY
-from dms_jax.serving.metrics import Metrics
+from dms_jax.serving.app import OUT_OF_MEMORY, Metrics
 from tests.generation.support import answer
 from tests.serving.support import (
     LANES,
@@ -58,9 +58,9 @@ def test_a_client_that_goes_away_frees_its_pages(held, stream):
     assert waits.wait(60)  # it has a lane
     connection.sock.shutdown(2)
     connection.close()
-    wait_until(lambda: client.service._cancelled)
+    wait_until(lambda: client.service._to_cancel)
     go_on.set()
-    wait_until(lambda: not client.service.figures.pages_in_use and not client.service._jobs)
+    wait_until(lambda: not client.service.snapshot().pages_in_use and not client.service._jobs)
     assert metric_of(client, "cancelled") == before + 1
 
 
@@ -72,7 +72,7 @@ def test_too_many_are_told_to_try_again(held):
     for thread in threads:
         thread.start()
     wait_until(lambda: len(client.service._jobs) == 3 * LANES)
-    wait_until(lambda: client.service.waiting)
+    wait_until(lambda: client.service.snapshot().waiting)
     response = client.send(LONG)
     error = json.loads(response.read())["error"]
     assert (response.status, error["type"]) == (429, "rate_limit_error")
@@ -189,9 +189,9 @@ def test_a_device_without_memory_is_no_mistake_of_the_client(idle, monkeypatch, 
 
 def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
     """It is for one that waits, and comes while a prompt is read whose program fails on the way."""
-    service, news = make_service(num_lanes=1), ([], [])
+    service, deltas = make_service(num_lanes=1), ([], [])
     runner, calls = service.engine.runner, []
-    extend, read_prompts = runner.extend, runner.read_prompts
+    extend, collect_prompts = runner.extend, runner.reservation.collect_prompts
 
     def cancelling(*given, **more):
         calls.append(more)
@@ -200,22 +200,22 @@ def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
         return extend(*given, **more)
 
     def failing():
-        if service.engine._cancelled and len(calls) == 1:
-            assert service.engine._cancelled == {1}
+        if service.engine._call.scheduler.cancelled and len(calls) == 1:
+            assert service.engine._call.scheduler.cancelled == {1}
             calls.append({})
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes")
-        read_prompts()
+        collect_prompts()
 
     monkeypatch.setattr(runner, "extend", cancelling)
-    monkeypatch.setattr(runner, "read_prompts", failing)
+    monkeypatch.setattr(runner.reservation, "collect_prompts", failing)
     with service._changed:
-        for prompt, heard in zip([[1] * 40, [1, 70, 90]], news, strict=True):
+        for prompt, heard in zip([[1] * 40, [1, 70, 90]], deltas, strict=True):
             service.submit([prompt], Sampling(temperature=0, max_new_tokens=5), heard.append)
     service.start()
     wait_until(lambda: not service._jobs)
     assert service.drain(60.0)
-    assert [str(error) for error in news[1]] == ["The request was cancelled."]
-    assert isinstance(news[0][0], Exception)
+    assert [str(error) for error in deltas[1]] == ["The request was cancelled."]
+    assert isinstance(deltas[0][0], Exception)
     assert len(calls) == 2
 
 
@@ -225,7 +225,7 @@ def test_counts_that_fail_take_nobody_s_answer(monkeypatch):
     def failing(self, completion, since):
         raise RuntimeError("cannot be counted")
 
-    monkeypatch.setattr(Metrics, "ended", failing)
+    monkeypatch.setattr(Metrics, "count_answer", failing)
     with serving() as client:
         for stream in (True, False):
             response = client.send(LONG | {"max_tokens": 3, "stream": stream})
@@ -240,14 +240,15 @@ def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
     decode = runner.decode
 
     def looking(*given, **more):
-        seen.append((len(service._jobs), service.figures.running, service.waiting))
+        snapshot = service.snapshot()
+        seen.append((len(service._jobs), snapshot.running, snapshot.waiting))
         return decode(*given, **more)
 
     monkeypatch.setattr(runner, "decode", looking)
     with service._changed:  # so that they are let in together
         for most in (5, 37):
             service.submit(
-                [[1, 70, 90]], Sampling(temperature=0, max_new_tokens=most), lambda piece: None
+                [[1, 70, 90]], Sampling(temperature=0, max_new_tokens=most), lambda delta: None
             )
     service.start()
     assert service.drain(60.0)
@@ -257,9 +258,9 @@ def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
 def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
     """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
     service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")
-    engine, fits = service.engine, service.engine.runner.fits
+    engine, fits = service.engine, service.engine.runner.reservation.fits
     prompts = [[1, 70, 90], [1, 300, 200]]
-    news: dict[int, list] = {}
+    deltas: dict[int, list] = {}
 
     def full(extra, **options):
         running = engine.running
@@ -269,44 +270,44 @@ def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
         return not (alone and running[0].index == 0) and fits(extra, **options)
 
     def told(number):
-        def listen(piece):
-            news.setdefault(number, []).append(piece)
+        def listen(delta):
+            deltas.setdefault(number, []).append(delta)
 
         return listen
 
     service.start()
     service.submit(prompts[1:], sampling, told(2))
     wait_until(lambda: not service._jobs)
-    monkeypatch.setattr(engine.runner, "fits", full)
-    service._numbers = itertools.count()
+    monkeypatch.setattr(engine.runner.reservation, "fits", full)
+    service._indices = itertools.count()
     with service._changed:  # so that they are let in together
         for number, prompt in enumerate(prompts):
             service.submit([prompt], sampling, told(number))
     wait_until(lambda: not service._jobs)
     assert service.drain(60.0)
-    assert isinstance(news[0][-1], CapacityError)
-    told = sum(len(piece.tokens) for piece in news[0][:-1])
-    assert "prompt of 3 tokens with its answer of up to 24 does not" in str(news[0][-1])
-    assert f"full at token {3 + told} of these" in str(news[0][-1])
-    assert news[1][-1].completion.tokens == news[2][-1].completion.tokens
-    tokens = [token for each in news[1] for token in each.tokens]
-    assert tokens == news[1][-1].completion.tokens
-    assert "".join(each.text for each in news[1]) == news[1][-1].completion.text
-    assert news[1][-1].completion.usage.prefilled_tokens > len(prompts[1])  # it was put back
+    assert isinstance(deltas[0][-1], CapacityError)
+    told = sum(len(delta.tokens) for delta in deltas[0][:-1])
+    assert "prompt of 3 tokens with its answer of up to 24 does not" in str(deltas[0][-1])
+    assert f"full at token {3 + told} of these" in str(deltas[0][-1])
+    assert deltas[1][-1].completion.tokens == deltas[2][-1].completion.tokens
+    tokens = [token for each in deltas[1] for token in each.tokens]
+    assert tokens == deltas[1][-1].completion.tokens
+    assert "".join(each.text for each in deltas[1]) == deltas[1][-1].completion.text
+    assert deltas[1][-1].completion.usage.prefilled_tokens > len(prompts[1])  # it was put back
 
 
 def together(model, prompts, sampling):
     """What a service answers to prompts that come at once: the tokens, or the error."""
-    news: dict[int, list] = {number: [] for number in range(len(prompts))}
+    deltas: dict[int, list] = {number: [] for number in range(len(prompts))}
     service = Service(model, num_lanes=LANES, max_tokens=64, **SHAPE)
     with service._changed:  # so that they are let in together
         for number, prompt in enumerate(prompts):
-            service.submit([prompt], sampling, news[number].append)
+            service.submit([prompt], sampling, deltas[number].append)
     service.start()
     wait_until(lambda: not service._jobs)
     assert service.drain(60.0)
-    for own in news.values():
-        told = [token for piece in own if isinstance(piece, Piece) for token in piece.tokens]
+    for own in deltas.values():
+        told = [token for delta in own if isinstance(delta, Delta) for token in delta.tokens]
         last = own[-1]
         assert isinstance(last, Exception) or told == last.completion.tokens
         yield last if isinstance(last, Exception) else told
@@ -329,15 +330,16 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone():
 
 def test_logits_that_are_not_numbers_end_a_chain_that_left_its_lane():
     """It shared its prompt with one that runs, and there was no memory for its copy."""
-    service, news = make_service(), []
-    indices = service.submit([[1, 2]] * 3, Sampling(max_new_tokens=3), news.append)
+    service, deltas = make_service(), []
+    indices = service.submit([[1, 2]] * 3, Sampling(max_new_tokens=3), deltas.append)
     requests = [service._jobs[index].request for index in indices]
-    service.engine._running = dict(enumerate(requests[:2]))
+    service.engine._call = Call(service.engine, Source([], Sampling()))
+    service.engine._call.scheduler.running = dict(enumerate(requests[:2]))
     wrong = NotNumbersError("NaN at token 2", (indices[0], indices[2]))
-    service._fail(wrong)
-    assert news == [wrong, wrong]
+    service._recover(wrong)
+    assert deltas == [wrong, wrong]
     assert list(service._jobs) == [indices[1]]
-    assert list(service._new) == [requests[1]]  # it is computed again
+    assert list(service._queue) == [requests[1]]  # it is computed again
 
 
 def test_what_cannot_fit_is_refused_with_numbers():
@@ -375,14 +377,14 @@ def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds)
         thread = threading.Thread(target=stream)
         thread.start()
         assert begun.wait(60)
-        client.engine.end()
+        client.engine.stop()
         assert client.service.draining
         drain = threading.Thread(target=lambda: drained.append(client.service.drain(seconds)))
         drain.start()
         with pytest.raises(OSError, match=r"refused|reset|closed|Remote"):  # nobody listens
             wait_until(lambda: client.get("/health")[0] == 0, 10)
         if not seconds:
-            wait_until(lambda: client.service._cancelled)
+            wait_until(lambda: client.service._to_cancel)
         go_on.set()
         thread.join(60)
         drain.join(60)
@@ -392,8 +394,8 @@ def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds)
         else:
             assert json.loads(last)["error"]["code"] == "server_draining"
     assert drained == [bool(seconds)]
-    assert not client.service.alive
-    assert client.service.engine.runner.allocator.pages_in_use == 0
+    assert not client.service.snapshot().alive
+    assert client.service.engine.runner.reservation.allocator.pages_in_use == 0
 
 
 def test_a_service_that_ends_takes_nothing_new():
@@ -402,4 +404,4 @@ def test_a_service_that_ends_takes_nothing_new():
     assert service.drain(5.0)
     with pytest.raises(service_module.DrainingError, match="about to end"):
         service.submit([[1, 2]], service_module.Sampling(max_new_tokens=3), print)
-    assert not service.alive
+    assert not service.snapshot().alive

@@ -15,10 +15,9 @@ import pytest
 import dms_jax
 from dms_jax import errors
 from dms_jax.generation.requests import NotNumbersError
-from dms_jax.serving.engine_server import EngineServer
-from dms_jax.serving.messages import LENGTH, portable
 from dms_jax.serving.protocol import RefusalError
-from dms_jax.serving.server import _AGAIN, Server, take_address
+from dms_jax.serving.rpc import LENGTH, EngineServer, portable
+from dms_jax.serving.server import _REPEAT_SECONDS, Server, take_address
 from dms_jax.serving.service import DrainingError
 from tests.serving.support import Client, hold_steps, make_service, served, wait_until
 from tests.support.instances import further
@@ -39,7 +38,7 @@ def started():
     Its end interrupts no test: most have it end, and do not serve in the main thread.
     """
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
-        server._watched = False
+        server._monitoring = False
         taken.listen()
         yield server, taken.getsockname()[1]
 
@@ -52,8 +51,9 @@ def answering():
         service = make_service()
         service.start()
         engine = EngineServer(service, server._connection, served(service), gone.set)
+        engine.start()
         yield Client(port, service, engine), server._process
-        engine.end()
+        engine.stop()
         assert service.drain(60.0)
         assert server._process.wait(60) == 0
         assert gone.wait(60)
@@ -144,7 +144,7 @@ def test_errors_of_the_engine_keep_their_status(both, monkeypatch):
         (dms_jax.DataError("too long"), 400, "too long"),
         (dms_jax.BusyError("12 wait"), 429, "12 wait"),
         (DrainingError("it ends"), 503, "it ends"),
-        (dms_jax.OutOfMemoryError("5 bytes"), 503, "out of memory on this request"),
+        (dms_jax.OutOfMemoryError("5 bytes"), 503, "ran out of device memory"),
         (wrong, 500, "its log says why"),
         (ValueError("oh"), 500, "its log says why"),
     ):
@@ -161,9 +161,9 @@ def test_a_client_that_goes_away_frees_its_pages(both, monkeypatch):
     assert waits.wait(60)
     response.close()
     connection.close()
-    wait_until(lambda: client.service._cancelled)
+    wait_until(lambda: client.service._to_cancel)
     go_on.set()
-    wait_until(lambda: not client.service.figures.pages_in_use and not client.service._jobs)
+    wait_until(lambda: not client.service.snapshot().pages_in_use and not client.service._jobs)
 
 
 def test_every_error_of_ours_is_the_same_on_the_other_side():
@@ -219,20 +219,21 @@ def test_the_end_of_http_interrupts_what_comes_before_serving():
         with said:  # the first was lost
             compiled.wait(60)
     assert signal.getsignal(signal.SIGURG) == before
-    time.sleep(2 * _AGAIN)  # nothing comes after the end
+    time.sleep(2 * _REPEAT_SECONDS)  # nothing comes after the end
 
 
 @pytest.mark.nightly
 def test_a_process_that_is_still_there_is_not_said_to_have_ended():
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
-        assert "The process that answers HTTP answers no more" in str(server._has_ended())
+        assert "The process that answers HTTP answers no more" in str(server._exit_error())
 
 
 def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
     with started() as (server, port):
         service, go_on = make_service(), threading.Event()
-        given = service, server._connection, served(service), lambda: None
-        client = Client(port, service, EngineServer(*given))
+        engine = EngineServer(service, server._connection, served(service), lambda: None)
+        engine.start()
+        client = Client(port, service, engine)
         decode = service.engine.runner.decode
 
         def slow(*given, **more):
@@ -270,6 +271,7 @@ def test_a_message_that_does_not_arrive_ends_both_sides(sent):
     with started() as (server, port):
         service = make_service()
         engine = EngineServer(service, server._connection, served(service), gone.set)
+        engine.start()
         client, answers = Client(port, service, engine), []
         assert client.get("/health")[0] == 503  # the engine has not begun, so that the next waits
         waits = threading.Thread(
@@ -277,7 +279,7 @@ def test_a_message_that_does_not_arrive_ends_both_sides(sent):
         )
         waits.start()
         wait_until(lambda: service._jobs)
-        engine._out.put(Unreadable(sent=sent))
+        engine._outbox.put(Unreadable(sent=sent))
         waits.join(60)
         assert "The process of the engine has ended." in answers[0]["error"]["message"]
         assert server._process.wait(60) == 0
@@ -288,7 +290,7 @@ def test_what_http_says_and_nobody_can_read_ends_both_sides():
     gone, service = threading.Event(), make_service()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        EngineServer(service, ours, served(service), gone.set)
+        EngineServer(service, ours, served(service), gone.set).start()
         theirs.sendall(LENGTH.pack(3) + b"abc")
         assert gone.wait(60)
         theirs.settimeout(60)
@@ -348,7 +350,7 @@ def test_the_server_ends_with_an_error_when_http_has_gone():
         with pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)"):
             serve(server, service, kill, ended)
         assert noticed == [True]
-        assert not service.alive
+        assert not service.snapshot().alive
 
 
 @pytest.mark.parametrize("signals", [["SIGINT"], *further(["SIGTERM"], ["SIGINT", "SIGINT"])])
@@ -387,7 +389,7 @@ def test_only_a_second_interrupt_does_not_wait(signals, monkeypatch):
             drained = serve(server, service, tell, ended)
         assert drained is (True if signals == ["SIGTERM"] else None)
         assert told == [200, 200, 60.0 if len(signals) == 1 else 0.0]
-        assert not service.alive
+        assert not service.snapshot().alive
         go_on.set()
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert len(signals) == 2 or server._process.returncode == 0

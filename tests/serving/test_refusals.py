@@ -71,13 +71,14 @@ def test_what_is_not_served_is_refused_by_name(client, chat, fields, param, word
 
 
 def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch):
-    from dms_jax.serving.protocol import RefusalError, read_ask
+    from dms_jax.serving.protocol import RefusalError, parse_request
 
     model = client.service.engine.model
     monkeypatch.setattr(model.tokenizer, "chat_template", None)
-    limits: dict[str, Any] = dict(defaults=dms_jax.Sampling(), max_tokens=160, most=12, seed=0)
+    limits: dict[str, Any] = dict(name="stories", max_tokens=160, max_answers=12, seed=0)
+    body = json.dumps(dict(messages=SAY)).encode()
     with pytest.raises(RefusalError, match="send the text as prompt to /v1/completions") as refused:
-        read_ask(dict(messages=SAY), chat=True, model=model, **limits)
+        parse_request(body, chat=True, model=model, defaults=dms_jax.Sampling(), **limits)
     assert refused.value.param == "messages"
 
 
@@ -117,16 +118,16 @@ def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
 
 def test_a_body_in_many_parts_is_copied_once():
     """Whoever sends 16 MB in parts of a kilobyte must not hold up the streams of others."""
-    from dms_jax.serving.app import MOST_BYTES, _body
+    from dms_jax.serving.app import MAX_BODY_BYTES, _receive_body
 
     class Parts:
         async def stream(self):
-            for _ in range(MOST_BYTES // 1024):
+            for _ in range(MAX_BODY_BYTES // 1024):
                 yield b"a" * 1024
 
     start = time.process_time()
-    body = asyncio.run(_body(Parts()))
-    assert body == b"a" * MOST_BYTES
+    body = asyncio.run(_receive_body(Parts(), lambda size: None))
+    assert body == b"a" * MAX_BODY_BYTES
     assert time.process_time() - start < 5  # 0.05; if each part copied those before it, 90
 
 

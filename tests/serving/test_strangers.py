@@ -16,9 +16,9 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import DataError, TooLongError
-from dms_jax.generation import prompts
-from dms_jax.serving import app, connections, reading
-from dms_jax.serving.connections import Seldom, most_connections
+from dms_jax.generation import requests
+from dms_jax.serving import app, http_process, parsing
+from dms_jax.serving.http_process import LogRateLimit, max_connections
 from dms_jax.serving.service import DrainingError
 from tests.serving.support import MAX_TOKENS, hold_steps, make_service, serving, stories, wait_until
 from tests.support.instances import further
@@ -75,9 +75,9 @@ def test_what_the_service_finds_too_long_is_told_by_the_same_word():
     service = make_service()
     with pytest.raises(TooLongError, match="160 here") as error:
         service.submit([[5] * 100], dms_jax.Sampling(max_new_tokens=61), print)
-    assert app._refused(error.value).code == "context_length_exceeded"
-    assert app._refused(dms_jax.CapacityError("full")).code == "context_length_exceeded"
-    assert app._refused(DataError("odd")).code is None
+    assert app._as_refusal(error.value).code == "context_length_exceeded"
+    assert app._as_refusal(dms_jax.CapacityError("full")).code == "context_length_exceeded"
+    assert app._as_refusal(DataError("odd")).code is None
 
 
 @pytest.mark.parametrize("prompt", ["a" * 20_000, [{"role": "user", "content": "a" * 20_000}]])
@@ -91,7 +91,7 @@ def test_far_too_long_texts_are_refused_before_they_are_tokenized(prompt, monkey
     monkeypatch.setattr(type(model.tokenizer), "encode", encode)
     monkeypatch.setattr(type(model.tokenizer), "apply_chat_template", encode)
     with pytest.raises(TooLongError, match="20,000 characters, too many for the 512 tokens"):
-        prompts.encode_prompt(model, prompt)
+        requests.encode_prompt(model, prompt)
     with pytest.raises(TooLongError, match="20,000 characters"):
         dms_jax.generate(model, [prompt])
 
@@ -99,9 +99,9 @@ def test_far_too_long_texts_are_refused_before_they_are_tokenized(prompt, monkey
 def test_texts_of_the_longest_words_are_tokenized():
     own = stories()
     longest = max(own.tokenizer.backend.get_vocab(), key=len)
-    assert len(longest) < prompts.CHARACTERS_A_TOKEN
+    assert len(longest) < requests.CHARACTERS_A_TOKEN
     text = longest.replace("▁", " ") * 400
-    assert len(prompts.encode_prompt(own, text)) <= 512
+    assert len(requests.encode_prompt(own, text)) <= 512
 
 
 # -- large bodies --------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def test_texts_of_the_longest_words_are_tokenized():
 def reader():
     """A client of a server that reads every body of 100 bytes elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "SMALL", 100)
-        readers, init = [], reading.Reader.__init__
+        patch.setattr(parsing, "SMALL_BODY", 100)
+        readers, init = [], parsing.Parser.__init__
 
         def kept(self, served):
             readers.append(self)
             init(self, served)
 
-        patch.setattr(reading.Reader, "__init__", kept)
+        patch.setattr(parsing.Parser, "__init__", kept)
         with serving() as made:
             assert made.get("/health")[0] == 200  # it has begun
             yield made, readers[0]
@@ -144,7 +144,7 @@ def test_a_body_that_takes_too_long_is_refused_and_the_next_is_read(reader, monk
     client.ask(**LARGE)
     before = own._process
     before.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(reading, "SECONDS", 0.3)
+    monkeypatch.setattr(parsing, "PARSE_TIMEOUT", 0.3)
     answers = []
     waits = threading.Thread(target=lambda: answers.append(error_of(client, LARGE)))
     waits.start()
@@ -171,7 +171,7 @@ def test_the_end_of_the_process_that_reads_is_told_and_the_next_is_read(reader):
 
 
 def test_bodies_that_are_being_sent_have_a_limit_together(client, monkeypatch):
-    monkeypatch.setattr(app, "MOST_HELD", 100_000)
+    monkeypatch.setattr(app, "MAX_BODIES_BYTES", 100_000)
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             sends = stack.enter_context(connected(client))
@@ -186,7 +186,7 @@ def test_bodies_that_are_being_sent_have_a_limit_together(client, monkeypatch):
 
 def held(client):
     """Bytes of bodies that the client's server holds."""
-    return max(each._held for each in gc.get_objects() if isinstance(each, app._Api))
+    return max(each._bodies_bytes for each in gc.get_objects() if isinstance(each, app._Api))
 
 
 # -- connections ---------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     ids=["half of a second head", "nothing", "half a head", "a body for health", "a body for 404"],
 )
 def test_whoever_does_not_finish_a_head_is_left(client, monkeypatch, sent):
-    monkeypatch.setitem(connections._LIMITS, "head", 0.5)
+    monkeypatch.setitem(http_process._TIMEOUTS, "head", 0.5)
     with connected(client) as connection:
         connection.sendall(sent)
         stop = threading.Event()
@@ -248,7 +248,7 @@ def test_whoever_does_not_finish_a_head_is_left(client, monkeypatch, sent):
 
 
 def test_connections_that_ask_again_and_again_are_kept(client, monkeypatch):
-    monkeypatch.setitem(connections._LIMITS, "head", 0.5)
+    monkeypatch.setitem(http_process._TIMEOUTS, "head", 0.5)
     connection = client.connect()
     end = time.monotonic() + 2.5
     while time.monotonic() < end:
@@ -258,7 +258,7 @@ def test_connections_that_ask_again_and_again_are_kept(client, monkeypatch):
 
 
 def test_an_answer_may_take_longer_than_a_head(idle, monkeypatch):
-    monkeypatch.setitem(connections._LIMITS, "head", 0.3)
+    monkeypatch.setitem(http_process._TIMEOUTS, "head", 0.3)
     go_on, waits = hold_steps(idle, monkeypatch)
     answers = []
     asks = threading.Thread(target=lambda: answers.append(idle.ask(prompt="a", max_tokens=9)))
@@ -271,7 +271,7 @@ def test_an_answer_may_take_longer_than_a_head(idle, monkeypatch):
 
 
 def test_a_body_that_does_not_come_is_told_so(client, monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.3)
     with connected(client) as connection:
         connection.sendall(head() + b"{")
         assert connection.recv(2**16).startswith(b"HTTP/1.1 408")
@@ -280,7 +280,7 @@ def test_a_body_that_does_not_come_is_told_so(client, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_client_that_reads_nothing_is_left(client, monkeypatch):
-    monkeypatch.setitem(connections._LIMITS, "writing", 0.5)
+    monkeypatch.setitem(http_process._TIMEOUTS, "writing", 0.5)
     with connected(client) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
         connection.settimeout(1)
@@ -297,22 +297,18 @@ def test_a_client_that_reads_nothing_is_left(client, monkeypatch):
 
 def test_what_never_becomes_a_request_makes_room(monkeypatch):
     """A file limit, or the number of connections, must not keep others from an answer."""
-    from dms_jax.serving import http_process
-
-    monkeypatch.setattr(http_process, "most_connections", lambda answers: (8, 4))
+    monkeypatch.setattr(http_process, "max_connections", lambda answers: (8, 4))
     with serving() as client, contextlib.ExitStack() as stack:
         for sent in (b"", b"GET", head(size=1000)) * 10:
             stack.enter_context(connected(client)).sendall(sent)
         start = time.monotonic()
         assert client.get("/health")[0] == 200
         assert client.ask(prompt="a", max_tokens=2)["choices"]
-        assert time.monotonic() - start < connections.HEAD_SECONDS / 2
+        assert time.monotonic() - start < http_process.HEAD_TIMEOUT / 2
 
 
 def test_requests_that_run_do_not_make_room(monkeypatch):
-    from dms_jax.serving import http_process
-
-    monkeypatch.setattr(http_process, "most_connections", lambda answers: (3, 4))
+    monkeypatch.setattr(http_process, "max_connections", lambda answers: (3, 4))
     with serving() as client:
         go_on, waits = hold_steps(client, monkeypatch)
         answers = []
@@ -335,14 +331,14 @@ def test_requests_that_run_do_not_make_room(monkeypatch):
 def test_there_are_files_for_all_connections():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        most, at_a_time = most_connections(100)
+        most, at_a_time = max_connections(100)
         assert (most, at_a_time) == (356, 128)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356 + 2 * 128 + 64
         for files in (200, 80, 20):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
                 patch.setattr(resource, "setrlimit", lambda which, limits: None)
-                most, at_a_time = most_connections(10_000)
+                most, at_a_time = max_connections(10_000)
                 assert most >= 1 <= at_a_time
                 assert files < 100 or most + 2 * at_a_time < files
     finally:
@@ -350,7 +346,7 @@ def test_there_are_files_for_all_connections():
 
 
 def test_what_is_said_again_and_again_is_written_seldom():
-    seldom = Seldom(most=3, seconds=10.0)
+    seldom = LogRateLimit(most=3, seconds=10.0)
 
     def said(place, when):
         record = logging.LogRecord("a", logging.WARNING, "file", place, "%s is odd", ("it",), None)
@@ -386,13 +382,13 @@ def test_whatever_ends_the_engine_is_told_to_those_who_wait(monkeypatch, error):
     fail(service, monkeypatch, error)
     sampling = dms_jax.Sampling(max_new_tokens=4)
     for place in range(6):  # in lanes, and in the queue
-        service.submit([[5, 6]], sampling, lambda news, place=place: told.append((place, news)))
+        service.submit([[5, 6]], sampling, lambda deltas, place=place: told.append((place, deltas)))
     service.start()
     assert ends.wait(60)
     service._thread.join(60)
     assert [place for place, _ in told] == [*range(6)]
-    assert all(isinstance(news, DrainingError) for _, news in told)
-    assert not service.alive
+    assert all(isinstance(deltas, DrainingError) for _, deltas in told)
+    assert not service.snapshot().alive
     assert service.failure is error
     with pytest.raises(DrainingError, match="engine has failed"):
         service.submit([[5, 6]], sampling, told.append)
@@ -403,7 +399,7 @@ def test_an_error_in_what_ends_a_request_ends_the_engine_too(monkeypatch):
     """Whatever the cause, nobody waits for a thread that is no more."""
     service, told = make_service(), []
     fail(service, monkeypatch, ValueError("oh"))
-    monkeypatch.setattr(service, "_fail", lambda error: 1 / 0)
+    monkeypatch.setattr(service, "_recover", lambda error: 1 / 0)
     service.submit([[5, 6]], dms_jax.Sampling(max_new_tokens=4), told.append)
     service.start()
     service._thread.join(60)

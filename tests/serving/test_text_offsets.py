@@ -11,9 +11,8 @@ from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.generation import Sampling
 from dms_jax.generation.text import TextOffsets
-from dms_jax.serving.protocol import Ask
-from dms_jax.serving.replies import Replies
-from dms_jax.serving.service import Piece
+from dms_jax.serving.protocol import CompletionRequest, ResponseFormatter
+from dms_jax.serving.service import Delta
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 KINDS = ["stories260k", "gpt2", "qwen2", "mistral", "unigram"]
@@ -90,15 +89,15 @@ def test_whole_and_streamed_answers_tell_the_same_places():
     found = encoded(TEXTS[0], own)
     assert found is not None
     prompt, tokens, text = found
-    ask = Ask([prompt], 1, Sampling(logprobs=True), stream=False, include_usage=False)
+    ask = CompletionRequest([prompt], 1, Sampling(logprobs=True), stream=False, include_usage=False)
 
     def told(*pieces):
-        replies = Replies(ask, False, "m", own)
+        formatter = ResponseFormatter(ask, False, "m", own)
         return [
             place
             for part in pieces
-            for place in replies._logprobs(
-                Piece(0, "", tokens=part, logprobs=[0.0] * len(part), completion=None)
+            for place in formatter._logprobs(
+                Delta(0, "", tokens=part, logprobs=[0.0] * len(part), completion=None)
             )["text_offset"]
         ]
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import dms_jax
+from dms_jax.generation.in_flight import InFlight
+from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.model.caching import page_bytes
 from dms_jax.serving import Service
 from tests.generation.support import model_for
@@ -62,10 +64,10 @@ class Clients:
         self._random = np.random.default_rng(0)
         self.errors: list[Exception] = []
 
-    def _listen(self, news: Any) -> None:
-        if isinstance(news, Exception):
-            self.errors.append(news)
-        if isinstance(news, Exception) or news.completion is not None:
+    def _listen(self, deltas: Any) -> None:
+        if isinstance(deltas, Exception):
+            self.errors.append(deltas)
+        if isinstance(deltas, Exception) or deltas.completion is not None:
             self._ended.release()
 
     def _prompt(self, length: int) -> list[int]:
@@ -113,20 +115,21 @@ def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
         prefill_chunk=prefill_chunk,
         prefill_tokens=128,
     )
-    assert service.engine._launched.steps_a_program(16) == 8  # a chunk is two programs
-    assert len(service.engine._shapes.one_pass.widths) == (2 if prefill_chunk == 64 else 1)
-    assert len(service.engine.runner.table_widths()) == (2 if page_size == 4 else 1)
+    in_flight = InFlight(service.engine.runner, service.engine.end_tokens)
+    assert in_flight.steps_a_program(16) == 8  # a chunk is two programs
+    assert len(service.engine.shapes.one_pass.widths) == (2 if prefill_chunk == 64 else 1)
+    assert len(service.engine.runner.reservation.table_widths()) == (2 if page_size == 4 else 1)
     # Prompts of each width, each for many and for few and with each width of page tables; answers
     # that are recomputed, where a policy tells them from prompts; a few small programs.
     assert compilations.of(service.warm) <= 20
-    recomputed, add = [], service.engine._reading.__class__.add
+    recomputed, add = [], PrefillQueue.add
 
-    def watched(reading, lane, part):
-        if part.request.generated:
+    def watched(queue, lane, item):
+        if item.request.generated:
             recomputed.append(lane)
-        return add(reading, lane, part)
+        return add(queue, lane, item)
 
-    monkeypatch.setattr(service.engine._reading.__class__, "add", watched)
+    monkeypatch.setattr(PrefillQueue, "add", watched)
     clients = Clients(service)
     service.start()
     try:
@@ -138,6 +141,6 @@ def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
 
 
 def test_a_service_is_warmed_before_it_starts(idle):
-    idle.service.check()
+    idle.service.smoke_test()
     with pytest.raises(dms_jax.BusyError):
         idle.service.warm()

@@ -9,7 +9,6 @@ PROCESSES = "tests/serving/test_processes.py"
 ACCESS = "tests/serving/test_access.py"
 OFFSETS = "tests/serving/test_text_offsets.py"
 STRANGERS = "tests/serving/test_strangers.py"
-UNPACKING = "tests/data/test_unpacking.py"
 WARM = "tests/serving/test_warm.py::test_a_warm_server_compiles_nothing_whatever_comes"
 ARRIVALS = "tests/generation/test_arrivals.py"
 SAMPLING = "tests/generation/test_sampling.py"
@@ -60,8 +59,8 @@ MUTANTS = [
     Mutant(
         "serving: a client that leaves a stream has its answer written to the end",
         FOLDER + "app.py",
-        "        watching.cancel()\n        ended()\n",
-        "        watching.cancel()\n",
+        "        waiting.cancel()\n        cancel()\n",
+        "        waiting.cancel()\n",
         (f"{LOAD}::test_a_client_that_goes_away_frees_its_pages",),
     ),
     Mutant(
@@ -81,28 +80,28 @@ MUTANTS = [
     Mutant(
         "serving: the first Ctrl-C does not wait",
         FOLDER + "server.py",
-        "if told and number == signal.SIGINT:",
+        "if received and number == signal.SIGINT:",
         "if number == signal.SIGINT:",
         (f"{PROCESSES}::test_only_a_second_interrupt_does_not_wait",),
     ),
     Mutant(
         "serving: a signal for the process of HTTP ends it before the answers have ended",
         FOLDER + "http_process.py",
-        '        """Leaves signals to the engine\'s process, which drains the answers first."""\n',
+        '        """Ignores signals: the engine\'s process drains the answers first."""\n',
         "        super().handle_exit(sig, frame)  # pyright: ignore\n",
         (f"{PROCESSES}::test_only_a_second_interrupt_does_not_wait",),
     ),
     Mutant(
         "serving: HTTP outlives the engine",
-        FOLDER + "engine_client.py",
-        "        self.on_end(False)\n",
+        FOLDER + "rpc.py",
+        "        self.on_stop(False)\n",
         "",
         (f"{PROCESSES}::test_http_tells_its_clients_and_ends_when_the_engine_has_gone",),
     ),
     Mutant(
         "serving: the engine outlives HTTP",
-        FOLDER + "engine_server.py",
-        "        self._gone()\n",
+        FOLDER + "rpc.py",
+        "        self._on_disconnect()\n",
         "",
         (f"{PROCESSES}::test_the_server_ends_with_an_error_when_http_has_gone",),
     ),
@@ -122,8 +121,8 @@ MUTANTS = [
     ),
     Mutant(
         "serving: a prompt with several answers counts as often",
-        FOLDER + "replies.py",
-        "prompt = sum(map(len, self.ask.prompts))",
+        FOLDER + "protocol.py",
+        "prompt = sum(map(len, self.request.prompts))",
         "prompt = total.prompt_tokens",
         (f"{ANSWERS}::test_several_choices_whole_and_streamed",),
     ),
@@ -158,14 +157,14 @@ MUTANTS = [
     Mutant(
         "serving: a prompt that is cut afterwards has room where what is left of it has",
         "dms_jax/generation/room.py",
-        "fits = self.runner.fits(alone, prompt=True)",
-        "fits = self.runner.fits(alone)",
+        "fits = self.runner.reservation.fits(alone, prompt=True)",
+        "fits = self.runner.reservation.fits(alone)",
         (f"{LOAD}::test_a_prompt_that_is_cut_afterwards_must_fit_in_full",),
     ),
     Mutant(
         "serving: a page's own name may mean this machine",
         FOLDER + "access.py",
-        "if host is not None and not self._is_ours(host):",
+        "if host is not None and not self._is_own_host(host):",
         "if False:",
         (f"{ACCESS}::test_a_name_that_was_made_to_mean_this_machine_reads_nothing",),
     ),
@@ -186,7 +185,7 @@ MUTANTS = [
     Mutant(
         "serving: the type of a body is not looked at",
         FOLDER + "app.py",
-        '        _check_type(request.headers.get("content-type"))\n',
+        '        _check_content_type(request.headers.get("content-type"))\n',
         "",
         (f"{ACCESS}::test_bodies_that_any_page_may_send_are_refused",),
     ),
@@ -206,37 +205,37 @@ MUTANTS = [
     ),
     Mutant(
         "serving: a second head has all the time",
-        FOLDER + "connections.py",
+        FOLDER + "http_process.py",
         "elif self.cycle is None or self.cycle.response_complete:",
         "elif self.cycle is None:",
         (f"{STRANGERS}::test_whoever_does_not_finish_a_head_is_left",),
     ),
     Mutant(
         "serving: the time of a head goes on from one request to the next",
-        FOLDER + "connections.py",
+        FOLDER + "http_process.py",
         "if (phase, self.cycle) != self._phase:",
         "if phase != self._phase[0]:",
         (f"{STRANGERS}::test_connections_that_ask_again_and_again_are_kept",),
     ),
     Mutant(
         "serving: a connection too many is refused, whatever the others do",
-        FOLDER + "connections.py",
-        "        if not asking:\n",
+        FOLDER + "http_process.py",
+        "        if not incomplete:\n",
         "        if True:\n",
         (f"{STRANGERS}::test_what_never_becomes_a_request_makes_room",),
     ),
     Mutant(
         "serving: requests that run make room for a connection",
-        FOLDER + "connections.py",
-        "asking = [each for each in others if each.is_asking]",
-        "asking = others",
+        FOLDER + "http_process.py",
+        "incomplete = [each for each in others if each.is_incomplete]",
+        "incomplete = others",
         (f"{STRANGERS}::test_requests_that_run_do_not_make_room",),
     ),
     Mutant(
         "serving: what is no Exception ends the engine without a word",
         FOLDER + "service.py",
-        "        except BaseException as error:  # whoever",
-        "        except Exception as error:  # whoever",
+        "        except BaseException as error:  # clients",
+        "        except Exception as error:  # clients",
         (f"{STRANGERS}::test_whatever_ends_the_engine_is_told_to_those_who_wait",),
     ),
     Mutant(
@@ -255,16 +254,20 @@ MUTANTS = [
     ),
     Mutant(
         "data: a packed file is unpacked whatever comes out",
-        "dms_jax/data/unpacking.py",
-        "if self._size > self._most:",
+        "dms_jax/data/decompression.py",
+        "if self._size > self._limit:",
         "if False:",
-        (f"{UNPACKING}::test_a_gzip_file_of_one_letter_is_refused_before_it_is_unpacked",),
+        (
+            "tests/data/test_decompression.py::test_a_gzip_file_of_one_letter_is_refused_before_it_is_unpacked",
+        ),
     ),
     Mutant(
-        "data: a run of letters is one piece",
-        "dms_jax/data/pieces.py",
+        "data: a run of letters is one chunk",
+        "dms_jax/data/tokenization.py",
         "        if last == longest:\n            return last\n",
         "",
-        (f"{UNPACKING}::test_a_run_that_no_place_is_right_for_is_cut_all_the_same",),
+        (
+            "tests/data/test_tokenization.py::test_a_run_that_no_place_is_right_for_is_cut_all_the_same",
+        ),
     ),
 ]

@@ -1,0 +1,144 @@
+"""`Parser`: request bodies are parsed, small ones in a thread, large ones in a worker process.
+
+To parse JSON, render templates and tokenize texts holds Python's lock. So only small bodies are
+parsed in the HTTP process. Large ones go to a worker, one after the other and with a timeout, so
+that no other request waits for them. The worker starts with the first of them. It is sent the
+`ServedModel` first, then each `RequestBody`, and answers with a `CompletionRequest` or an error.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import socket
+import subprocess
+import sys
+
+from starlette.concurrency import run_in_threadpool
+
+from dms_jax.errors import DmsJaxError
+from dms_jax.serving.protocol import CompletionRequest, RefusalError, parse_request
+from dms_jax.serving.rpc import ServedModel, pack, portable, receive, receive_async, start_process
+
+SMALL_BODY = 2**15  # bytes: 20 ms of tokenizing
+PARSE_TIMEOUT = 30.0  # seconds for a large body; 16 MB of texts take about ten
+_START_TIMEOUT = 60.0
+
+_logger = logging.getLogger("dms_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestBody:
+    """The body of an HTTP request.
+
+    Attributes:
+      data: its bytes.
+      chat: whether it is for /v1/chat/completions.
+      seed: of sampling, if it gives none.
+    """
+
+    data: bytes
+    chat: bool
+    seed: int
+
+    def parse(self, served: ServedModel) -> CompletionRequest:
+        """Parses it; raises the errors of `parse_request`."""
+        return parse_request(
+            self.data,
+            chat=self.chat,
+            model=served,
+            name=served.name,
+            defaults=served.defaults,
+            max_tokens=served.max_tokens,
+            max_answers=served.max_requests,
+            seed=self.seed,
+        )
+
+
+class Parser:
+    """Parses bodies, for the coroutines of one event loop."""
+
+    def __init__(self, served: ServedModel):
+        self._served, self._lock = served, asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def parse(self, body: RequestBody) -> CompletionRequest:
+        """Returns what a body asks for.
+
+        Raises:
+          RefusalError: it takes too long, or the worker has ended.
+          DmsJaxError: see `parse_request`.
+        """
+        if len(body.data) <= SMALL_BODY:
+            return await run_in_threadpool(body.parse, self._served)
+        async with self._lock:
+            try:
+                if self._process is None:
+                    async with asyncio.timeout(_START_TIMEOUT):
+                        await self._start_worker()
+                async with asyncio.timeout(PARSE_TIMEOUT):
+                    self._writer.write(pack(body))
+                    await self._writer.drain()
+                    parsed = await receive_async(self._reader)
+            except TimeoutError:
+                self.close()
+                raise RefusalError(
+                    f"Parsing this request takes more than {PARSE_TIMEOUT:g} seconds. Send shorter "
+                    "prompts, or fewer.",
+                ) from None
+            except (EOFError, OSError):
+                self.close()
+                raise RefusalError(
+                    "The process that parses large requests has ended, perhaps for lack of memory. "
+                    "Send shorter prompts, or fewer.",
+                    status=503,
+                ) from None
+            except BaseException:  # its answer may still come
+                self.close()
+                raise
+        if isinstance(parsed, Exception):
+            raise parsed
+        return parsed
+
+    def close(self) -> None:
+        """Kills the worker; the next large body starts another one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._writer.close()
+            self._process = None
+
+    async def _start_worker(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = start_process("parsing", theirs)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._process = process
+        self._writer.write(pack(self._served))
+
+
+def main() -> None:
+    """Runs the worker, until the other side disconnects or kills it.
+
+    The command line has the file descriptor of its socket.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        stream = connection.makefile("rb")
+        served = receive(stream)
+        while (body := receive(stream)) is not None:
+            # The other side kills this process after the timeout; the alarm is for a dead one.
+            signal.setitimer(signal.ITIMER_REAL, 2 * PARSE_TIMEOUT)
+            answer = pack(_parse(body, served))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.sendall(answer)
+
+
+def _parse(body: RequestBody, served: ServedModel) -> CompletionRequest | Exception:
+    try:
+        return body.parse(served)
+    except Exception as error:
+        if not isinstance(error, DmsJaxError):
+            _logger.exception("A request failed.")
+        return portable(error)

@@ -1,0 +1,432 @@
+"""The calls between a server's processes: `EngineServer` and `EngineClient`, over one socket pair.
+
+    client to server (HTTP to engine)     Submit, Cancel, GetSnapshot
+    server to client (engine to HTTP)     ServedModel (first of all), Reply, Deltas, Stop
+
+A message is its length in eight bytes and then its pickle. The messages of a direction keep their
+order. A closed socket means that the other process has ended.
+
+`EngineServer` serves a `Service` with two threads, one that receives and one that sends: the
+engine's thread only queues the deltas of a chunk, and never waits for HTTP. `EngineClient` is used
+by the coroutines of one event loop.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import pickle
+import queue
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from dms_jax.config import ModelConfig
+from dms_jax.errors import DmsJaxError, OtherProcessError
+from dms_jax.generation import Sampling
+from dms_jax.serving.access import Access
+from dms_jax.serving.service import Delta, Listener, Service, Snapshot, notify
+
+LENGTH = struct.Struct("!Q")
+_BUFFER_BYTES = 2**22  # received and not yet read, when many deltas come together
+
+_logger = logging.getLogger("dms_jax")
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """What the HTTP process must know of the model behind it.
+
+    Attributes:
+      name: of the model, in requests.
+      policy: name of the cache policy.
+      config: of the model.
+      tokenizer: of the model, with its chat template; None if it has none.
+      max_tokens: the most tokens of a request, prompt and answer.
+      max_requests: the most requests that can run or wait; see `Service`.
+      defaults: sampling of requests that give none.
+      seed: of the seeds of requests that give none.
+      access: who may use the server.
+    """
+
+    name: str
+    policy: str
+    config: ModelConfig
+    tokenizer: Any
+    max_tokens: int
+    max_requests: int
+    defaults: Sampling
+    seed: int
+    access: Access = dataclasses.field(default_factory=Access)
+
+    @classmethod
+    def of(
+        cls,
+        service: Service,
+        name: str,
+        defaults: Sampling,
+        seed: int,
+        access: Access | None = None,
+    ) -> "ServedModel":
+        """Describes the model of a service."""
+        model = service.engine.model
+        return cls(
+            name=name,
+            policy=service.engine.policy.name,
+            config=model.config,
+            tokenizer=model.tokenizer,
+            max_tokens=service.max_tokens,
+            max_requests=service.max_requests,
+            defaults=defaults,
+            seed=seed,
+            access=Access() if access is None else access,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Submit:
+    """Submits prompts; the `Reply` is None, or the error that refuses them.
+
+    Attributes:
+      key: a number of the client's, for everything about this submission.
+      prompts, sampling: see `Service.submit`.
+    """
+
+    key: int
+    prompts: list[list[int]]
+    sampling: Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Cancel:
+    """Cancels what was submitted under a key and has not ended; there is no reply."""
+
+    key: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GetSnapshot:
+    """Asks for the `Snapshot` of the service."""
+
+    key: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """The reply to the call with the same key."""
+
+    key: int
+    value: Snapshot | Exception | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Deltas:
+    """The deltas and errors of a chunk, of all submissions, each with its key."""
+
+    deltas: list[tuple[int, Delta | Exception]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Tells HTTP to accept no more connections, and to end with the answers that run."""
+
+
+def pack(message: Any) -> bytes:
+    """Returns the bytes that are sent for a message."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(data)) + data
+
+
+def receive(stream: BinaryIO) -> Any:
+    """Returns the next message of a stream; None at its end."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    data = stream.read(length)
+    return pickle.loads(data) if len(data) == length else None
+
+
+async def receive_async(reader: asyncio.StreamReader) -> Any:
+    """Returns the next message of a stream.
+
+    Raises:
+      EOFError: the stream has ended.
+    """
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+def portable(error: Exception) -> Exception:
+    """Returns an error that another process can unpickle: itself, or else its text.
+
+    Errors of this library always can be.
+    """
+    if isinstance(error, DmsJaxError):
+        return error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever the class of the error does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def start_process(module: str, *sockets: socket.socket) -> subprocess.Popen[bytes]:
+    """Runs `main` of a module of this package in a new process, which inherits the sockets.
+
+    Its command line has their file descriptors. It imports from where this process does, and has
+    no device. Ctrl-C does not reach it.
+
+    Raises:
+      OSError: it cannot be started.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    descriptors = [each.fileno() for each in sockets]
+    run = f"from dms_jax.serving.{module} import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", run, *map(str, descriptors)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        start_new_session=True,
+    )
+
+
+# -- in the engine's process ---------------------------------------------------------------------
+
+
+class EngineServer:
+    """Serves an `EngineClient` from a service.
+
+    Args:
+      service: the service.
+      connection: the connected socket.
+      served: sent to the client first.
+      on_disconnect: called in the receiving thread when the client has disconnected.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        connection: socket.socket,
+        served: ServedModel,
+        on_disconnect: Callable[[], None],
+    ):
+        self._service, self._connection = service, connection
+        self._on_disconnect = on_disconnect
+        self._indices: dict[int, list[int]] = {}  # key -> indices of its requests in the service
+        self._deltas: list[tuple[int, Delta | Exception]] = []  # of this chunk
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox.put(served)
+
+    def start(self) -> None:
+        """Starts the two threads."""
+        for target, name in ((self._receive, "receive"), (self._send, "send")):
+            threading.Thread(target=target, name=f"dms_jax {name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stops HTTP and closes the service; returns at once."""
+        self._service.close()
+        self._outbox.put(Stop())
+
+    def _receive(self) -> None:
+        try:
+            with self._connection.makefile("rb") as stream:
+                while (message := receive(stream)) is not None:
+                    self._handle(message)
+        except OSError:  # the client has disconnected
+            pass
+        except BaseException:  # a client that waits for a reply would wait for ever
+            _logger.exception("A message from HTTP cannot be read.")
+            self._disconnect()
+        self._outbox.put(None)
+        self._on_disconnect()
+
+    def _handle(self, message: Submit | Cancel | GetSnapshot) -> None:
+        match message:
+            case Submit(key):
+                self._outbox.put(Reply(key, self._submit(message)))
+            case Cancel(key):  # comes for every submission, and is the last message of its key
+                self._service.cancel(self._indices.pop(key, ()))
+            case GetSnapshot(key):
+                self._outbox.put(Reply(key, self._service.snapshot()))
+
+    def _submit(self, call: Submit) -> Exception | None:
+        def listen(delta: Delta | Exception) -> None:
+            sent = portable(delta) if isinstance(delta, Exception) else delta
+            self._deltas.append((call.key, sent))
+
+        try:
+            indices = self._service.submit(call.prompts, call.sampling, listen, self._queue_deltas)
+        except Exception as error:
+            if not isinstance(error, DmsJaxError):
+                _logger.exception("A request failed.")
+            return portable(error)
+        self._indices[call.key] = indices
+        return None
+
+    def _queue_deltas(self) -> None:
+        """Queues the deltas of a chunk as one message; called in the engine's thread."""
+        deltas, self._deltas = self._deltas, []
+        self._outbox.put(Deltas(deltas))
+
+    def _send(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._connection.sendall(pack(message))
+        except OSError:  # the client has disconnected, which `_receive` notices
+            pass
+        except BaseException:  # it cannot be pickled, say; the client would wait for ever
+            _logger.exception("A message to HTTP cannot be sent.")
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(OSError):  # the client has disconnected already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- in the HTTP process -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Subscription:
+    """A listener, and how many of its answers have not ended."""
+
+    listener: Listener
+    running: int
+
+
+class EngineClient:
+    """Calls an `EngineServer`.
+
+    Attributes:
+      on_stop: called in the loop when HTTP is to end: with True if the engine's process says so,
+        with False if that process has ended.
+    """
+
+    def __init__(self) -> None:
+        self.on_stop: Callable[[bool], None] = lambda graceful: None
+        self._keys = itertools.count()
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._subscriptions: dict[int, _Subscription] = {}
+        self._disconnected = False
+
+    async def connect(self, connection: socket.socket) -> ServedModel:
+        """Takes a connected socket and waits until the engine's process has a model.
+
+        Raises:
+          EOFError: that process ended before it had one.
+        """
+        reader, self._writer = await asyncio.open_unix_connection(
+            sock=connection, limit=_BUFFER_BYTES
+        )
+        served = await receive_async(reader)
+        self._receiving = asyncio.create_task(self._receive(reader))
+        return served
+
+    def close(self) -> None:
+        """Disconnects, which the engine's process notices."""
+        self._receiving.cancel()
+        self._writer.close()
+
+    async def submit(self, prompts: list[list[int]], sampling: Sampling, listener: Listener) -> int:
+        """Submits prompts; returns a key, with which `cancel` must be called in the end.
+
+        Args:
+          prompts, sampling: see `Service.submit`.
+          listener: called in the loop with each `Delta`, or once with the error that ended a
+            request.
+
+        Raises:
+          DmsJaxError: those of `Service.submit`; OtherProcessError if the engine's process has
+            ended.
+        """
+        key = next(self._keys)
+        self._subscriptions[key] = _Subscription(listener, len(prompts))
+        try:
+            await self._call(Submit(key, prompts, sampling))
+        except BaseException:
+            self._subscriptions.pop(key, None)
+            self.cancel(key)
+            raise
+        return key
+
+    def cancel(self, key: int) -> None:
+        """Ends the answers that have not ended; their last deltas still come."""
+        if not self._disconnected:
+            self._writer.write(pack(Cancel(key)))
+
+    async def snapshot(self) -> Snapshot:
+        """Returns the state of the service.
+
+        Raises:
+          OtherProcessError: the engine's process has ended.
+        """
+        return await self._call(GetSnapshot(next(self._keys)))
+
+    async def _call(self, message: Submit | GetSnapshot) -> Any:
+        """Sends a message and returns the value of its reply, or raises it."""
+        if self._disconnected:
+            raise _disconnected_error()
+        reply = self._replies[message.key] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(pack(message))
+            return await reply
+        finally:
+            del self._replies[message.key]
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                self._handle(await receive_async(reader))
+        except (EOFError, OSError):
+            pass
+        except Exception:  # coroutines that wait would wait for ever
+            _logger.exception("A message from the engine cannot be read.")
+        self._disconnected = True
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(_disconnected_error())
+        for subscription in self._subscriptions.values():
+            notify(subscription.listener, _disconnected_error())
+        self.on_stop(False)
+
+    def _handle(self, message: Reply | Deltas | Stop) -> None:
+        match message:
+            case Deltas(deltas):
+                for key, delta in deltas:
+                    self._notify(key, delta)
+            case Reply(key, value):
+                reply = self._replies.get(key)
+                if reply is None or reply.done():  # the coroutine was cancelled
+                    return
+                if isinstance(value, Exception):
+                    reply.set_exception(value)
+                else:
+                    reply.set_result(value)
+            case Stop():
+                self.on_stop(True)
+
+    def _notify(self, key: int, delta: Delta | Exception) -> None:
+        subscription = self._subscriptions.get(key)
+        if subscription is None:
+            return
+        if isinstance(delta, Exception) or delta.completion is not None:
+            subscription.running -= 1
+            if not subscription.running:
+                del self._subscriptions[key]
+        notify(subscription.listener, delta)
+
+
+def _disconnected_error() -> OtherProcessError:
+    return OtherProcessError("The process of the engine has ended.")
