@@ -1,4 +1,4 @@
-"""The sequences that the laws run, and what the simulations say must come out.
+"""The sequences that the laws run, what the simulations say must come out, and their comparison.
 
 Below the model a sequence is random queries, keys, values and outputs of an adapter for each of two
 layers; in the model it is tokens.
@@ -6,15 +6,18 @@ layers; in the model it is tokens.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import chex
 import numpy as np
 
+from dms_jax.config import ModelConfig
 from tests.laws.rows import Row, model_for
-from tests.laws.simulations import LAYERS, STORED, THETA, in_tokens
+from tests.laws.simulations import LAYERS, STORED, THETA, in_tokens, stored_keys
 from tests.laws.simulations import simulate as simulate_layer
 from tests.oracles import kcache, rope, transformer
 from tests.oracles.trace import Trace
+from tests.support.cached_runs import drive, poisoned_cache
 from tests.support.models import oracle_weights, random_tokens
 
 LENGTHS = (26, 19, 23)
@@ -23,6 +26,10 @@ WIDTH = 8  # of a compiled chunk of a prompt: chunks of 0 to 8 tokens
 WIDE = 32  # a chunk that holds a whole sequence
 LOGITS_PAGE_SIZE = 16  # of the cache that `LanguageModel.logits` makes for itself
 HEAD_DIM = 8
+# Of the lengths 26, 19 and 23. Cuts fall within chunks and at their ends; one sequence is all
+# prompt, one all answer.
+SPLITS = (5, 19, 0), (13, 1, 22)
+TOLERANCE = 1e-10
 
 # -- below the model ------------------------------------------------------------------------------
 
@@ -150,3 +157,70 @@ class Difference:
         difference = np.abs(np.asarray(got) - want)
         assert not np.isnan(difference).any()
         self.largest = max(self.largest, float(difference.max(initial=0.0)))
+
+
+def run_and_compare(
+    row: Row,
+    config: ModelConfig,
+    run: Callable,
+    prompts,
+    parts,
+    *,
+    inputs,
+    traces,
+    outputs,
+    seed: int,
+) -> float:
+    """Drives `run` over the parts, and compares all results with the simulations.
+
+    Args:
+      config: of the model, or of one whose layers have the row's heads.
+      run: see `cached_runs.drive`.
+      prompts: lengths of the prompts.
+      parts: the tokens of each run.
+      inputs, traces: what each layer is given of each sequence, and its simulation.
+      outputs: what must come out of each sequence.
+      seed: of the places of pages.
+
+    Returns:
+      The largest difference of outputs.
+    """
+    cache = poisoned_cache(
+        config,
+        row.policy,
+        peak_slots(traces),
+        page_size=row.page_size,
+        table_width=-(-max(LENGTHS) // row.page_size),
+        max_lengths=LENGTHS,
+        kv_dtype=row.kv_dtype,
+        seed=seed,
+    )
+    keys = [[stored_keys(row.policy, layer) for layer in layers] for layers in inputs]
+    after = functools.partial(slots_are_as_simulated, row, prompts, traces, keys)
+    out = drive(row.policy, LENGTHS, cache, parts, run, after=after)
+    difference = Difference()
+    for sequence, layers in enumerate(traces):
+        difference.update(out.outputs[sequence], outputs[sequence])
+        chex.assert_trees_all_equal(out.live[sequence], live_totals(layers))
+        reads = read_totals(layers, row.page_size) + read_again(row, layers, int(prompts[sequence]))
+        chex.assert_trees_all_equal(out.reads[sequence], reads)
+    assert difference.largest < TOLERANCE
+    return difference.largest
+
+
+def slots_are_as_simulated(row: Row, prompts, traces, keys, done, rows) -> None:
+    """Compares the keys in all slots, by sequence and layer, after `done` tokens."""
+    pairs = []
+    for sequence, layers in enumerate(traces):
+        for layer, trace in enumerate(layers):
+            live = row.held(trace, int(done[sequence]), int(prompts[sequence]))
+            for head in range(rows.lengths.shape[2]):
+                got = rows.keys(layer, sequence, head)
+                assert len(got) == len(live[head])
+                want = keys[sequence][layer][live[head], head]
+                if not row.ordered:
+                    got, want = (x[np.lexsort(x.T)] for x in (got, want))
+                pairs.append((got, want))
+    stored, simulated = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    chex.assert_trees_all_close(stored, simulated, rtol=1e-7, atol=TOLERANCE)
+    chex.assert_trees_all_equal(rows.seen, done)

@@ -7,20 +7,11 @@ from typing import Any
 import chex
 import numpy as np
 
+import dms_jax
 from dms_jax.cache.accounting import Usage
 from dms_jax.config import ModelConfig
 from dms_jax.generation import Engine, Sampling
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import (
-    H2O,
-    ExpectedAttention,
-    KCache,
-    KVpop,
-    Policy,
-    Quest,
-    SnapKV,
-    StreamingLLM,
-)
 from dms_jax.policies.allocation import Allocation
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
@@ -61,27 +52,27 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
         "int4": (config.head_dim // 2, BFLOAT16),  # heads of 8: one group
     }[row.kv_dtype]
     entry = numbers + scales
-    away = isinstance(row.policy, KCache) and row.policy.values == "host"
+    away = isinstance(row.policy, dms_jax.KCache) and row.policy.values == "host"
     if away:  # of rows whose every layer is fetched from
         assert row.policy.first_layers == 0
-    bounds = 2 * isinstance(row.policy, Quest) * config.head_dim * FLOAT64
-    slot = {H2O: FLOAT64 + INT32, KVpop: FLOAT64}.get(type(row.policy), 0)
+    bounds = 2 * isinstance(row.policy, dms_jax.Quest) * config.head_dim * FLOAT64
+    slot = {dms_jax.H2O: FLOAT64 + INT32, dms_jax.KVpop: FLOAT64}.get(type(row.policy), 0)
     if has_positions(row.policy):
         slot = INT32
     return row.page_size * (2 * entry - away * numbers + slot) + bounds
 
 
-def has_positions(policy: Policy) -> bool:
+def has_positions(policy: dms_jax.Policy) -> bool:
     """Whether a policy keeps the position of each slot's token in place of a ring."""
-    return isinstance(policy, StreamingLLM) and policy.compression_ratio is not None
+    return isinstance(policy, dms_jax.StreamingLLM) and policy.compression_ratio is not None
 
 
-def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
+def bytes_per_row(config: ModelConfig, policy: dms_jax.Policy) -> int:
     """Returns the bytes of a policy's state per row: a ring of slots or scores, sums, a victim."""
     if isinstance(policy, PeriodicEviction):
         return bytes_of_queries(config, policy)
     if isinstance(policy, VictimEviction):
-        own = max(policy.window, 1) if isinstance(policy, KVpop) else 0
+        own = max(policy.window, 1) if isinstance(policy, dms_jax.KVpop) else 0
         return INT32 + own * FLOAT64
     if isinstance(policy, SelectiveReading):
         return bytes_per_row(config, policy.over)
@@ -94,14 +85,14 @@ def bytes_per_row(config: ModelConfig, policy: Policy) -> int:
     return ring + entries * (2 * config.head_dim + 1) * FLOAT64
 
 
-def bytes_of_queries(config: ModelConfig, policy: Policy) -> int:
+def bytes_of_queries(config: ModelConfig, policy: dms_jax.Policy) -> int:
     """Returns the bytes of SnapKV's window of queries, or of ExpectedAttention's moments."""
     while isinstance(policy, Allocation):
         policy = policy.scorer
     numbers = 0
-    if isinstance(policy, SnapKV):
+    if isinstance(policy, dms_jax.SnapKV):
         numbers = policy.window * config.head_dim
-    if isinstance(policy, ExpectedAttention):
+    if isinstance(policy, dms_jax.ExpectedAttention):
         numbers = config.head_dim * (1 + policy.covariance * config.head_dim)
     return config.num_heads // config.num_kv_heads * numbers * FLOAT64
 

@@ -25,15 +25,13 @@ from dms_jax.policies.values import Static, Tokens
 from tests.laws.expected import (
     HEAD_DIM,
     LENGTHS,
+    SPLITS,
+    TOLERANCE,
     WIDE,
     WIDTH,
-    Difference,
     layer_inputs,
     layer_traces,
-    live_totals,
-    peak_slots,
-    read_again,
-    read_totals,
+    run_and_compare,
 )
 from tests.laws.pairwise import pairs
 from tests.laws.rows import (
@@ -45,17 +43,13 @@ from tests.laws.rows import (
     with_nothing_to_evict,
     with_other_numbers,
 )
-from tests.laws.simulations import LAYERS, THETA, dmc_neuron, dms_decisions, stored_keys
+from tests.laws.simulations import LAYERS, THETA, dmc_neuron, dms_decisions
 from tests.oracles import dmc, vanilla
 from tests.oracles.transformer import LayerInput
-from tests.support.cached_runs import Part, drive, of_layers, poisoned_cache, ragged_parts
+from tests.support.cached_runs import Part, of_layers, ragged_parts
 from tests.support.instances import further
 from tests.support.models import tiny_config
 
-TOLERANCE = 1e-10
-# Of the lengths 26, 19 and 23. Cuts fall within chunks and at their ends; one sequence is all
-# prompt, one all answer.
-SPLITS = (5, 19, 0), (13, 1, 22)
 CUT_BY = 14  # tokens: most budgets and intervals are less
 FREQUENCIES = tuple((THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist())
 
@@ -66,50 +60,20 @@ def static_of(row: Row) -> Static:
 
 def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
     """Runs the parts and compares all results; returns the largest difference of outputs."""
-    policy, sequences = row.policy, range(len(LENGTHS))
+    sequences = range(len(LENGTHS))
     inputs = [layer_inputs(row, sequence) for sequence in sequences]
     traces = [layer_traces(row, sequence, int(prompts[sequence])) for sequence in sequences]
-    cache = poisoned_cache(
+    return run_and_compare(
+        row,
         tiny_config(num_heads=row.num_kv_heads * row.group, num_kv_heads=row.num_kv_heads),
-        policy,
-        peak_slots(traces),
-        page_size=row.page_size,
-        table_width=-(-max(LENGTHS) // row.page_size),
-        max_lengths=LENGTHS,
-        kv_dtype=row.kv_dtype,
+        of_layers(row.policy, inputs, static_of(row)),
+        prompts,
+        parts,
+        inputs=inputs,
+        traces=traces,
+        outputs=[np.stack([trace.outputs for trace in layers], axis=1) for layers in traces],
         seed=seed,
     )
-    keys = [[stored_keys(policy, layer) for layer in layers] for layers in inputs]
-    run = of_layers(policy, inputs, static_of(row))
-    after = functools.partial(slots_are_as_simulated, row, prompts, traces, keys)
-    out = drive(policy, LENGTHS, cache, parts, run, after=after)
-    difference = Difference()
-    for sequence, layers in enumerate(traces):
-        outputs = np.stack([trace.outputs for trace in layers], axis=1)
-        difference.update(out.outputs[sequence], outputs)
-        chex.assert_trees_all_equal(out.live[sequence], live_totals(layers))
-        reads = read_totals(layers, row.page_size) + read_again(row, layers, prompts[sequence])
-        chex.assert_trees_all_equal(out.reads[sequence], reads)
-    assert difference.largest < TOLERANCE
-    return difference.largest
-
-
-def slots_are_as_simulated(row: Row, prompts, traces, keys, done, rows) -> None:
-    """Compares the keys in all slots, by sequence and layer, after `done` tokens."""
-    pairs = []
-    for sequence, layers in enumerate(traces):
-        for layer, trace in enumerate(layers):
-            live = row.held(trace, int(done[sequence]), int(prompts[sequence]))
-            for head in range(rows.lengths.shape[2]):
-                got = rows.keys(layer, sequence, head)
-                assert len(got) == len(live[head])
-                want = keys[sequence][layer][live[head], head]
-                if not row.ordered:
-                    got, want = (x[np.lexsort(x.T)] for x in (got, want))
-                pairs.append((got, want))
-    stored, simulated = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    chex.assert_trees_all_close(stored, simulated, rtol=1e-7, atol=TOLERANCE)
-    chex.assert_trees_all_equal(rows.seen, done)
 
 
 def parts_of(row: Row, prompts, seed: int) -> Iterator[Part]:

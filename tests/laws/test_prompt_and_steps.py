@@ -12,20 +12,17 @@ from dms_jax.model.language_model import LanguageModel
 from tests.laws.expected import (
     LENGTHS,
     LOGITS_PAGE_SIZE,
+    SPLITS,
     TOKENS,
+    TOLERANCE,
     WIDE,
     WIDTH,
     Difference,
     expected,
-    live_totals,
-    peak_slots,
-    read_again,
-    read_totals,
+    run_and_compare,
 )
 from tests.laws.rows import MODEL_ROWS, Row, model_for
-from tests.laws.simulations import stored_keys
-from tests.laws.test_layers import SPLITS, TOLERANCE, slots_are_as_simulated
-from tests.support.cached_runs import drive, of_model, poisoned_cache, ragged_parts
+from tests.support.cached_runs import of_model, ragged_parts
 from tests.support.instances import nightly_but
 
 PLACES = 2 * WIDTH  # for the tokens of a chunk without padding
@@ -36,33 +33,18 @@ every_mechanism = pytest.mark.parametrize("row", MODEL_ROWS, **by_name)
 
 def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
     """Runs the parts and compares all results; returns the largest difference of logits."""
-    model, policy = model_for(row), row.policy
-    passes = expected(row, prompts)
-    traces = [one.traces for one in passes]
-    cache = poisoned_cache(
+    model, passes = model_for(row), expected(row, prompts)
+    return run_and_compare(
+        row,
         model.config,
-        policy,
-        peak_slots(traces),
-        page_size=row.page_size,
-        table_width=-(-max(LENGTHS) // row.page_size),
-        kv_dtype=row.kv_dtype,
+        of_model(row.policy, model, TOKENS),
+        prompts,
+        parts,
+        inputs=[one.inputs for one in passes],
+        traces=[one.traces for one in passes],
+        outputs=[one.logits for one in passes],
         seed=seed,
     )
-    keys = [[stored_keys(policy, layer) for layer in one.inputs] for one in passes]
-
-    def after(done, rows):
-        slots_are_as_simulated(row, prompts, traces, keys, done, rows)
-
-    out = drive(policy, LENGTHS, cache, parts, of_model(policy, model, TOKENS), after=after)
-    difference = Difference()
-    for sequence, one in enumerate(passes):
-        difference.update(out.outputs[sequence], one.logits)
-        assert out.live[sequence].tolist() == live_totals(one.traces).tolist()
-        reads = read_totals(one.traces, row.page_size)
-        reads = reads + read_again(row, one.traces, int(prompts[sequence]))
-        assert out.reads[sequence].tolist() == reads.tolist()
-    assert difference.largest < TOLERANCE
-    return difference.largest
 
 
 @every_mechanism

@@ -21,22 +21,6 @@ from jaxtyping import Array, Int
 import dms_jax
 from dms_jax.generation import Engine, Sampling, score
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import (
-    DMC,
-    DMS,
-    H2O,
-    TOVA,
-    AdaKV,
-    ExpectedAttention,
-    FixedPooling,
-    KCache,
-    Quest,
-    RandomEviction,
-    RandomSelection,
-    SnapKV,
-    StreamingLLM,
-    Vanilla,
-)
 from dms_jax.policies.values import PolicyState
 from dms_jax.sharding import DECODING_RULES, axes
 from dms_jax.training.parameters import parameters, rebuilder, shardings
@@ -49,21 +33,21 @@ from tests.support.instances import nightly_but
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
 ROWS = [
-    Row(DMS(window=3, shift=2), 2, 8),
-    Row(TOVA(budget=5), 2, 8),
-    Row(AdaKV(SnapKV(budget=6, interval=3, window=3), alpha=0.4), 2, 3),
-    Row(Quest(budget=8, over=DMS(window=3), dense_layers=0), 2, 4),
-    Row(Vanilla(), 2, 8),
-    Row(DMS(window=2, source="adapter", per="layer"), 2, 8),
-    Row(DMS(window=3), 2, 8, "int4"),
-    Row(DMC(offset=0.2, window=3), 2, 8),
-    Row(FixedPooling(every=3), 2, 8),
-    Row(StreamingLLM(budget=6, sinks=2), 2, 8),
-    Row(RandomEviction(window=2, rate=0.6), 2, 8),
-    Row(H2O(budget=5, prefill=DENSE), 2, 3),
-    Row(RandomSelection(budget=5, interval=2), 2, 3),
-    Row(ExpectedAttention(budget=6, interval=3, sinks=2), 2, 3),
-    Row(KCache(top=3, first_layers=1, values="device"), 2, 8),
+    Row(dms_jax.DMS(window=3, shift=2), 2, 8),
+    Row(dms_jax.TOVA(budget=5), 2, 8),
+    Row(dms_jax.AdaKV(dms_jax.SnapKV(budget=6, interval=3, window=3), alpha=0.4), 2, 3),
+    Row(dms_jax.Quest(budget=8, over=dms_jax.DMS(window=3), dense_layers=0), 2, 4),
+    Row(dms_jax.Vanilla(), 2, 8),
+    Row(dms_jax.DMS(window=2, source="adapter", per="layer"), 2, 8),
+    Row(dms_jax.DMS(window=3), 2, 8, "int4"),
+    Row(dms_jax.DMC(offset=0.2, window=3), 2, 8),
+    Row(dms_jax.FixedPooling(every=3), 2, 8),
+    Row(dms_jax.StreamingLLM(budget=6, sinks=2), 2, 8),
+    Row(dms_jax.RandomEviction(window=2, rate=0.6), 2, 8),
+    Row(dms_jax.H2O(budget=5, prefill=DENSE), 2, 3),
+    Row(dms_jax.RandomSelection(budget=5, interval=2), 2, 3),
+    Row(dms_jax.ExpectedAttention(budget=6, interval=3, sinks=2), 2, 3),
+    Row(dms_jax.KCache(top=3, first_layers=1, values="device"), 2, 8),
 ]
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
@@ -132,7 +116,7 @@ class Ledger:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bookkeeping(StreamingLLM):
+class Bookkeeping(dms_jax.StreamingLLM):
     """StreamingLLM, with its ring in `pages`."""
 
     def init_state(self, shape):
