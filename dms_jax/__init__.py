@@ -30,28 +30,7 @@ from dms_jax.generation import (
 from dms_jax.model.grouped_query import to_grouped_query
 from dms_jax.model.initialization import initialize
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import (
-    DMC,
-    DMS,
-    H2O,
-    TOVA,
-    AdaKV,
-    ExpectedAttention,
-    FixedPooling,
-    KCache,
-    KeyDiff,
-    Knorm,
-    KVpop,
-    KVzap,
-    Policy,
-    PyramidKV,
-    Quest,
-    RandomEviction,
-    RandomSelection,
-    SnapKV,
-    StreamingLLM,
-    Vanilla,
-)
+from dms_jax.policies import *  # noqa: F403
 from dms_jax.sharding import make_mesh
 from dms_jax.training import Recipe, calibrate, plan, recipes, retrofit, train
 
@@ -76,11 +55,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "DMC",
-    "DMS",
-    "H2O",
-    "TOVA",
-    "AdaKV",
     "BusyError",
     "CapacityError",
     "CheckpointError",
@@ -90,28 +64,13 @@ __all__ = [
     "Device",
     "DmsJaxError",
     "Engine",
-    "ExpectedAttention",
-    "FixedPooling",
-    "KCache",
-    "KVpop",
-    "KVzap",
-    "KeyDiff",
-    "Knorm",
     "LanguageModel",
     "ModelConfig",
     "OtherProcessError",
     "OutOfMemoryError",
-    "Policy",
-    "PyramidKV",
-    "Quest",
-    "RandomEviction",
-    "RandomSelection",
     "Recipe",
     "Sampling",
-    "SnapKV",
-    "StreamingLLM",
     "TrainingDivergedError",
-    "Vanilla",
     "__version__",
     "assets",
     "calibrate",
@@ -131,3 +90,4 @@ __all__ = [
     "to_grouped_query",
     "train",
 ]
+__all__ += policies.__all__

@@ -22,50 +22,34 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import dms_jax
 from dms_jax.config import ModelConfig
 from dms_jax.generation import programs
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import (
-    DMC,
-    DMS,
-    H2O,
-    POLICIES,
-    TOVA,
-    AdaKV,
-    ExpectedAttention,
-    KeyDiff,
-    Knorm,
-    KVpop,
-    KVzap,
-    Policy,
-    PyramidKV,
-    Quest,
-    RandomEviction,
-    RandomSelection,
-    SnapKV,
-    StreamingLLM,
-)
+from dms_jax.policies import POLICIES
+from dms_jax.policies.periodic_eviction import Scorer
 from dms_jax.training.planning import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 SMALL_OPTIONS = {
-    DMS: dict(window=64),
-    DMC: dict(),
-    TOVA: dict(budget=128),
-    H2O: dict(budget=128),
-    KVzap: dict(window=64),
-    KVpop: dict(budget=128, window=64),
-    Quest: dict(budget=128, dense_layers=2),
-    StreamingLLM: dict(budget=128),
-    RandomEviction: dict(window=64),
-    AdaKV: dict(scorer=SnapKV(budget=128, interval=64)),
-    PyramidKV: dict(scorer=SnapKV(budget=128, interval=64)),
+    dms_jax.DMS: dict(window=64),
+    dms_jax.DMC: dict(),
+    dms_jax.TOVA: dict(budget=128),
+    dms_jax.H2O: dict(budget=128),
+    dms_jax.KVzap: dict(window=64),
+    dms_jax.KVpop: dict(budget=128, window=64),
+    dms_jax.Quest: dict(budget=128, dense_layers=2),
+    dms_jax.StreamingLLM: dict(budget=128),
+    dms_jax.RandomEviction: dict(window=64),
+    dms_jax.AdaKV: dict(scorer=dms_jax.SnapKV(budget=128, interval=64)),
+    dms_jax.PyramidKV: dict(scorer=dms_jax.SnapKV(budget=128, interval=64)),
 }
-SCORERS = (ExpectedAttention, KeyDiff, Knorm, RandomSelection, SnapKV)
-SMALL_OPTIONS |= {kind: dict(budget=128, interval=64) for kind in SCORERS}
+SMALL_OPTIONS |= {
+    kind: dict(budget=128, interval=64) for kind in POLICIES.values() if issubclass(kind, Scorer)
+}
 # On GPUs a turn of the loop over layers has up to eight; there are several turns, of each kind of
 # layers where a policy has two.
 LAYERS = {"tpu": 4, "gpu": 18}
@@ -95,7 +79,7 @@ def config_of(num_layers: int) -> ModelConfig:
 
 
 def arguments(
-    policy: Policy,
+    policy: dms_jax.Policy,
     config: ModelConfig,
     *,
     batch: int = BATCH,
@@ -232,7 +216,7 @@ def report_of(lowered, shapes, place: NamedSharding) -> dict:
 
 def instructions(num_layers: int) -> int:
     """Returns how many instructions a chunk of steps has, compiled for this machine."""
-    shapes = arguments(DMS(window=64), config_of(num_layers))
+    shapes = arguments(dms_jax.DMS(window=64), config_of(num_layers))
     return programs.decode.lower(*shapes).compile().as_text().count(" = ")
 
 

@@ -10,34 +10,15 @@ import functools
 from collections.abc import Iterable
 from typing import Literal
 
+import dms_jax
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import (
-    DMC,
-    DMS,
-    H2O,
-    TOVA,
-    AdaKV,
-    ExpectedAttention,
-    FixedPooling,
-    KCache,
-    KeyDiff,
-    Knorm,
-    KVpop,
-    KVzap,
-    Policy,
-    PyramidKV,
-    Quest,
-    RandomEviction,
-    RandomSelection,
-    SnapKV,
-    StreamingLLM,
-    Vanilla,
-)
+from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.periodic_eviction import PeriodicEviction, Scorer
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.values import AdapterShape
 from dms_jax.policies.victims import VictimEviction
 from tests.laws.pairwise import covering
+from tests.oracles import scored
 from tests.oracles.trace import Trace
 from tests.support.models import random_model, tiny_config
 
@@ -46,57 +27,56 @@ PLENTY = 64  # longer than every sequence of the tests
 LOW_OFFSET = dict(alpha_scale=2.0, alpha_offset=0.5)
 # Options by mechanism. Numbers alone are varied where no further program is needed for them.
 OPTIONS = {
-    "append": [Vanilla()],
+    "append": [dms_jax.Vanilla()],
     "evict": [
-        DMS(window=0, shift=0),
-        DMS(window=4, source="adapter"),
-        DMS(window=6, shift=6, per="layer"),
-        DMS(window=3, shift=4, source="adapter", alpha_offset=40.0),
-        DMS(window=2, decisions="bernoulli", seed=3, **LOW_OFFSET),
-        StreamingLLM(budget=8, sinks=2),
-        StreamingLLM(compression_ratio=2.7, sinks=2),
-        RandomEviction(window=3, rate=0.7, spread=0.2, seed=7),
-        KVzap(window=4, threshold=-5.5, sinks=1),
+        dms_jax.DMS(window=0, shift=0),
+        dms_jax.DMS(window=4, source="adapter"),
+        dms_jax.DMS(window=6, shift=6, per="layer"),
+        dms_jax.DMS(window=3, shift=4, source="adapter", alpha_offset=40.0),
+        dms_jax.DMS(window=2, decisions="bernoulli", seed=3, **LOW_OFFSET),
+        dms_jax.StreamingLLM(budget=8, sinks=2),
+        dms_jax.StreamingLLM(compression_ratio=2.7, sinks=2),
+        dms_jax.RandomEviction(window=3, rate=0.7, spread=0.2, seed=7),
+        dms_jax.KVzap(window=4, threshold=-5.5, sinks=1),
     ],
     "merge": [
-        DMC(offset=0.4, neuron="first", window=2),
-        DMC(offset=0.0),
-        DMC(offset=0.1, per="layer", importance="uniform", window=3),
-        DMC(offset=-0.3, window=None),
-        FixedPooling(every=3),
+        dms_jax.DMC(offset=0.4, neuron="first", window=2),
+        dms_jax.DMC(offset=0.0),
+        dms_jax.DMC(offset=0.1, per="layer", importance="uniform", window=3),
+        dms_jax.DMC(offset=-0.3, window=None),
+        dms_jax.FixedPooling(every=3),
     ],
     "victim": [
-        TOVA(budget=8),
-        TOVA(budget=6, per="head", prefill=DENSE),
-        H2O(budget=7),
-        H2O(compression_ratio=2.4, prefill=DENSE),
-        KVpop(budget=8, window=3),
-        KVpop(budget=9, window=4, prefill=DENSE),
-        KVpop(budget=2, window=0),
+        dms_jax.TOVA(budget=8),
+        dms_jax.TOVA(budget=6, per="head", prefill=DENSE),
+        dms_jax.H2O(budget=7),
+        dms_jax.H2O(compression_ratio=2.4, prefill=DENSE),
+        dms_jax.KVpop(budget=8, window=3),
+        dms_jax.KVpop(budget=9, window=4, prefill=DENSE),
+        dms_jax.KVpop(budget=2, window=0),
     ],
     "cut": [
-        SnapKV(budget=9, interval=4, window=3, kernel=5),
-        Knorm(budget=6, interval=2),
-        ExpectedAttention(budget=9, interval=4, future=16, epsilon=0.01),
-        RandomSelection(budget=8, interval=5, seed=3),
-        AdaKV(SnapKV(budget=9, interval=4, window=3), alpha=0.5),
-        PyramidKV(SnapKV(budget=8, interval=3, window=3), beta=3),
-        SnapKV(budget=7, interval=None, window=4, kernel=3),
-        KeyDiff(compression_ratio=2.9, interval=4),
-        ExpectedAttention(budget=7, interval=None, sinks=0, covariance=False, value_norm=False),
-        AdaKV(PyramidKV(KeyDiff(budget=8, interval=3), beta=4)),
+        *(
+            POLICIES[name](**options)
+            for name, ranking in scored.RANKINGS.items()
+            for options in ranking.options
+        ),
+        dms_jax.AdaKV(dms_jax.SnapKV(budget=9, interval=4, window=3), alpha=0.5),
+        dms_jax.PyramidKV(dms_jax.SnapKV(budget=8, interval=3, window=3), beta=3),
+        dms_jax.RandomSelection(budget=8, interval=5, seed=3),
+        dms_jax.AdaKV(dms_jax.PyramidKV(dms_jax.KeyDiff(budget=8, interval=3), beta=4)),
     ],
     "select pages": [
-        Quest(budget=9, dense_layers=1, force_last_page=False),
-        Quest(budget=8, dense_layers=0, per="kv_head"),
-        Quest(budget=8, dense_layers=0, over=DMS(window=3)),
-        Quest(compression_ratio=2.5, dense_layers=0),
+        dms_jax.Quest(budget=9, dense_layers=1, force_last_page=False),
+        dms_jax.Quest(budget=8, dense_layers=0, per="kv_head"),
+        dms_jax.Quest(budget=8, dense_layers=0, over=dms_jax.DMS(window=3)),
+        dms_jax.Quest(compression_ratio=2.5, dense_layers=0),
     ],
     "fetch values": [
-        KCache(top=5, first_layers=1),
-        KCache(top=3, first_layers=0, renormalize=True),
-        KCache(top=4, first_layers=0, over=DMS(window=3)),
-        KCache(compression_ratio=4, first_layers=0, values="device"),
+        dms_jax.KCache(top=5, first_layers=1),
+        dms_jax.KCache(top=3, first_layers=0, renormalize=True),
+        dms_jax.KCache(top=4, first_layers=0, over=dms_jax.DMS(window=3)),
+        dms_jax.KCache(compression_ratio=4, first_layers=0, values="device"),
     ],
 }
 FACTORS = {
@@ -135,7 +115,7 @@ class Row:
     @property
     def ordered(self) -> bool:
         """Whether the simulation gives the order of slots, too."""
-        return not isinstance(self.policy, VictimEviction | StreamingLLM)
+        return not isinstance(self.policy, VictimEviction | dms_jax.StreamingLLM)
 
     @property
     def cuts(self) -> Literal["never", "after the prompt", "always"]:
@@ -217,7 +197,7 @@ OTHER = {
     "over": lambda value: with_other_numbers(value) or value,
     "scorer": lambda value: with_other_numbers(value),
 }
-SHAPES = {StreamingLLM: {"budget", "sinks"}}  # which are sizes of its window
+SHAPES = {dms_jax.StreamingLLM: {"budget", "sinks"}}  # which are sizes of its window
 
 
 def with_other_numbers(policy: Policy) -> Policy | None:
@@ -225,7 +205,7 @@ def with_other_numbers(policy: Policy) -> Policy | None:
     fields = {field.name for field in dataclasses.fields(policy)} - SHAPES.get(type(policy), set())
     old = {name: getattr(policy, name) for name in OTHER if name in fields}
     new = {name: OTHER[name](value) for name, value in old.items() if value is not None}
-    if isinstance(policy, Quest) and new["budget"] > policy.bound("budget"):
+    if isinstance(policy, dms_jax.Quest) and new["budget"] > policy.bound("budget"):
         new["budget"] = policy.budget - 1  # not beyond the power of two that sizes page tables
     if getattr(policy, "compression_ratio", None):
         new.pop("budget", None)
@@ -236,22 +216,22 @@ def with_other_numbers(policy: Policy) -> Policy | None:
 def with_nothing_to_evict(policy: Policy) -> Policy | None:
     """Returns the policy with numbers by which it is vanilla attention, in the same programs."""
     if getattr(policy, "compression_ratio", None):
-        whole = not isinstance(policy, Quest)  # which reads whole pages alone
+        whole = not isinstance(policy, dms_jax.Quest)  # which reads whole pages alone
         return dataclasses.replace(policy, compression_ratio=1) if whole else None
     match policy:
-        case DMS():
+        case dms_jax.DMS():
             return dataclasses.replace(policy, alpha_offset=1e6)
-        case DMC():
+        case dms_jax.DMC():
             return dataclasses.replace(policy, offset=1e6)
-        case KVzap():
+        case dms_jax.KVzap():
             return dataclasses.replace(policy, threshold=-1e6)
-        case RandomEviction():
+        case dms_jax.RandomEviction():
             return dataclasses.replace(policy, rate=0, spread=0)
         case VictimEviction() | Scorer():
             return dataclasses.replace(policy, budget=PLENTY)
-        case PyramidKV():
+        case dms_jax.PyramidKV():
             return dataclasses.replace(policy, beta=1, scorer=with_nothing_to_evict(policy.scorer))
-        case AdaKV():
+        case dms_jax.AdaKV():
             return dataclasses.replace(policy, scorer=with_nothing_to_evict(policy.scorer))
     return None
 
@@ -269,13 +249,13 @@ def layer_law(start: str) -> str:
 
 # Group sizes are those of models with other switches (`model_of`).
 MODEL_ROWS = [
-    Row(Vanilla(), 1, 3),
-    Row(DMS(window=4, source="adapter"), 2, 5),
-    Row(DMC(offset=0.4, neuron="first", window=2), 2, 4),
-    Row(TOVA(budget=8), 4, 5),
-    Row(SnapKV(budget=9, interval=4, window=3), 2, 4),
-    Row(Quest(budget=8, dense_layers=1), 8, 4),
-    Row(KCache(top=3, first_layers=0), 2, 5),
+    Row(dms_jax.Vanilla(), 1, 3),
+    Row(dms_jax.DMS(window=4, source="adapter"), 2, 5),
+    Row(dms_jax.DMC(offset=0.4, neuron="first", window=2), 2, 4),
+    Row(dms_jax.TOVA(budget=8), 4, 5),
+    Row(dms_jax.SnapKV(budget=9, interval=4, window=3), 2, 4),
+    Row(dms_jax.Quest(budget=8, dense_layers=1), 8, 4),
+    Row(dms_jax.KCache(top=3, first_layers=0), 2, 5),
 ]
 
 

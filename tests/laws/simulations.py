@@ -1,40 +1,22 @@
 """Every policy's simulation: from what a layer is given to the trace of an oracle.
 
-A new policy has its function here, by its type; one that ranks tokens needs `worth_of` alone.
+A new policy has its function here, by its type, unless it ranks tokens (`oracles/scored.py`).
 """
 
 import dataclasses
 import fractions
 import functools
+import inspect
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dms_jax.policies import (
-    DMC,
-    DMS,
-    H2O,
-    TOVA,
-    ExpectedAttention,
-    FixedPooling,
-    KCache,
-    KeyDiff,
-    Knorm,
-    KVpop,
-    KVzap,
-    Policy,
-    Quest,
-    RandomEviction,
-    RandomSelection,
-    SnapKV,
-    StreamingLLM,
-    Vanilla,
-    draws,
-)
+import dms_jax
+from dms_jax.policies import draws
 from dms_jax.policies.merging import Merging
-from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.periodic_eviction import PeriodicEviction, Scorer
 from tests.laws.rows import PLENTY
 from tests.oracles import (
     dmc,
@@ -70,27 +52,27 @@ def simulate(policy, layer: LayerInput, prompt_length: int, page_size: int) -> T
     raise NotImplementedError(policy)
 
 
-def in_tokens(policy: Policy, length: int) -> Policy:
+def in_tokens(policy: dms_jax.Policy, length: int) -> dms_jax.Policy:
     """Returns the policy with its budgets in tokens, for a sequence that comes to `length`."""
     if hasattr(policy, "scorer"):
         return dataclasses.replace(policy, scorer=in_tokens(policy.scorer, length))
     ratio = getattr(policy, "compression_ratio", None)
     if ratio is None:
         return policy
-    field = "top" if isinstance(policy, KCache) else "budget"
+    field = "top" if isinstance(policy, dms_jax.KCache) else "budget"
     share = math.floor(length / fractions.Fraction(str(ratio)))
     return dataclasses.replace(policy, **{field: share}, compression_ratio=None)
 
 
 @simulate.register
-def _(policy: Vanilla, layer, prompt_length, page_size):
+def _(policy: dms_jax.Vanilla, layer, prompt_length, page_size):
     return vanilla.simulate(*layer.rotated)
 
 
 # -- eviction as tokens leave a window ------------------------------------------------------------
 
 
-def dms_decisions(policy: DMS, layer: LayerInput):
+def dms_decisions(policy: dms_jax.DMS, layer: LayerInput):
     """Returns decisions [T, K] and the rotated q, k, v that attention sees."""
     if policy.source == "query_neuron":
         scale = dict(alpha_scale=policy.alpha_scale, alpha_offset=policy.alpha_offset)
@@ -113,7 +95,7 @@ def token_draws(seed: int, layer: int, kv_heads: int) -> np.ndarray:
 
 
 @simulate.register
-def _(policy: DMS, layer, prompt_length, page_size):
+def _(policy: dms_jax.DMS, layer, prompt_length, page_size):
     decisions, tensors = dms_decisions(policy, layer)
     return dms.simulate(
         *tensors, decisions=decisions, window=policy.window, shift=policy.shift, per=policy.per
@@ -121,20 +103,22 @@ def _(policy: DMS, layer, prompt_length, page_size):
 
 
 @simulate.register
-def _(policy: StreamingLLM, layer, prompt_length, page_size):
+def _(policy: dms_jax.StreamingLLM, layer, prompt_length, page_size):
     recent = policy.budget - policy.sinks
     return streaming.simulate(*layer.rotated, sinks=policy.sinks, recent=recent)
 
 
 @functools.cache
-def random_marks(policy: RandomEviction, layer: int, kv_heads: int, head_dim: int) -> np.ndarray:
+def random_marks(
+    policy: dms_jax.RandomEviction, layer: int, kv_heads: int, head_dim: int
+) -> np.ndarray:
     """Returns the marks of so many tokens that one shape of them is compiled, [T, K]."""
     nothing = np.zeros((1, PLENTY, kv_heads, head_dim))
     return np.asarray(policy.decide(tokens_of(nothing, layer=layer)).marks)[0].T
 
 
 @simulate.register
-def _(policy: RandomEviction, layer, prompt_length, page_size):
+def _(policy: dms_jax.RandomEviction, layer, prompt_length, page_size):
     length, kv_heads, head_dim = layer.k.shape
     marks = random_marks(policy, layer.index, kv_heads, head_dim)[:length]
     return dms.simulate(*layer.rotated, decisions=marks, window=policy.window, shift=0)
@@ -148,7 +132,7 @@ def scorer_outputs(layer: LayerInput) -> tuple[np.ndarray, np.ndarray]:
 
 
 @simulate.register
-def _(policy: KVzap, layer, prompt_length, page_size):
+def _(policy: dms_jax.KVzap, layer, prompt_length, page_size):
     scores, _ = scorer_outputs(layer)
     options = dict(threshold=policy.threshold, window=policy.window, sinks=policy.sinks)
     return kvzap.simulate(*layer.rotated, scores=scores, **options)
@@ -157,13 +141,13 @@ def _(policy: KVzap, layer, prompt_length, page_size):
 # -- merging --------------------------------------------------------------------------------------
 
 
-def dmc_neuron(policy: DMC) -> int:
+def dmc_neuron(policy: dms_jax.DMC) -> int:
     return {"first": 0, "last": -1}[policy.neuron]
 
 
 def merge_decisions(policy: Merging, layer: LayerInput):
     """Returns merge logits (or decisions), importance, both [T, K]."""
-    if isinstance(policy, FixedPooling):
+    if isinstance(policy, dms_jax.FixedPooling):
         return dmc.fixed_pooling(*layer.k.shape[:2], every=policy.every)
     options = dict(neuron=dmc_neuron(policy), offset=policy.offset, per=policy.per)
     omega = dmc.importance_weights(layer.q, layer.k.shape[1], epsilon=policy.epsilon, **options)
@@ -174,7 +158,7 @@ def merge_decisions(policy: Merging, layer: LayerInput):
 
 def merging(policy: Merging) -> dict:
     """Returns the window of the means, and the neuron that takes no part."""
-    if isinstance(policy, FixedPooling):
+    if isinstance(policy, dms_jax.FixedPooling):
         return dict(window=None, neuron=None)
     return dict(window=policy.window, neuron=dmc_neuron(policy))
 
@@ -195,7 +179,7 @@ def _(policy: Merging, layer, prompt_length, page_size):
     )
 
 
-def stored_keys(policy: Policy, layer: LayerInput) -> np.ndarray:
+def stored_keys(policy: dms_jax.Policy, layer: LayerInput) -> np.ndarray:
     """Returns the keys in the slots, by the ids of the trace."""
     if not isinstance(policy, Merging):
         return layer.rotated[1]
@@ -215,7 +199,7 @@ def stored_keys(policy: Policy, layer: LayerInput) -> np.ndarray:
 
 
 @simulate.register
-def _(policy: TOVA, layer, prompt_length, page_size):
+def _(policy: dms_jax.TOVA, layer, prompt_length, page_size):
     q, k, v = layer.rotated
     options = dict(budget=policy.budget, prefill=policy.prefill)
     if policy.per == "layer":
@@ -237,14 +221,14 @@ def side_by_side(traces: list[Trace]) -> Trace:
 
 
 @simulate.register
-def _(policy: H2O, layer, prompt_length, page_size):
+def _(policy: dms_jax.H2O, layer, prompt_length, page_size):
     heavy = policy.budget // 2
     options = dict(heavy=heavy, recent=policy.budget - heavy, prefill=policy.prefill)
     return h2o.simulate(*layer.rotated, prompt_length, **options)
 
 
 @simulate.register
-def _(policy: KVpop, layer, prompt_length, page_size):
+def _(policy: dms_jax.KVpop, layer, prompt_length, page_size):
     own, late = scorer_outputs(layer)
     options = dict(budget=policy.budget, window=policy.window, prefill=policy.prefill)
     return kvpop.simulate(*layer.rotated, prompt_length, own=own, late=late, **options)
@@ -253,36 +237,17 @@ def _(policy: KVpop, layer, prompt_length, page_size):
 # -- rows cut by scores ---------------------------------------------------------------------------
 
 
-@functools.singledispatch
-def worth_of(scorer, layer: LayerInput) -> scored.Worth:
+def worth_of(scorer: Scorer, layer: LayerInput) -> scored.Worth:
     """Returns what tokens are worth to a policy that ranks them."""
-    raise NotImplementedError(scorer)
+    if isinstance(scorer, dms_jax.RandomSelection):
+        return own_draws(scorer, layer)
+    given = dict(zip("qkv", layer.rotated, strict=True), queries=layer.q, theta=THETA)
+    given |= {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
+    worth = scored.RANKINGS[scorer.name].worth
+    return worth(**{name: given[name] for name in inspect.signature(worth).parameters})
 
 
-@worth_of.register
-def _(scorer: Knorm, layer):
-    return scored.knorm(layer.rotated[1])
-
-
-@worth_of.register
-def _(scorer: KeyDiff, layer):
-    return scored.keydiff(layer.rotated[1])
-
-
-@worth_of.register
-def _(scorer: SnapKV, layer):
-    return scored.snapkv(*layer.rotated[:2], scorer.window, scorer.kernel)
-
-
-@worth_of.register
-def _(scorer: ExpectedAttention, layer):
-    fields = ("sinks", "future", "covariance", "epsilon", "value_norm")
-    options = {name: getattr(scorer, name) for name in fields}
-    return scored.expected_attention(layer.q, *layer.rotated[1:], theta=THETA, **options)
-
-
-@worth_of.register
-def _(scorer: RandomSelection, layer):
+def own_draws(scorer: dms_jax.RandomSelection, layer: LayerInput) -> scored.Worth:
     """The scores are the policy's own draws; only the eviction is simulated."""
     kv_heads = layer.k.shape[1]
 
@@ -296,13 +261,13 @@ def _(scorer: RandomSelection, layer):
 @functools.cache
 def slot_draws(seed: int, layer: int, kv_heads: int, t: int) -> np.ndarray:
     """Returns the draws of a cut for so many slots that one shape of them is compiled, [K, S]."""
-    scorer = RandomSelection(seed=seed)
+    scorer = dms_jax.RandomSelection(seed=seed)
     drawn = drawing(scorer, kv_heads, jnp.asarray(layer), jnp.asarray([t]))
     return np.asarray(drawn, float)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def drawing(scorer: RandomSelection, kv_heads: int, layer, t):
+def drawing(scorer: dms_jax.RandomSelection, kv_heads: int, layer, t):
     return scorer.draw(layer, jnp.arange(kv_heads), t, PLENTY)
 
 
@@ -315,7 +280,7 @@ def _(policy: PeriodicEviction, layer, prompt_length, page_size):
         scorer = scorer.scorer
     budget = scorer.budget
     if beta is not None:
-        protected = {SnapKV: "window", ExpectedAttention: "sinks"}.get(type(scorer))
+        protected = {dms_jax.SnapKV: "window", dms_jax.ExpectedAttention: "sinks"}.get(type(scorer))
         always = getattr(scorer, protected) if protected else 0
         budget = scored.pyramid(budget, always, beta, layer.index, LAYERS)
     return scored.simulate(
@@ -332,7 +297,7 @@ def _(policy: PeriodicEviction, layer, prompt_length, page_size):
 
 
 @simulate.register
-def _(policy: Quest, layer, prompt_length, page_size):
+def _(policy: dms_jax.Quest, layer, prompt_length, page_size):
     options = dict(
         budget=policy.budget,
         page_size=page_size,
@@ -340,7 +305,7 @@ def _(policy: Quest, layer, prompt_length, page_size):
         layer=layer.index,
         dense_layers=policy.dense_layers,
     )
-    if isinstance(policy.over, Vanilla):
+    if isinstance(policy.over, dms_jax.Vanilla):
         return quest.simulate(*layer.rotated, prompt_length, per=policy.per, **options)
     _, tensors = dms_decisions(policy.over, layer)
     kept = simulate(policy.over, layer, prompt_length, page_size)
@@ -348,14 +313,14 @@ def _(policy: Quest, layer, prompt_length, page_size):
 
 
 @simulate.register
-def _(policy: KCache, layer, prompt_length, page_size):
+def _(policy: dms_jax.KCache, layer, prompt_length, page_size):
     options = dict(
         top=policy.top,
         layer=layer.index,
         device_layers=policy.first_layers,
         renormalize=policy.renormalize,
     )
-    if isinstance(policy.over, Vanilla):
+    if isinstance(policy.over, dms_jax.Vanilla):
         return kcache.simulate(*layer.rotated, prompt_length, **options)
     _, tensors = dms_decisions(policy.over, layer)
     kept = simulate(policy.over, layer, prompt_length, page_size)

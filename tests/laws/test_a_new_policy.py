@@ -10,15 +10,14 @@ import shlex
 import subprocess
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
 
 from dms_jax import policies
+from tests.laws.expected import SPLITS
 from tests.laws.rows import Row
-from tests.laws.simulations import worth_of
-from tests.laws.test_layers import SPLITS, check_run, parts_of
+from tests.laws.test_layers import check_run, parts_of
 from tests.mutants.planting import copy_tree
 from tests.oracles import scored
 from tests.support.instances import further
@@ -46,17 +45,14 @@ def kind(source, tmp_path_factory):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    oracle = dict(vars(scored))
-    exec(block_with("def sink_distance"), oracle)
-    names = dict(vars(module), worth_of=worth_of, scored=types.SimpleNamespace(**oracle))
-    exec(block_with("@worth_of.register"), names)
+    exec(block_with("def sink_distance"), dict(vars(scored)))
     yield module.SinkDistance
-    del sys.modules[path.stem]
+    del scored.RANKINGS["SinkDistance"], sys.modules[path.stem]
 
 
 @pytest.mark.parametrize("inside", [False, *further(True)], ids=["alone", "in AdaKV"])
 def test_prompts_and_answers(kind, inside):
-    policy = kind(budget=7, interval=3)
+    policy = kind(**scored.RANKINGS[kind.name].options[0])
     policy = policies.AdaKV(policy, alpha=0.3) if inside else policy
     row = Row(policy, group=2, page_size=4, answers="chunks")
     check_run(row, SPLITS[1], parts_of(row, SPLITS[1], seed=3))
@@ -75,30 +71,15 @@ def insert(path: Path, after: str, text: str) -> None:
 def test_the_page_leads_to_the_end(source, tmp_path):
     """About 30 seconds."""
     copy_tree(tmp_path)
-    package, laws = tmp_path / "dms_jax", tmp_path / "tests" / "laws"
     with (tmp_path / "tests" / "oracles" / "scored.py").open("a") as file:
         file.write("\n\n" + block_with("def sink_distance"))
-    (package / "policies" / "sink_distance.py").write_text(source)
-
+    folder = tmp_path / "dms_jax" / "policies"
+    (folder / "sink_distance.py").write_text(source)
     own_module = "from dms_jax.policies.sink_distance import SinkDistance\n"
-    registry = package / "policies" / "__init__.py"
-    insert(registry, "from dms_jax.policies.base import Policy", own_module)
-    insert(registry, "for policy in (", "SinkDistance,\n")
-    insert(registry, "__all__ = [", '"SinkDistance",\n')
-    insert(package / "__init__.py", "from dms_jax.policies import (", "SinkDistance,\n")
-    insert(package / "__init__.py", "__all__ = [", '"SinkDistance",\n')
+    insert(folder / "__init__.py", "from dms_jax.policies.base import Policy", own_module)
+    insert(folder / "__init__.py", "__all__ = [  # noqa: RUF022", '"SinkDistance",\n')
 
-    contract = tmp_path / "tests" / "policies" / "test_policies.py"
-    simulations, rows = laws / "simulations.py", laws / "rows.py"
-    for path in (contract, simulations, rows):
-        insert(path, "from dms_jax.policies import (", "SinkDistance,\n")
-    instance = block_with("\nSinkDistance(").rstrip() + ",\n"
-    insert(contract, "CHANGED = [", instance)
-    insert(rows, '"cut": [', instance)
-    with simulations.open("a") as file:
-        file.write("\n\n" + block_with("@worth_of.register"))
-
-    _, _, _, *tests = shlex.split(block_with('-k "test_policies or every_p'))
+    _, _, _, *tests = shlex.split(block_with('-k "test_policies or leaves'))
     assert tests[:2] == ["-n", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],

@@ -20,6 +20,7 @@ PyramidKV gives the layers budgets that fall linearly, see `pyramid`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,30 @@ from tests.oracles.trace import (
 
 # (token t, tokens held by each KV head) -> the score of each token by KV head, inf to keep it.
 Worth = Callable[[int, list[list[int]]], list[np.ndarray]]
+
+
+class Ranking(NamedTuple):
+    """What tokens are worth to a policy, and the options with which the laws run it."""
+
+    worth: Callable[..., Worth]
+    options: tuple[dict, ...]
+
+
+RANKINGS: dict[str, Ranking] = {}  # by the name of the policy
+
+
+def ranks(policy: str, *options: dict):
+    """Registers what tokens are worth to a policy, and the options with which the laws run it.
+
+    The parameters of the function say by their names what it needs: the rotated `q`, `k` and `v`,
+    the `queries` before rotation, its `theta`, or an option of the policy.
+    """
+
+    def register(worth: Callable[..., Worth]):
+        RANKINGS[policy] = Ranking(worth, options)
+        return worth
+
+    return register
 
 
 def simulate(
@@ -96,12 +121,14 @@ def pyramid(budget: int, protected: int, beta: int, layer: int, layers: int) -> 
     return max(1, protected + high - -(-layer * (high - low) // (layers - 1)))
 
 
+@ranks("Knorm", dict(budget=6, interval=2))
 def knorm(k) -> Worth:
     mantissa, exponent = np.frexp(np.linalg.norm(k, axis=-1))
     norms = np.ldexp(np.round(mantissa * 2**13) / 2**13, exponent)  # 12 bits after the leading one
     return lambda t, held: [-norms[ids, h] for h, ids in enumerate(held)]
 
 
+@ranks("KeyDiff", dict(compression_ratio=2.9, interval=4))
 def keydiff(k) -> Worth:
     def worth(t, held):
         scores = []
@@ -114,6 +141,11 @@ def keydiff(k) -> Worth:
     return worth
 
 
+@ranks(
+    "SnapKV",
+    dict(budget=9, interval=4, window=3, kernel=5),
+    dict(budget=7, interval=None, window=4, kernel=3),
+)
 def snapkv(q, k, window: int, kernel: int) -> Worth:
     scale, group = default_scale(q, None), q.shape[1] // k.shape[1]
 
@@ -135,6 +167,11 @@ def snapkv(q, k, window: int, kernel: int) -> Worth:
     return worth
 
 
+@ranks(
+    "ExpectedAttention",
+    dict(budget=9, interval=4, future=16, epsilon=0.01),
+    dict(budget=7, interval=None, sinks=0, covariance=False, value_norm=False),
+)
 def expected_attention(
     queries,
     k,

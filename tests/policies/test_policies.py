@@ -1,11 +1,14 @@
 """The common behaviour of all policies: names, JSON data, hashing, refusals."""
 
 import dataclasses
+import inspect
 import json
 
 import jax
 import pytest
 
+import dms_jax
+from dms_jax import policies
 from dms_jax.errors import ConfigError
 from dms_jax.policies import (
     DMC,
@@ -28,52 +31,26 @@ from dms_jax.policies import (
     SnapKV,
     StreamingLLM,
     Vanilla,
+    as_policy,
     from_dict,
 )
 from dms_jax.policies.base import LayerGroup, Policy
 from dms_jax.policies.values import Footprint, Retrofit
+from tests.laws.rows import OPTIONS
 
-CHANGED = [
-    Vanilla(),
-    DMS(
-        window=3,
-        source="adapter",
-        shift=2,
-        per="layer",
-        alpha_scale=7.0,
-        temperature=0.5,
-        decisions="bernoulli",
-        seed=11,
-    ),
-    DMC(
-        window=None,
-        neuron="first",
-        per="layer",
-        importance="uniform",
-        offset=1.0,
-        epsilon=0.0,
-        temperature=0.3,
-    ),
-    FixedPooling(every=3),
-    TOVA(budget=3, per="head", prefill="dense_then_evict"),
-    H2O(budget=5, compression_ratio=2.5),
-    Quest(budget=32, dense_layers=0, force_last_page=False, over=DMC(offset=1.0)),
-    KCache(top=3, first_layers=0, renormalize=True, over=DMS(window=5, shift=2)),
-    SnapKV(budget=70, interval=None, window=8, kernel=3),
-    Knorm(budget=70, interval=9),
-    KeyDiff(compression_ratio=3),
-    ExpectedAttention(budget=9, future=7, sinks=2, covariance=False, epsilon=0.5),
-    RandomSelection(seed=3),
-    AdaKV(PyramidKV(Knorm(budget=7), beta=3, redistribute=True), alpha=0.5, rule="published"),
-    PyramidKV(SnapKV(window=3), beta=2),
-    StreamingLLM(budget=9, sinks=1),
-    KVzap(window=3, threshold=-4.5, hidden=0, temperature=0.5),
-    KVpop(budget=9, window=4, hidden=8, prefill="dense_then_evict"),
-    RandomEviction(window=2, rate=0.1, spread=0.05, seed=3),
+# What the laws run, and the fields that they leave alone.
+EXAMPLES = [policy for mechanism in OPTIONS.values() for policy in mechanism] + [
+    DMS(temperature=0.5, seed=11),
+    DMC(epsilon=0.0, temperature=0.3),
+    KVzap(hidden=0, temperature=0.5),
+    KVpop(hidden=8),
+    AdaKV(PyramidKV(Knorm(budget=7)), rule="published"),
+    PyramidKV(Knorm(budget=7), redistribute=True),
 ]
+OF_EACH = {type(policy): policy for policy in EXAMPLES}
 
 
-@pytest.mark.parametrize("policy", CHANGED, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
 def test_policies_travel_as_json(policy):
     assert POLICIES[policy.name] is type(policy)
     data = json.loads(json.dumps(policy.to_dict()))
@@ -83,11 +60,35 @@ def test_policies_travel_as_json(policy):
     assert type(policy)() == from_dict({"name": policy.name})
 
 
-def test_the_list_above_is_complete():
-    assert {type(policy) for policy in CHANGED} == set(POLICIES.values())
+def test_the_examples_change_every_field_of_every_policy():
+    """Those that a policy inherits are changed for one that has them."""
+    assert set(OF_EACH) == set(POLICIES.values())
+    changed = {
+        (type(policy), field.name)
+        for policy in EXAMPLES
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != getattr(type(policy)(), field.name)
+    }
+    own = {(kind, name) for kind in OF_EACH for name in inspect.get_annotations(kind)}
+    assert own <= changed
 
 
-@pytest.mark.parametrize("policy", CHANGED, ids=lambda policy: policy.name)
+def test_what_is_defined_elsewhere_is_not_registered():
+    """As it is in tests, and by users: it has a name, by which nothing is found."""
+
+    @dataclasses.dataclass(frozen=True)
+    class TOVA(Knorm):
+        pass
+
+    assert TOVA().name == "TOVA"
+    assert as_policy("TOVA") == dms_jax.TOVA()
+    assert {"TOVA", "Policy"} <= set(policies.__all__) <= set(dms_jax.__all__)
+    assert {"Policy", *POLICIES} == set(policies.__all__)
+    with pytest.raises(ConfigError, match="'Scorer'"):
+        as_policy("Scorer")
+
+
+@pytest.mark.parametrize("policy", OF_EACH.values(), ids=lambda policy: policy.name)
 def test_policies_are_static_arguments(policy):
     """Checks that hyper-parameters are immutable, as static arguments of jit must be."""
     for field in dataclasses.fields(policy):
