@@ -1,7 +1,6 @@
 """Data: sources of documents, packing, and batches that can be stopped and resumed."""
 
 from dms_jax.data.batches import Batches, batches
-from dms_jax.data.encoding import encode_answers, encode_document
 from dms_jax.data.records import Fields
 from dms_jax.data.sources import (
     AnswersOnly,
@@ -13,6 +12,7 @@ from dms_jax.data.sources import (
     as_source,
 )
 from dms_jax.data.tables import Tables
+from dms_jax.data.tokenization import encode_answers, encode_document
 
 __all__ = [
     "AnswersOnly",

@@ -1,63 +1,81 @@
-"""Documents to batches: tokenize, shuffle, pack, batch. The iterator can be saved and resumed.
+"""Batches: packed sequences, for anyone, for a process of a training run, and given by a caller.
 
     batches(source, tokenizer, batch_size=4, length=512)
       -> {"tokens": int32 [B, T], "loss_mask": bool [B, T], "segment_ids": int32 [B, T] or absent}
 
-`encoding.py` says how documents become tokens. Documents are read and tokenized, and batches are
-packed, by threads of their own while the device trains.
+The way of a batch: documents (`sources.py`) become token ids (`tokenization.py`) in one or several
+shuffled streams (`streams.py`), streams become sequences of T tokens (`packing.py`), and sequences
+become batches. Threads tokenize and pack ahead while the device trains.
+
+**Training steps.** A step takes B sequences, and its row r is the next sequence of stream r mod S.
+S is the number of sequences of a step (their greatest common divisor, if steps differ). So what a
+step trains on depends neither on the devices nor on the processes, and a process tokenizes the
+documents of its own rows alone. The state of all streams is saved, and a run may be resumed with
+another number of processes.
+
+    # B = S = 4, two processes of two rows   process 0: streams 0, 1   process 1: streams 2, 3
 """
 
-import os
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import math
+import warnings
 import weakref
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from dms_jax.checks import Count, check
-from dms_jax.data.encodable import encodable
+from dms_jax import processes
+from dms_jax.checks import Count, check, require, show
 from dms_jax.data.sources import as_source
-from dms_jax.data.tokens import Tokens
+from dms_jax.data.tokenization import TokenizedDocuments, check_vocabulary, keep_encodable
+from dms_jax.errors import DataError
+from dms_jax.model.language_model import PACKAGE, whole_numbers
 
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
 Batch = dict[str, np.ndarray]
 
-_OPEN_SEQUENCES = 32
-_PACKED_AHEAD = 2
-# Threads that read and tokenize documents ahead; their number does not change the order.
-WORKERS = max(2, min(16, (os.cpu_count() or 1) // 2))
+# Batches that are packed ahead.
+_BATCHES_AHEAD = 2
+# Sequences that first fit keeps open in all streams together, and at least in one of them.
+_OPEN_SEQUENCES, _FEWEST_OPEN_SEQUENCES = 32, 4
+_KEYS = {"tokens", "loss_mask", "segment_ids"}
 
 
 class Batches:
     """An iterator over batches whose state can be saved as JSON data and restored."""
 
     def __init__(self, iterator: Any):
-        self._kept = [iterator]
+        self._held = [iterator]
         # A thread that reads ahead would wait for room in its queue for ever. At the end of the
         # interpreter this comes before modules are emptied, on which `__del__` would stumble.
-        weakref.finalize(self, _let_go, self._kept)
+        weakref.finalize(self, _close, self._held)
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Batch:
-        return next(self._kept[0])
+        return next(self._held[0])
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state of the iterator as JSON data."""
-        return self._kept[0].get_state()
+        return self._held[0].get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state that `get_state` of an iterator over the same data returned."""
-        self._kept[0].set_state(state)
+        self._held[0].set_state(state)
 
     def close(self) -> None:
         """Ends the threads that read and pack ahead."""
-        self._kept[0].close()
+        self._held[0].close()
 
 
-def _let_go(kept: list[Any]) -> None:
-    """Closes the iterator, of which nothing stays."""
-    kept.pop().close()
+def _close(held: list[Any]) -> None:
+    """Closes the iterator and lets go of it."""
+    held.pop().close()
 
 
 def batches(
@@ -93,36 +111,218 @@ def batches(
     """
     import grain
 
-    from dms_jax.data import packing as packings
+    from dms_jax.data.packing import pack
+    from dms_jax.data.streams import one_stream
 
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
-    source = encodable(as_source(data), tokenizer, vocab_size)
-    documents = Tokens(source, tokenizer, vocab_size)
-    dataset = grain.MapDataset.source(documents)
-    dataset = dataset if seed is None else dataset.seed(seed % 2**32).shuffle()
-    dataset = dataset.repeat() if repeat else dataset
-    # The only document with tokens may come first in one epoch and last in the next.
-    stream = packings.NonEmpty(
-        dataset.to_iter_dataset(
-            grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=8 * WORKERS)
-        ),
-        max_empty=2 * len(documents),
+    source = keep_encodable(as_source(data), tokenizer, vocab_size)
+    documents = TokenizedDocuments(source, tokenizer, vocab_size)
+    sequences = pack(
+        one_stream(documents, seed=seed, repeat=repeat),
+        documents,
+        packing=packing,
+        length=length,
+        bins=_OPEN_SEQUENCES,
+        seed=seed or 0,
     )
-    if packing == "first_fit":
-        packed = packings.first_fit(
-            stream, documents, length=length, bins=_OPEN_SEQUENCES, seed=seed or 0
-        )
-    else:
-        packed = packings.Concatenate(
-            stream, documents, length=length, carry=packing == "concatenate"
-        )
-    batched = packed.batch(batch_size, drop_remainder=True)
+    batched = sequences.batch(batch_size, drop_remainder=True)
     return Batches(
         iter(
             grain.experimental.ThreadPrefetchIterDataset(
-                batched, prefetch_buffer_size=_PACKED_AHEAD
+                batched, prefetch_buffer_size=_BATCHES_AHEAD
             )
         )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowAssignment:
+    """Which rows of the batches of steps a process trains on.
+
+    Attributes:
+      batch_sizes: B, the sequences of a step, of every kind of step.
+      pass_size: sequences of a pass, of which a step has one or more.
+      rows: the rows of a pass that are this process's.
+    """
+
+    batch_sizes: tuple[int, ...]
+    pass_size: int
+    rows: tuple[int, ...]
+
+    @property
+    def streams(self) -> int:
+        """S, the number of streams of all processes."""
+        return math.gcd(*self.batch_sizes)
+
+    @property
+    def own_streams(self) -> list[int]:
+        """Those that this process reads."""
+        return [number for number in range(self.streams) if number % self.pass_size in self.rows]
+
+
+class ProcessBatches:
+    """An iterator over the rows of this process, one pass after the other, packed ahead.
+
+    Args:
+      streams: resumable iterators over the sequences of this process's streams, by their numbers.
+      assignment: the rows of this process.
+    """
+
+    def __init__(self, streams: dict[int, Any], assignment: RowAssignment):
+        self._streams, self._assignment = streams, assignment
+        self._packer = concurrent.futures.ThreadPoolExecutor(1, "pack")
+        self._prefetched: collections.deque[concurrent.futures.Future] = collections.deque()
+        self._first = 0  # stream of the next pass's first row
+        self._state = self._states()
+
+    def __iter__(self) -> "ProcessBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        while len(self._prefetched) < _BATCHES_AHEAD:
+            self._prefetched.append(self._packer.submit(self._pack))
+        batch, self._state = self._prefetched.popleft().result()
+        return batch
+
+    def _pack(self) -> tuple[Batch, dict[str, Any]]:
+        """Returns the rows of the next pass, and the state after it."""
+        drawn = [next(self._streams[self._first + row]) for row in self._assignment.rows]
+        self._first = (self._first + self._assignment.pass_size) % self._assignment.streams
+        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}, self._states()
+
+    def _states(self) -> dict[str, Any]:
+        return {str(number): stream.get_state() for number, stream in self._streams.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the state of the streams of all processes as JSON data; all of them call it."""
+        everywhere: dict[str, Any] = {}
+        for text in processes.gather(json.dumps(self._state)):
+            everywhere |= json.loads(text)
+        return {"lanes": everywhere}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a state of the end of a step, in whatever number of processes.
+
+        Raises:
+          DataError: it is of steps of another size.
+        """
+        states = state["lanes"]
+        if len(states) != self._assignment.streams:
+            raise DataError(
+                f"The data of this run were dealt to {len(states)} sequences a step, and the "
+                f"recipe has {self._assignment.streams}. Give the same batch sizes to resume it."
+            )
+        for each in self._prefetched:
+            each.cancel()
+        concurrent.futures.wait(self._prefetched)
+        self._prefetched.clear()
+        for number, stream in self._streams.items():
+            stream.set_state(states[str(number)])
+        self._first, self._state = 0, self._states()
+
+
+def process_batches(
+    data: Any,
+    tokenizer: Any,
+    *,
+    assignment: RowAssignment,
+    length: int,
+    packing: Packing,
+    vocab_size: int,
+    seed: int,
+) -> ProcessBatches:
+    """Returns the iterator over the passes of optimizer steps, of which it has this process's rows.
+
+    Args:
+      assignment: which rows of which steps this process trains on.
+      data, tokenizer, length, packing, vocab_size, seed: as for `batches`.
+
+    Raises:
+      DataError: the data cannot be used.
+    """
+    from dms_jax.data.packing import pack
+    from dms_jax.data.streams import split_streams
+
+    documents = TokenizedDocuments(as_source(data), tokenizer, vocab_size)
+    if len(documents) < assignment.streams:
+        warnings.warn(
+            f"A step takes {assignment.streams} sequences, each of other documents, and there are "
+            f"{len(documents)}: some sequences of a step repeat others, token by token. Give more "
+            "documents (a long text in parts, with <|endoftext|> between them), or a smaller "
+            "batch_size.",
+            skip_file_prefixes=(PACKAGE,),
+        )
+    streams = split_streams(documents, assignment.streams, assignment.own_streams, seed=seed)
+    options: dict[str, Any] = dict(
+        packing=packing,
+        length=length,
+        bins=max(_FEWEST_OPEN_SEQUENCES, _OPEN_SEQUENCES // assignment.streams),
+    )
+    sequences = {
+        number: iter(pack(stream, documents, seed=seed + number, **options))
+        for number, stream in streams.items()
+    }
+    return ProcessBatches(sequences, assignment)
+
+
+def check_batch(batch: Any, *, vocab_size: int, shape: tuple[int, int] | None = None) -> Batch:
+    """Returns a caller's batch as arrays: int32 tokens and segment ids, and a loss mask of bool.
+
+    All is checked, because a token outside the vocabulary raises nothing on a device.
+
+    Args:
+      batch: `{"tokens": [B, T]}`, and optionally "loss_mask" and "segment_ids" of the same shape.
+      vocab_size: V.
+      shape: (B, T); None for any.
+
+    Raises:
+      DataError: it is no batch, or not of this shape, vocabulary and form.
+    """
+    if not isinstance(batch, Mapping) or "tokens" not in batch or batch.keys() - _KEYS:
+        found = show(batch)
+        if isinstance(batch, Mapping):
+            found = ", ".join(sorted(map(str, batch))) or "nothing"
+        raise DataError(
+            "A batch is a dict of tokens and, optionally, loss_mask and segment_ids; got "
+            f"{found}. An iterator gives batches: give texts or token ids as a list."
+        )
+    tokens = whole_numbers("The tokens of a batch", batch["tokens"])
+    if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
+        wanted = "[B, T]" if shape is None else shape
+        raise DataError(f"A batch must hold tokens of shape {wanted}, got {tokens.shape}.")
+    check_vocabulary(tokens, vocab_size)
+    for name in _KEYS & batch.keys():
+        if np.shape(batch[name]) != tokens.shape:
+            raise DataError(
+                f"The {name} of a batch must have the shape of its tokens, {tokens.shape}, got "
+                f"{np.shape(batch[name])}."
+            )
+    result = {"tokens": tokens.astype(np.int32), "loss_mask": np.ones(tokens.shape, bool)}
+    if "loss_mask" in batch:
+        mask = np.asarray(batch["loss_mask"])
+        if not np.isin(mask, (0, 1)).all():
+            raise DataError(
+                "The loss_mask of a batch says of each token whether it counts: 0 or 1."
+            )
+        result["loss_mask"] = mask.astype(bool)
+    if "segment_ids" in batch:
+        ids = whole_numbers("The segment_ids of a batch", batch["segment_ids"])
+        if ids.size and ids.min() < 0:
+            raise DataError("The segment_ids of a batch are 1, 2, ..., and 0 for padding.")
+        result["segment_ids"] = ids.astype(np.int32)
+    return result
+
+
+def check_batch_list(what: str, batches: Any) -> None:
+    """Refuses what is no list of batches: the iterators that are trained on have no end.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    require(
+        isinstance(batches, Collection) and not isinstance(batches, Mapping),
+        f"{what} must be a list of batches, got {show(batches)}. Of an iterator, which may have no "
+        "end, give list(itertools.islice(iterator, 16)).",
     )

@@ -1,15 +1,15 @@
-"""Packing: documents of any length to sequences of exactly T tokens, as Grain datasets.
+"""Packing: streams of documents of any length to sequences of exactly T tokens.
 
 **Concatenate**, as the code of the DMS paper does: documents are joined and cut every T tokens;
-attention crosses their borders and positions continue. With `carry=False` the rest of a document is
-dropped when its sequence is full, so that every sequence begins with a document.
+attention crosses their borders and positions continue. "concatenate_whole" drops the rest of a
+document when its sequence is full, so that every sequence begins with a document.
 
-    # T=4, documents abcdef, gh   In: abcdef gh   Out: abcd, efgh    (carry)   abcd, gh..  (not)
+    # T=4, documents abcdef, gh   concatenate: abcd, efgh   concatenate_whole: abcd, gh..
 
 **First fit**, if attention must stay within documents: each document goes as a whole into the first
 of a few open sequences that has room; segment ids (1, 2, ...; 0 for padding) separate them.
 
-    # T=4, documents abc, de, f   Out: abcf [1 1 1 2], de.. [1 1 0 0]
+    # T=4, documents abc, de, f   first_fit: abcf [1 1 1 2], de.. [1 1 0 0]
 
 This module imports Grain; import it only where it is used.
 """
@@ -19,58 +19,42 @@ from typing import Any
 import grain
 import numpy as np
 
-from dms_jax.data.tokens import Tokenized, Tokens
+from dms_jax.data.tokenization import Tokenized, TokenizedDocuments
 from dms_jax.errors import DataError
 
 _NAMES = ("tokens", "loss_mask")
 
 
-class NonEmpty(grain.IterDataset):
-    """The documents that are not empty.
+def pack(
+    stream: grain.IterDataset,
+    documents: TokenizedDocuments,
+    *,
+    packing: str,
+    length: int,
+    bins: int,
+    seed: int,
+) -> grain.IterDataset:
+    """Returns the sequences of a stream, as `{"tokens", "loss_mask"}`, each [T].
 
     Args:
-      parent: documents, as `{"tokens", "loss_mask"}`.
-      max_empty: number of consecutive empty documents after which the data counts as empty.
-    """
-
-    def __init__(self, parent: grain.IterDataset, *, max_empty: int):
-        super().__init__(parent)
-        self._max_empty = max_empty
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _NonEmptyIterator(iter(self._parent), self._max_empty)
-
-
-class _NonEmptyIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, max_empty: int):
-        super().__init__(parent)
-        self._max_empty = max_empty
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        for _ in range(self._max_empty + 1):
-            document = next(self._parent)
-            if len(document["tokens"]):
-                return document
-        raise DataError("The documents hold no token to train on.")
-
-    def get_state(self) -> dict[str, Any]:
-        return self._parent.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._parent.set_state(state)
-
-
-class Concatenate(grain.IterDataset):
-    """Joins documents of any length and cuts them into sequences.
-
-    Args:
-      parent: documents, as `Tokens` gives them.
-      documents: where further pieces of long texts come from.
+      stream: documents, long texts as their first chunk; none is empty.
+      documents: where the further chunks of long texts come from.
+      packing: "concatenate", "concatenate_whole", or "first_fit", which adds "segment_ids", [T].
       length: T, tokens per sequence.
-      carry: whether the rest of a document goes into the next sequence.
+      bins: sequences that first fit keeps open at a time.
+      seed: seed of the order in which first fit returns sequences.
     """
+    if packing == "first_fit":
+        return _first_fit(stream, documents, length, bins, seed)
+    return _Concatenate(stream, documents, length, carry=packing == "concatenate")
 
-    def __init__(self, parent: grain.IterDataset, documents: Tokens, *, length: int, carry: bool):
+
+class _Concatenate(grain.IterDataset):
+    """Joins documents and cuts them; with `carry` the rest of one goes into the next sequence."""
+
+    def __init__(
+        self, parent: grain.IterDataset, documents: TokenizedDocuments, length: int, *, carry: bool
+    ):
         super().__init__(parent)
         self._options = (documents, length, carry)
 
@@ -79,23 +63,29 @@ class Concatenate(grain.IterDataset):
 
 
 class _ConcatenateIterator(grain.DatasetIterator):
-    """Its state is that before the current document, the piece of it, and the place in the piece.
+    """Its state is that before the current document, the chunk of it, and the place in the chunk.
 
-    What is left of a document is not in the state; it is tokenized again.
+    The state does not hold what is left of a document, which is tokenized again.
     """
 
-    def __init__(self, parent: grain.DatasetIterator, documents: Tokens, length: int, carry: bool):
+    def __init__(
+        self,
+        parent: grain.DatasetIterator,
+        documents: TokenizedDocuments,
+        length: int,
+        carry: bool,
+    ):
         super().__init__(parent)
         self._documents, self._length, self._carry = documents, length, carry
         self._before: dict[str, Any] = parent.get_state()
-        self._piece: Tokenized | None = None
+        self._chunk: Tokenized | None = None
         self._start = self._offset = 0
 
     def __next__(self) -> dict[str, np.ndarray]:
         parts, missing = [], self._length
         while missing:
-            piece = self._current()
-            part = {name: piece[name][self._offset : self._offset + missing] for name in _NAMES}
+            chunk = self._current()
+            part = {name: chunk[name][self._offset : self._offset + missing] for name in _NAMES}
             self._offset += len(part["tokens"])
             missing -= len(part["tokens"])
             parts.append(part)
@@ -104,19 +94,19 @@ class _ConcatenateIterator(grain.DatasetIterator):
         return {name: np.concatenate([part[name] for part in parts]) for name in _NAMES}
 
     def _current(self) -> Tokenized:
-        """Returns the piece that the next token is from."""
-        while self._piece is None or self._offset == len(self._piece["tokens"]):
-            if self._piece is not None and self._piece["next"] >= 0:
-                self._start, self._offset = int(self._piece["next"]), 0
-                self._piece = self._documents.rest(int(self._piece["index"]), self._start)
+        """Returns the chunk that the next token is from."""
+        while self._chunk is None or self._offset == len(self._chunk["tokens"]):
+            if self._chunk is not None and self._chunk["next"] >= 0:
+                self._start, self._offset = int(self._chunk["next"]), 0
+                self._chunk = self._documents.chunk(int(self._chunk["index"]), self._start)
             else:
                 self._end_document()
-                self._piece = next(self._parent)
-        return self._piece
+                self._chunk = next(self._parent)
+        return self._chunk
 
     def _end_document(self) -> None:
         self._before = self._parent.get_state()
-        self._piece, self._start, self._offset = None, 0, 0
+        self._chunk, self._start, self._offset = None, 0, 0
 
     def get_state(self) -> dict[str, Any]:
         return {"parent": self._before, "start": self._start, "offset": self._offset}
@@ -125,35 +115,27 @@ class _ConcatenateIterator(grain.DatasetIterator):
         self._parent.set_state(state["parent"])
         self._end_document()
         if state["start"] or state["offset"]:
-            piece = next(self._parent)
-            index, self._start, self._offset = int(piece["index"]), state["start"], state["offset"]
+            chunk = next(self._parent)
+            index, self._start, self._offset = int(chunk["index"]), state["start"], state["offset"]
             if self._start:
-                piece = self._documents.rest(index, self._start)
-            if self._offset > len(piece["tokens"]):  # no sequence would ever be full
+                chunk = self._documents.chunk(index, self._start)
+            if self._offset > len(chunk["tokens"]):  # no sequence would ever be full
                 raise DataError(
                     f"Document {index} ends before the place up to which it was read when this "
                     "state was taken: these are other data. Give those of the run to resume it."
                 )
-            self._piece = piece
+            self._chunk = chunk
 
 
-def first_fit(
-    parent: grain.IterDataset, documents: Tokens, *, length: int, bins: int, seed: int
+def _first_fit(
+    parent: grain.IterDataset, documents: TokenizedDocuments, length: int, bins: int, seed: int
 ) -> grain.IterDataset:
-    """Packs whole documents into `{"tokens", "segment_ids", "loss_mask"}`, each [T].
-
-    Args:
-      parent: documents, as `Tokens` gives them; what exceeds T tokens is dropped.
-      documents: where further pieces of long texts come from.
-      length: T, tokens per sequence.
-      bins: sequences that are open at a time.
-      seed: seed of the order in which sequences are returned.
-    """
+    """Packs whole documents; of one of more than T tokens the rest is dropped."""
 
     def whole(document: Tokenized) -> dict[str, np.ndarray]:
         parts, count = [document], len(document["tokens"])
         while count < length and parts[-1]["next"] >= 0:
-            parts.append(documents.rest(int(document["index"]), int(parts[-1]["next"])))
+            parts.append(documents.chunk(int(document["index"]), int(parts[-1]["next"])))
             count += len(parts[-1]["tokens"])
         return {
             name: np.concatenate([part[name] for part in parts])[:length].astype(np.int32)
@@ -166,10 +148,10 @@ def first_fit(
         num_packing_bins=bins,
         seed=seed,
     )
-    return packed.map(_finish)
+    return packed.map(_as_sequence)
 
 
-def _finish(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _as_sequence(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     segment_ids = np.asarray(packed["tokens_segment_ids"], np.int32)
     return {
         "tokens": np.asarray(packed["tokens"], np.int32),

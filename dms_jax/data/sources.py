@@ -5,12 +5,17 @@ A source is a random-access sequence of documents. A document is a string, a con
 indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
 memory of its index. Files that end in .gz are unpacked beside the other temporary files first, up
 to 100 times their size; smaller ones up to 64 MB.
+
+A run that is resumed with other data would be neither of the two runs, so the fingerprint of its
+source is among the settings that must agree.
 """
 
 import abc
 import array
 import bisect
 import codecs
+import dataclasses
+import hashlib
 import json
 import mmap
 import pathlib
@@ -21,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from dms_jax.data.decompression import DAMAGED, gunzip
 from dms_jax.data.documents import AnswersOnly, Document, Documents, Exchange, Source
 from dms_jax.data.records import Fields, Records
 from dms_jax.data.tables import Tables, is_table
-from dms_jax.data.unpacking import DAMAGED, gunzip
 from dms_jax.errors import DataError
 
 __all__ = [
@@ -36,6 +41,7 @@ __all__ = [
     "Source",
     "TextFiles",
     "as_source",
+    "fingerprint",
 ]
 
 SEPARATOR = "<|endoftext|>"
@@ -51,6 +57,7 @@ _OTHERS = {
     "a Parquet file": rb"(?s)PAR1.*PAR1\Z",
     "an Arrow file": rb"ARROW1\x00\x00",
 }
+_SAMPLED = 1024  # documents that the fingerprint reads: the first, the last, evenly spaced ones
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
@@ -259,6 +266,30 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
     if not len(source):
         raise DataError("There is no document to train on.")
     return source
+
+
+def fingerprint(source: Source) -> str:
+    """Returns a digest of the number of documents and of a sample of them.
+
+    It depends on the documents alone: a file may have moved. Outside the sample a malformed line,
+    which stops a run later on, can be mended in its place.
+
+    Raises:
+      DataError: a document of the sample is malformed.
+    """
+    count = len(source)
+    digest = hashlib.sha256(f"{count}".encode())
+    for index in sorted({round(at) for at in np.linspace(0, count - 1, min(count, _SAMPLED))}):
+        text = json.dumps(source[index], default=_as_json, sort_keys=True)
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    """Returns JSON data of what JSON has no form for."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
 
 
 def _is_file_name(text: str) -> bool:

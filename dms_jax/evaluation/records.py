@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dms_jax.checks import is_whole, show
-from dms_jax.data.unpacking import DAMAGED, gunzip
+from dms_jax.data.decompression import DAMAGED, gunzip
 from dms_jax.errors import DataError
 from dms_jax.evaluation.extras import import_extra
 

@@ -16,9 +16,9 @@ from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
-from dms_jax.data.encodable import encodable
-from dms_jax.data.fingerprint import fingerprint
-from dms_jax.data.lanes import Deal, lane_batches
+from dms_jax.data.batches import RowAssignment, process_batches
+from dms_jax.data.sources import fingerprint
+from dms_jax.data.tokenization import keep_encodable
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.low_rank import low_rank_of
@@ -142,13 +142,13 @@ def train(
     pass_size = recipe.pass_size(1 if mesh is None else mesh.shape[sharding.DATA])
     check_split(recipe, policy, mesh)
     rows = rows_here(mesh, pass_size)
-    deal = Deal(recipe.batch_sizes, pass_size, rows)
+    assignment = RowAssignment(recipe.batch_sizes, pass_size, rows)
     if not hasattr(data, "__next__"):
         data = as_source(data)
         data = AnswersOnly(data) if recipe.answers_only else data
         # Before its fingerprint: what is left out is part of what tells data apart.
-        data = encodable(data, model.tokenizer, model.config.vocab_size)
-    source = _batches(model, recipe, data, deal, run.seed)
+        data = keep_encodable(data, model.tokenizer, model.config.vocab_size)
+    source = _batches(model, recipe, data, assignment, run.seed)
     directory = None  # after all that can be refused, which leaves none
     if out is not None:
         settings = {
@@ -175,7 +175,7 @@ def train(
                 _resume(trainer, source, directory)
                 directory.remove_later()
             vocabulary = Vocabulary(model.config.vocab_size, _ignored_tokens(model, recipe))
-            Loop(trainer, policy, recipe, source, deal, vocabulary, directory, run).run()
+            Loop(trainer, policy, recipe, source, assignment, vocabulary, directory, run).run()
             result = trainer.model()
             if directory is not None:
                 path = directory.path / "model"
@@ -279,13 +279,15 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
         )
 
 
-def _batches(model: LanguageModel, recipe: Recipe, data: Any, deal: Deal, seed: int) -> Any:
+def _batches(
+    model: LanguageModel, recipe: Recipe, data: Any, assignment: RowAssignment, seed: int
+) -> Any:
     if hasattr(data, "__next__"):
         return data
-    return lane_batches(
+    return process_batches(
         data,
         model.tokenizer,
-        deal=deal,
+        assignment=assignment,
         length=recipe.sequence_length,
         packing=recipe.packing,
         vocab_size=model.config.vocab_size,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dms_jax.checks import Ratio, check
-from dms_jax.data.given_batches import check_batches, given_batch
+from dms_jax.data.batches import check_batch, check_batch_list
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.attention import Relaxation
@@ -54,14 +54,14 @@ def calibrate(
             f"calibrate sets the threshold of KVzap() or of DMS(source='adapter'), and {found} has "
             "none that it could set."
         )
-    check_batches("calibrate: batches", batches)
+    check_batch_list("calibrate: batches", batches)
     scores = []
     room = fits_device(
         "The device ran out of memory while calibrating. Give batches of fewer or shorter ones."
     )
     with use_mesh(model.mesh), room:
         for batch in batches:
-            given = given_batch(batch, vocab_size=model.config.vocab_size)
+            given = check_batch(batch, vocab_size=model.config.vocab_size)
             ids = given.get("segment_ids")
             predicted, known = _predictions(
                 model.transformer,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dms_jax.data.given_batches import check_batches, given_batch
+from dms_jax.data.batches import check_batch, check_batch_list
 from dms_jax.devices import fits_device
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import LanguageModel, use_mesh
@@ -82,7 +82,7 @@ def _means(
 ) -> dict[str, float]:
     policy = model.resolve_policy(policy)
     for name, part in batches.items():
-        check_batches(f"Part {name!r} of the held-out data", part)
+        check_batch_list(f"Part {name!r} of the held-out data", part)
     result = {}
     room = fits_device(
         "The device ran out of memory while measuring held-out batches. Give them fewer or shorter "
@@ -92,7 +92,7 @@ def _means(
         for name, part in batches.items():
             sums = []
             for batch in part:
-                given = given_batch(batch, vocab_size=model.config.vocab_size)
+                given = check_batch(batch, vocab_size=model.config.vocab_size)
                 passes = Passes(**{key: jnp.asarray(array) for key, array in given.items()})
                 sums.append(_sums(model.transformer, teacher, passes, policy, compute_dtype))
             total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)

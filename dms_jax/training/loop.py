@@ -20,9 +20,7 @@ import numpy as np
 
 from dms_jax import processes
 from dms_jax.checkpoint.saving import begin_save
-from dms_jax.data.batches import Batch
-from dms_jax.data.given_batches import given_batch
-from dms_jax.data.lanes import Deal, LaneBatches
+from dms_jax.data.batches import Batch, ProcessBatches, RowAssignment, check_batch
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display, aim, opening_line
@@ -79,14 +77,14 @@ class Loop:
         trainer: Trainer,
         policy: Policy,
         recipe: Recipe,
-        source: Iterator[Batch] | LaneBatches,
-        deal: Deal,
+        source: Iterator[Batch] | ProcessBatches,
+        assignment: RowAssignment,
         vocabulary: Vocabulary,
         directory: RunDirectory | None,
         options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
-        self._source, self._deal, self._directory = source, deal, directory
+        self._source, self._assignment, self._directory = source, assignment, directory
         self._vocab_size, self._options = vocabulary.size, options
         self._ignored = np.asarray(vocabulary.ignored, np.int32)
         self._pending: collections.deque[_Pending] = collections.deque()
@@ -182,7 +180,7 @@ class Loop:
         """Returns the batches of a step, and the seconds that they took."""
         size = self._recipe.progress(step, self._policy).stage.batch_size or self._recipe.batch_size
         began = time.perf_counter()
-        drawn = [self._next_batch(step) for _ in range(size // self._deal.pass_size)]
+        drawn = [self._next_batch(step) for _ in range(size // self._assignment.pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):
             raise DataError(
                 f"Some batches of step {step + 1} have segment_ids and others have none; give them "
@@ -199,13 +197,13 @@ class Loop:
                 self._trainer.zero_borrowed_neurons()
         drawn, waited = batches
         metrics = self._trainer.step(drawn, progress)
-        tokens = len(drawn) * self._deal.pass_size * recipe.sequence_length
+        tokens = len(drawn) * self._assignment.pass_size * recipe.sequence_length
         ended = self._watcher.submit(_when_ready, metrics)
         self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
     def _next_batch(self, step: int) -> Batch:
         """Returns the rows of this process of the next pass."""
-        if isinstance(self._source, LaneBatches):
+        if isinstance(self._source, ProcessBatches):
             batch = next(self._source)
             counts = batch["loss_mask"] & ~np.isin(batch["tokens"], self._ignored)
             return batch | {"loss_mask": counts}
@@ -215,10 +213,10 @@ class Loop:
             raise DataError(
                 f"The data ended before step {step + 1}. Give more data or a recipe of fewer steps."
             ) from error
-        shape = (self._deal.pass_size, self._recipe.sequence_length)
-        whole = given_batch(given, vocab_size=self._vocab_size, shape=shape)
+        shape = (self._assignment.pass_size, self._recipe.sequence_length)
+        whole = check_batch(given, vocab_size=self._vocab_size, shape=shape)
         whole["loss_mask"] = whole["loss_mask"] & ~np.isin(whole["tokens"], self._ignored)
-        return {name: array[list(self._deal.rows)] for name, array in whole.items()}
+        return {name: array[list(self._assignment.rows)] for name, array in whole.items()}
 
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.

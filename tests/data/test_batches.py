@@ -1,4 +1,4 @@
-"""Packing against examples by hand and a plain loop, and iterators that resume."""
+"""Batches: resumable iterators, the rows of a process, and what a caller gives."""
 
 import itertools
 import json
@@ -9,14 +9,14 @@ import chex
 import numpy as np
 import pytest
 
-from dms_jax import assets
-from dms_jax.checkpoint import Tokenizer
-from dms_jax.data import Documents, batches, encode_document
+from dms_jax.data import Documents, batches, streams
+from dms_jax.data.batches import RowAssignment, check_batch, process_batches
 from dms_jax.errors import ConfigError, DataError
-from tests.support.instances import further
+from tests.data.test_tokenization import Plain
 from tests.support.tree import ROOT
 
-DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
+LENGTH = 8
+ONES = np.ones((2, 3), int)
 
 
 def take(iterator, count):
@@ -32,51 +32,6 @@ def tokens_of(drawn):
     return np.concatenate([batch["tokens"] for batch in drawn]).tolist()
 
 
-def test_concatenate_cuts_the_stream():
-    drawn = draw(DOCUMENTS)
-    assert tokens_of(drawn) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    assert all(batch["loss_mask"].all() for batch in drawn)
-    assert "segment_ids" not in drawn[0]
-    chex.assert_type(drawn[0]["tokens"], np.int32)
-
-
-def test_concatenate_whole_starts_every_sequence_with_a_document():
-    drawn = draw(DOCUMENTS, packing="concatenate_whole")
-    assert tokens_of(drawn) == [[1, 2, 3, 4], [7, 8, 9, 10]]
-
-
-def test_first_fit_keeps_documents_apart():
-    drawn = draw(DOCUMENTS, packing="first_fit")
-    rows = {}
-    for batch in drawn:
-        key = tuple(batch["tokens"][0].tolist())
-        rows[key] = (batch["segment_ids"][0].tolist(), batch["loss_mask"][0].tolist())
-    # The document of 6 is cut to 4; 7 8 and 9 share a sequence; the order of sequences is random.
-    assert rows == {
-        (1, 2, 3, 4): ([1, 1, 1, 1], [True] * 4),
-        (7, 8, 9, 0): ([1, 1, 2, 0], [True, True, True, False]),
-        (10, 11, 12, 13): ([1, 1, 1, 1], [True] * 4),
-    }
-
-
-@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", *further("first_fit")])
-def test_documents_without_a_token_never_end_in_waiting(packing):
-    options = dict(packing=packing, seed=3)
-    for empty in ([[], []], np.zeros((3, 0), np.int32)):
-        with pytest.raises(DataError, match="hold no token"):
-            draw(empty, 1, repeat=True, **options)
-        assert draw(empty, 1, repeat=False, **options) == []
-    # The only document with tokens is found, wherever the shuffles of two epochs put it.
-    for seed in range(2):
-        lone = [*[[]] * 9, [1, 2, 3, 4]]
-        drawn = draw(lone, 4, repeat=True, packing=packing, seed=seed)
-        for batch in drawn:
-            chex.assert_trees_all_equal(batch["tokens"], np.array([[1, 2, 3, 4]]))
-    assert draw([[1], []], None, packing=packing, batch_size=2) == []  # not even one batch
-    with pytest.raises(DataError, match="generator"):
-        batches((document for document in DOCUMENTS), batch_size=1, length=4)
-
-
 def test_each_epoch_has_an_order_of_its_own_drawn_from_the_seed():
     documents = [[i] for i in range(16)]
     options = dict(length=16, repeat=True)
@@ -85,6 +40,19 @@ def test_each_epoch_has_an_order_of_its_own_drawn_from_the_seed():
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert tokens_of(draw(documents, 3, seed=0, **options)) == epochs
     assert tokens_of(draw(documents, 3, seed=1, **options)) != epochs
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_the_number_of_workers_changes_nothing(workers, monkeypatch):
+    documents = [[i] * (i % 7 + 1) for i in range(30)]
+
+    def drawn():
+        iterator = batches(documents, batch_size=2, length=8, seed=2)
+        return [batch["tokens"].tolist() for batch in itertools.islice(iterator, 9)]
+
+    before = drawn()
+    monkeypatch.setattr(streams, "WORKERS", workers)
+    assert drawn() == before
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
@@ -102,17 +70,6 @@ def test_an_iterator_resumes_where_its_state_was_taken(packing):
         chex.assert_trees_all_equal(take(resumed, 4), expected)
 
 
-def test_a_state_within_a_document_that_is_shorter_now_is_refused():
-    """No sequence would ever be full, and memory would be, of empty pieces."""
-    options = dict(batch_size=1, length=4, seed=None)
-    iterator = batches([[1, 2, 3, 4, 5, 6, 7, 8, 9], [10]], **options)
-    next(iterator)
-    state = iterator.get_state()
-    batches([[1, 2, 3, 4], [10]], **options).set_state(state)
-    with pytest.raises(DataError, match=r"Document 0 ends before .* other data"):
-        batches([[1, 2, 3], [10]], **options).set_state(state)
-
-
 def test_the_state_does_not_depend_on_the_batch_size():
     documents = [[i] * 3 for i in range(20)]
     whole = batches(documents, batch_size=4, length=4)
@@ -122,45 +79,11 @@ def test_the_state_does_not_depend_on_the_batch_size():
     assert tokens_of(take(single, 4)) == next(whole)["tokens"].tolist()
 
 
-def test_texts_begin_with_the_begin_token():
-    tokenizer = Tokenizer.from_directory(assets.path("stories260k"))
-    story = assets.stories("valid")[0]
-    ids = encode_document(story, tokenizer)
-    assert ids[0] == tokenizer.bos_token_id
-    assert tokenizer.decode(ids) == story
-    (batch,) = take(batches([story, story], tokenizer, batch_size=1, length=2 * len(ids)), 1)
-    chex.assert_trees_all_equal(batch["tokens"], np.array([[*ids, *ids]]))
-
-
-class EndToken:
-    """A tokenizer without a begin token, with an end token and a chat template."""
-
-    bos_token_id = None
-    eos_token_id = 9
-
-    def encode(self, text, add_special_tokens=True):
-        assert not add_special_tokens
-        return [int(character) for character in text]
-
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        assert not add_generation_prompt
-        return "".join(f"8{turn['content']}" for turn in messages)
-
-
-def test_texts_end_with_the_end_token_where_none_begins_them():
-    chex.assert_trees_all_equal(encode_document("12", EndToken()), np.array([1, 2, 9]))
-
-
-def test_conversations_go_through_the_template():
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "23"}]
-    chex.assert_trees_all_equal(encode_document(turns, EndToken()), np.array([8, 1, 8, 2, 3]))
-
-
 def test_bad_data_is_named_with_its_place(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1"}\n{"text": ["x"]}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: field 'text' must be"):
-        take(batches(path, EndToken(), batch_size=1, length=2, seed=None), 2)
+        take(batches(path, Plain(), batch_size=1, length=2, seed=None), 2)
     with pytest.raises(DataError, match=r"document 1: token ids must lie in 0 \.\.\. 9, got 3"):
         draw([[1, 2, 3, 4], [3, 10]], vocab_size=10)
     with pytest.raises(DataError, match="document 0: the model has no tokenizer"):
@@ -189,3 +112,136 @@ def test_a_program_that_ends_with_batches_in_hand_says_nothing():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 4)\n", "")
+
+
+class Watched(Documents):
+    """Documents that say who was read."""
+
+    def __init__(self, count=64):
+        random = np.random.default_rng(0)
+        super().__init__([random.integers(1, 30, random.integers(2, 20)) for _ in range(count)])
+        self.read = 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        return super().__getitem__(index)
+
+
+def draw_rows(
+    rows, *, source=None, steps=(4,), pass_size=4, packing="concatenate", count=6, state=None
+):
+    """The rows of some passes, and the state after them."""
+    source = Watched() if source is None else source
+    assignment = RowAssignment(steps, pass_size, tuple(rows))
+    iterator = process_batches(
+        source, None, assignment=assignment, length=LENGTH, packing=packing, vocab_size=30, seed=3
+    )
+    if state is not None:
+        iterator.set_state(state)
+    passes = [
+        next(iterator)
+        for step in range(count)
+        for _ in range(steps[step % len(steps)] // pass_size)
+    ]
+    return passes, iterator.get_state()
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
+def test_the_rows_are_the_same_however_they_are_split(packing):
+    whole, state = draw_rows(range(4), packing=packing)
+    left, one = draw_rows([0, 1], packing=packing)
+    right, two = draw_rows([2, 3], packing=packing)
+    for all_rows, first, second in zip(whole, left, right, strict=True):
+        for name in all_rows:
+            chex.assert_trees_all_equal(all_rows[name], np.concatenate([first[name], second[name]]))
+    # What the processes save together is what one saves, and either goes on from it.
+    together = {"lanes": one["lanes"] | two["lanes"]}
+    chex.assert_trees_all_equal(together, state)
+    expected, _ = draw_rows(range(4), packing=packing, count=9)
+    after, _ = draw_rows([2, 3], packing=packing, count=3, state=together)
+    for all_rows, second in zip(expected[6:], after, strict=True):
+        chex.assert_trees_all_equal(all_rows["tokens"][2:], second["tokens"])
+
+
+def test_the_size_of_a_pass_changes_no_step():
+    """Steps of eight in passes of four and of two; three of four shards of the last."""
+    whole, _ = draw_rows(range(8), steps=(8,), pass_size=8, count=3)
+    fours, _ = draw_rows(range(4), steps=(8,), pass_size=4, count=3)
+    last, _ = draw_rows([3], steps=(8,), pass_size=4, count=3)
+    for step, each in enumerate(whole):
+        parts = [part["tokens"] for part in fours[2 * step : 2 * step + 2]]
+        chex.assert_trees_all_equal(each["tokens"], np.concatenate(parts))
+        own = [part["tokens"] for part in last[2 * step : 2 * step + 2]]
+        chex.assert_trees_all_equal(each["tokens"][[3, 7]], np.concatenate(own))
+
+
+def test_steps_of_two_sizes_are_split_alike():
+    whole, _ = draw_rows(range(4), steps=(8, 4), count=4)
+    right, _ = draw_rows([2, 3], steps=(8, 4), count=4)
+    for all_rows, second in zip(whole, right, strict=True):
+        chex.assert_trees_all_equal(all_rows["tokens"][2:], second["tokens"])
+
+
+def test_a_process_tokenizes_its_own_share():
+    whole, half = Watched(), Watched()
+    draw_rows(range(4), source=whole, count=200)
+    draw_rows([0, 1], source=half, count=200)
+    ahead = 40  # documents, and those of passes that are packed
+    assert half.read <= whole.read / 2 + 2 * ahead
+
+
+def test_a_state_of_other_batches_is_refused():
+    _, state = draw_rows(range(4))
+    with pytest.raises(DataError, match="dealt to 4 sequences a step, and the recipe has 8"):
+        draw_rows(range(8), steps=(8,), pass_size=8, state=state)
+
+
+def test_fewer_documents_than_sequences_of_a_step_are_told(recwarn):
+    """A text file without separators is one document: every row would be the same."""
+    draw_rows(range(4), source=Watched(4), count=1)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="takes 4 sequences.* there are 1: .* token by token"):
+        passes, _ = draw_rows(range(4), source=Watched(1), count=2)
+    for each in passes:
+        chex.assert_trees_all_equal(*each["tokens"])
+    with pytest.warns(UserWarning, match="there are 3"):
+        draw_rows(range(4), source=Watched(3), count=1)
+
+
+def test_a_batch_comes_as_arrays_of_the_types_of_training():
+    found = check_batch({"tokens": [[1, 2], [3, 0]], "segment_ids": [[1, 1], [1, 0]]}, vocab_size=4)
+    expected = {
+        "tokens": np.array([[1, 2], [3, 0]], np.int32),
+        "segment_ids": np.array([[1, 1], [1, 0]], np.int32),
+        "loss_mask": np.ones((2, 2), bool),
+    }
+    chex.assert_trees_all_equal(found, expected)
+    chex.assert_trees_all_equal_dtypes(found, expected)
+    masked = check_batch({"tokens": ONES, "loss_mask": [[1, 0, 1.0], [0, 0, 1]]}, vocab_size=2)
+    assert masked["loss_mask"].tolist() == [[True, False, True], [False, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ("a text", "A batch is a dict of tokens.* got 'a text'.*texts or token ids as a list"),
+        ([1, 2, 3], "A batch is a dict of tokens"),
+        (None, "A batch is a dict of tokens"),
+        ({"text": "a text"}, "A batch is a dict of tokens.* got text"),
+        ({"tokens": ONES, "weights": ONES}, "A batch is a dict of tokens.* got tokens, weights"),
+        ({"tokens": 4 * ONES}, "must lie in 0 ... 3, got 4 ... 4"),
+        ({"tokens": -ONES}, "must lie in 0 ... 3, got -1 ... -1"),
+        ({"tokens": ONES * 1.0}, "tokens of a batch must be integers"),
+        ({"tokens": [[1, 2], [3]]}, "tokens of a batch must be .*rows of one length"),
+        ({"tokens": ONES[:, :2]}, r"shape \(2, 3\), got \(2, 2\)"),
+        ({"tokens": ONES[0]}, r"shape \(2, 3\), got \(3,\)"),
+        ({"tokens": ONES, "loss_mask": ONES / 2}, "whether it counts: 0 or 1"),
+        ({"tokens": ONES, "loss_mask": ONES * np.nan}, "whether it counts: 0 or 1"),
+        ({"tokens": ONES, "loss_mask": ONES[0]}, "loss_mask of a batch must have the shape"),
+        ({"tokens": ONES, "segment_ids": ONES * 1.0}, "segment_ids of a batch must be integers"),
+        ({"tokens": ONES, "segment_ids": -ONES}, "0 for padding"),
+    ],
+)
+def test_what_is_no_batch_is_said(batch, message):
+    with pytest.raises(DataError, match=message):
+        check_batch(batch, vocab_size=4, shape=(2, 3))

@@ -7,9 +7,7 @@ import pytest
 
 from dms_jax import assets, load
 from dms_jax.checkpoint.tokenizer import Tokenizer
-from dms_jax.data import Fields, as_source
-from dms_jax.data.documents import Exchange
-from dms_jax.data.encoding import encode_answers
+from dms_jax.data import Exchange, Fields, as_source, encode_answers
 from dms_jax.errors import DataError
 from tests.checkpoint.test_messages import CALL, CALLING, assistant
 

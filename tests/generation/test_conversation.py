@@ -4,11 +4,11 @@ import dataclasses
 import shutil
 
 import pytest
-from dms_jax.data.encoding import encode_document
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
+from dms_jax.data import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
 from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.runner import Runner

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dms_jax.checkpoint import load, save
-from dms_jax.data.lanes import Deal, lane_batches
+from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.devices import DEVICES
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.low_rank import LowRank
@@ -55,10 +55,10 @@ def trained(mesh, passes, trainable):
         )
         trainer = Trainer(model, EAGER, options, seed=0, mesh=mesh)
         size = SEQUENCES // passes
-        source = lane_batches(
+        source = process_batches(
             [[token % CONFIG.vocab_size for token in document] for document in documents()],
             None,
-            deal=Deal(options.batch_sizes, size, rows_here(mesh, size)),
+            assignment=RowAssignment(options.batch_sizes, size, rows_here(mesh, size)),
             length=LENGTH,
             packing="first_fit",
             vocab_size=CONFIG.vocab_size,

@@ -1,0 +1,382 @@
+r"""Tokenization: documents to token ids, long texts in chunks, and which documents can be encoded.
+
+A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
+conversation goes through the tokenizer's chat template, which contains the special tokens. A prompt
+with its response is a conversation if the tokenizer has a chat template, and otherwise the two
+texts between the begin and the end token. Arrays of token ids are used as they are.
+
+**Answers.** Where answers are told apart, each part of a document is tokenized by itself, as it is
+when the model answers: the template up to the place of an answer is the prompt there.
+
+    # <user>Hi<end><assistant>Hello<end>    parts "<user>Hi<end><assistant>", "Hello<end>"
+
+**Chunks.** A text of any length takes the time and memory of its chunks, and only of those that are
+asked for. It is cut where white space ends or begins, at a place where the tokenizer gives the same
+tokens to the text around it whether it is cut or not:
+
+    encode(left + right) = encode(left) + rest(right),   rest(x) = encode("\n" + x) - encode("\n")
+
+The rest follows a line break, because some tokenizers put a space before a text. A chunk without
+such a place grows up to eight times as long, and is then cut inside a word. Nobody writes a run of
+a million letters, and the tokens at such a cut may differ from those of the whole.
+
+**Documents that cannot be encoded.** A record may be well formed and its document useless all the
+same: the chat template refuses the conversation, or a token is outside the vocabulary. If a share
+of the documents may be malformed (`Source.malformed`), all are checked before the first step, so
+that every process, and a run that is resumed, leaves out the same. The check renders templates, and
+tokenizes texts only if the tokenizer has more tokens than the model.
+"""
+
+import array
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from dms_jax.checkpoint.messages import read_messages
+from dms_jax.data.documents import AnswersOnly, Document, Exchange, Source
+from dms_jax.errors import DataError
+
+CHUNK = 32_768  # characters
+_LONGEST = 8  # times CHUNK, that a chunk without a place to cut may grow to
+_AROUND = 48  # characters on either side of a cut that are compared
+_TRIED = 16  # cuts of each kind
+_LINE = re.compile(r"\n(?=\S)")
+_WORD = re.compile(r"(?<=\S)(?=[ \n\t])")
+_ANY = re.compile(r"(?=.)", re.DOTALL)
+
+Part = tuple[str | np.ndarray, bool]  # a text or token ids, and whether they are of an answer
+Tokenized = dict[str, np.ndarray]
+
+
+class TokenizedDocuments:
+    """The documents of a source as token ids: the random-access data source of Grain.
+
+        {"tokens": int32 [n], "loss_mask": bool [n], "index": [], "next": []}
+
+    A long text comes as its first chunk. `next` is where its next one starts, -1 if there is none;
+    packing asks for that (`chunk`) once it needs it.
+    """
+
+    def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
+        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+        # Chunks of one text are asked for one after the other.
+        self._text: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Tokenized:
+        return self._encode(index, self._source[index], 0)
+
+    def chunk(self, index: int, start: int) -> Tokenized:
+        """Returns the chunk of a text that starts at `start`."""
+        if self._text[0] != index:
+            self._text = (index, self._source[index])
+        return self._encode(index, self._text[1], start)
+
+    def _encode(self, index: int, document: Any, start: int) -> Tokenized:
+        after = -1
+        try:
+            if isinstance(self._source, AnswersOnly):
+                tokens, counts = encode_answers(document, self._tokenizer)
+            else:
+                if isinstance(document, str):
+                    tokens, after = _encode_text_chunk(document, start, self._tokenizer)
+                else:
+                    tokens = encode_document(document, self._tokenizer)
+                counts = np.ones(tokens.shape, bool)
+            check_vocabulary(tokens, self._vocab_size)
+        except DataError as error:
+            raise DataError(f"{self._source.where(index)}: {error}") from error
+        return {
+            "tokens": tokens,
+            "loss_mask": counts,
+            "index": np.asarray(index),
+            "next": np.asarray(after),
+        }
+
+
+def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
+    """Returns the token ids of one document, int32 [n].
+
+    Raises:
+      DataError: a text has no tokenizer, a conversation no chat template, or the document is
+        neither of these nor an array of token ids.
+    """
+    return _encode_parts(_parts(document, tokenizer, answers=False), tokenizer)[0]
+
+
+def encode_answers(
+    document: Any, tokenizer: Any
+) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Returns the token ids of a document, and whether each belongs to an answer.
+
+    Raises:
+      DataError: see `encode_document`; or the document has no answer, or its template writes
+        earlier turns in another way once there are later ones.
+    """
+    return _encode_parts(_parts(document, tokenizer, answers=True), tokenizer)
+
+
+def encode_chunk(text: str, start: int, tokenizer: Any) -> tuple[list[int], int]:
+    """Returns the token ids of the chunk of a text that starts at a cut, and the cut that ends it.
+
+    Args:
+      text: the text.
+      start: 0, or the end of another chunk.
+      tokenizer: the tokenizer; special tokens are not added.
+    """
+    end = _cut(text, start, tokenizer)
+    if start == 0:
+        return _encode(text[:end], tokenizer), end
+    tokens = _rest(text[start:end], tokenizer)
+    # None only behind a cut inside a word.
+    return _encode(text[start:end], tokenizer) if tokens is None else tokens, end
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int | None) -> None:
+    """Raises DataError if a token id lies outside the vocabulary."""
+    if vocab_size is None or not tokens.size:
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise DataError(f"token ids must lie in 0 ... {vocab_size - 1}, got {low} ... {high}.")
+
+
+def keep_encodable(source: Source, tokenizer: Any, vocab_size: int | None) -> Source:
+    """Returns the documents of a source that can be encoded; all of them if none may be left out.
+
+    Args:
+      source: the documents; of `AnswersOnly` they must have answers that can be told apart.
+      tokenizer: the model's tokenizer; may be None for token ids.
+      vocab_size: V, to check token ids against; None for no check.
+
+    Raises:
+      DataError: more than the share of the source are left out, or all.
+    """
+    if source.malformed == 0:
+        return source
+    answers = isinstance(source, AnswersOnly)
+    kept, first = array.array("q"), None
+    for index in range(len(source)):
+        try:
+            _check_document(source[index], tokenizer, vocab_size, answers=answers)
+        except DataError as error:
+            # To find where a document is takes a while, and only one is named.
+            first = first or f"{source.where(index)}: {error}"
+        else:
+            kept.append(index)
+    wrong, total = len(source) - len(kept), len(source) + source.refused
+    if not wrong:
+        return source
+    told = f"{wrong} of {total} documents cannot be encoded"
+    if source.refused:
+        told = f"{told}, beside {source.refused} that are malformed"
+    if wrong + source.refused > source.malformed * total:
+        raise DataError(f"{told}, more than a share of {source.malformed:g}. The first: {first}")
+    if not kept:
+        raise DataError(f"{told}, and none is left. The first: {first}")
+    warnings.warn(f"{told}. They are left out. The first: {first}", stacklevel=3)
+    return AnswersOnly(_Kept(source, kept)) if answers else _Kept(source, kept)
+
+
+class _Kept(Source):
+    """Some documents of a source."""
+
+    def __init__(self, source: Source, kept: array.array):
+        self._source, self._kept = source, kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._source[self._kept[index]]
+
+    def where(self, index: int) -> str:
+        """Returns the origin of a document, for messages."""
+        return self._source.where(self._kept[index])
+
+
+def _check_document(
+    document: Any, tokenizer: Any, vocab_size: int | None, *, answers: bool
+) -> None:
+    """Raises DataError if a document cannot be encoded."""
+    parts = _parts(document, tokenizer, answers=answers)
+    size = getattr(tokenizer, "vocab_size", None)
+    every_token_fits = vocab_size is None or (size is not None and size <= vocab_size)
+    if not (every_token_fits and any(isinstance(part, str) for part, _ in parts)):
+        check_vocabulary(_encode_parts(parts, tokenizer)[0], vocab_size)
+
+
+def _encode_text_chunk(text: str, start: int, tokenizer: Any) -> tuple[np.ndarray, int]:
+    """Returns the token ids of a chunk of a document, and where the next starts; -1 at the end."""
+    begin, end = _special(tokenizer)
+    ids, after = encode_chunk(text, start, tokenizer)
+    last = after == len(text)
+    ids = [*([] if start else begin), *ids, *(end if last else [])]
+    return np.asarray(ids, np.int32), -1 if last else after
+
+
+def _encode_parts(parts: list[Part], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids of parts, and whether each belongs to an answer."""
+    ids = [
+        _token_ids(_encode_text(part, tokenizer)) if isinstance(part, str) else part
+        for part, _ in parts
+    ]
+    answers = [
+        np.full(each.shape, is_answer) for each, (_, is_answer) in zip(ids, parts, strict=True)
+    ]
+    return np.concatenate(ids), np.concatenate(answers)
+
+
+def _parts(document: Any, tokenizer: Any, *, answers: bool) -> list[Part]:
+    """Returns the parts of a document; without `answers` those of a conversation are one."""
+    if isinstance(document, Exchange):
+        return _exchange(document, tokenizer)
+    if _is_chat(document):
+        if answers:
+            return _turns([*document], tokenizer)
+        return [(_template(document, tokenizer, add_generation_prompt=False), False)]
+    if answers:
+        raise DataError(
+            "this document has no answers that could be told apart. Give conversations, or prompts "
+            "with responses."
+        )
+    if isinstance(document, str):
+        begin, end = map(_token_ids, _special(tokenizer))
+        return [(begin, False), (document, False), (end, False)]
+    return [(_token_ids(document), False)]
+
+
+def _exchange(document: Exchange, tokenizer: Any) -> list[Part]:
+    prompt, response = document.prompt, document.response
+    if (isinstance(prompt, str) or _is_chat(prompt)) != isinstance(response, str):
+        raise DataError(
+            "token ids go with token ids: of a prompt and its response both must be token ids, "
+            "or the prompt a text or a list of messages and the response a text."
+        )
+    if not isinstance(response, str):
+        return [(_token_ids(prompt), False), (_token_ids(response), True)]
+    if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
+        begin, _ = _special(tokenizer)
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return [
+            (_token_ids(begin), False),
+            (prompt, False),
+            (response, True),
+            (_token_ids(end), True),
+        ]
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    turns.append({"role": "assistant", "content": response})
+    return _turns(turns, tokenizer, first=len(turns) - 1)
+
+
+def _turns(messages: list[Any], tokenizer: Any, first: int = 0) -> list[Part]:
+    """The texts of a conversation, whose answers are the assistant's turns from `first` on."""
+    whole = _template(messages, tokenizer, add_generation_prompt=False)
+    parts: list[Part] = []
+    done = 0
+    for place, message in enumerate(messages):
+        if place < first or message.get("role") != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages[: place + 1], add_generation_prompt=False)
+        if not (whole.startswith(after) and after.startswith(before) and len(before) >= done):
+            raise DataError(
+                f"the chat template writes turn {place} in another way once it is answered or "
+                "others follow, so that answers cannot be told apart. Give single exchanges, or "
+                "let every token count."
+            )
+        end = len(before) + len(after[len(before) :].rstrip())
+        parts += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
+        done = end
+    if not parts:
+        raise DataError("this conversation has no turn of the assistant.")
+    return [*parts, (whole[done:], False)]
+
+
+def _is_chat(document: Any) -> bool:
+    """Whether a document is a list of messages, or begins as one."""
+    return isinstance(document, Sequence) and bool(document) and isinstance(document[0], dict)
+
+
+def _template(messages: Sequence[Any], tokenizer: Any, **options: Any) -> str:
+    """Returns the text of a conversation."""
+    if tokenizer is None:
+        raise DataError("the model has no tokenizer. Give token ids instead of conversations.")
+    return tokenizer.apply_chat_template(read_messages(messages), **options)
+
+
+def _special(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Returns the special tokens before a text, and those after it."""
+    if tokenizer is None:
+        raise DataError("the model has no tokenizer. Give token ids instead of texts.")
+    if tokenizer.bos_token_id is not None:
+        return [tokenizer.bos_token_id], []
+    return [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+def _token_ids(document: Any) -> np.ndarray:
+    """Returns token ids as an array, int32 [n].
+
+    Raises:
+      DataError: they are none.
+    """
+    tokens = np.asarray(document)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise DataError(
+            f"expected a text, a list of messages or a list of token ids, got "
+            f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
+        )
+    return tokens.astype(np.int32)
+
+
+def _encode_text(text: str, tokenizer: Any) -> list[int]:
+    """Returns the token ids of a text, without special ones, chunk by chunk."""
+    ids, start = [], 0
+    while start < len(text):
+        chunk, start = encode_chunk(text, start, tokenizer)
+        ids += chunk
+    return ids
+
+
+def _cut(text: str, start: int, tokenizer: Any) -> int:
+    """Returns the end of the chunk that starts at `start`."""
+    last, longest = start, start + _LONGEST * CHUNK
+    while last + CHUNK + _AROUND < len(text):
+        last += CHUNK
+        for place in _places(text, last - CHUNK // 2, last, anywhere=last == longest):
+            left, right = text[max(start, place - _AROUND) : place], text[place : place + _AROUND]
+            rest = _rest(right, tokenizer)
+            if rest is not None and _encode(left + right, tokenizer) == (
+                _encode(left, tokenizer) + rest
+            ):
+                return place
+        if last == longest:
+            return last
+    return len(text)
+
+
+def _places(text: str, least: int, most: int, *, anywhere: bool) -> Iterator[int]:
+    """Yields places to cut at, from the last one on: after line breaks, then before white space.
+
+    Then come, if it may be `anywhere`, the others.
+    """
+    for pattern in (_LINE, _WORD, _ANY)[: 3 if anywhere else 2]:
+        found = [match.end() for match in pattern.finditer(text, least, most)]
+        yield from found[: -_TRIED - 1 : -1]
+
+
+def _rest(text: str, tokenizer: Any) -> list[int] | None:
+    """Returns the tokens of a text after a line break; None if it changes that of the break."""
+    line = _encode("\n", tokenizer)
+    tokens = _encode("\n" + text, tokenizer)
+    return tokens[len(line) :] if tokens[: len(line)] == line else None
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)

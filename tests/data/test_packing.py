@@ -1,0 +1,124 @@
+"""Packing against examples by hand, with documents of any length."""
+
+import itertools
+import json
+
+import chex
+import numpy as np
+import pytest
+
+from dms_jax import assets
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.data import AnswersOnly, Documents, Exchange, batches, encode_document, tokenization
+from dms_jax.errors import DataError
+from tests.support.instances import further
+
+DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
+BATCH, LENGTH = 2, 32
+
+
+def take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def draw(documents, count=None, **options):
+    options = dict(batch_size=1, length=4, seed=None, repeat=False) | options
+    return take(batches(Documents(documents), **options), count)
+
+
+def tokens_of(drawn):
+    return np.concatenate([batch["tokens"] for batch in drawn]).tolist()
+
+
+def test_concatenate_cuts_the_stream():
+    drawn = draw(DOCUMENTS)
+    assert tokens_of(drawn) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert all(batch["loss_mask"].all() for batch in drawn)
+    assert "segment_ids" not in drawn[0]
+    chex.assert_type(drawn[0]["tokens"], np.int32)
+
+
+def test_concatenate_whole_starts_every_sequence_with_a_document():
+    drawn = draw(DOCUMENTS, packing="concatenate_whole")
+    assert tokens_of(drawn) == [[1, 2, 3, 4], [7, 8, 9, 10]]
+
+
+def test_first_fit_keeps_documents_apart():
+    drawn = draw(DOCUMENTS, packing="first_fit")
+    rows = {}
+    for batch in drawn:
+        key = tuple(batch["tokens"][0].tolist())
+        rows[key] = (batch["segment_ids"][0].tolist(), batch["loss_mask"][0].tolist())
+    # The document of 6 is cut to 4; 7 8 and 9 share a sequence; the order of sequences is random.
+    assert rows == {
+        (1, 2, 3, 4): ([1, 1, 1, 1], [True] * 4),
+        (7, 8, 9, 0): ([1, 1, 2, 0], [True, True, True, False]),
+        (10, 11, 12, 13): ([1, 1, 1, 1], [True] * 4),
+    }
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", *further("first_fit")])
+def test_documents_without_a_token_never_end_in_waiting(packing):
+    options = dict(packing=packing, seed=3)
+    for empty in ([[], []], np.zeros((3, 0), np.int32)):
+        with pytest.raises(DataError, match="hold no token"):
+            draw(empty, 1, repeat=True, **options)
+        assert draw(empty, 1, repeat=False, **options) == []
+    # The only document with tokens is found, wherever the shuffles of two epochs put it.
+    for seed in range(2):
+        lone = [*[[]] * 9, [1, 2, 3, 4]]
+        drawn = draw(lone, 4, repeat=True, packing=packing, seed=seed)
+        for batch in drawn:
+            chex.assert_trees_all_equal(batch["tokens"], np.array([[1, 2, 3, 4]]))
+    assert draw([[1], []], None, packing=packing, batch_size=2) == []  # not even one batch
+    with pytest.raises(DataError, match="generator"):
+        batches((document for document in DOCUMENTS), batch_size=1, length=4)
+
+
+def test_a_state_within_a_document_that_is_shorter_now_is_refused():
+    """No sequence would ever be full, and memory would be, of empty parts."""
+    options = dict(batch_size=1, length=4, seed=None)
+    iterator = batches([[1, 2, 3, 4, 5, 6, 7, 8, 9], [10]], **options)
+    next(iterator)
+    state = iterator.get_state()
+    batches([[1, 2, 3, 4], [10]], **options).set_state(state)
+    with pytest.raises(DataError, match=r"Document 0 ends before .* other data"):
+        batches([[1, 2, 3], [10]], **options).set_state(state)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
+def test_every_packing_carries_the_mask(packing):
+    """Answers are the numbers from 50 on."""
+    random = np.random.default_rng(0)
+    documents = [
+        Exchange(random.integers(1, 50, 3).tolist(), random.integers(50, 99, size).tolist())
+        for size in random.integers(1, 6, 30)
+    ]
+    options = dict(batch_size=2, length=8, packing=packing)
+    told, all_of_them = (
+        iter(batches(data, **options))
+        for data in (AnswersOnly(Documents(documents)), Documents(documents))
+    )
+    for _ in range(5):
+        batch, whole = next(told), next(all_of_them)
+        chex.assert_trees_all_equal(batch["tokens"], whole["tokens"])
+        chex.assert_trees_all_equal(batch["loss_mask"], batch["tokens"] >= 50)
+        chex.assert_trees_all_equal(whole["loss_mask"], whole["tokens"] > 0)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
+def test_long_documents_are_packed_as_others_are_and_resumed(packing, monkeypatch):
+    monkeypatch.setattr(tokenization, "CHUNK", 200)
+    own = Tokenizer.from_directory(assets.path("stories260k"))
+    documents = assets.stories("valid")[:5]
+    options = dict(batch_size=BATCH, length=LENGTH, packing=packing, seed=1)
+    tokens = [encode_document(text, own).tolist() for text in documents]
+    expected = list(itertools.islice(batches(tokens, **options), 12))
+    iterator = batches(documents, own, **options)
+    for consumed in range(12):
+        state = json.loads(json.dumps(iterator.get_state()))
+        chex.assert_trees_all_equal(next(iterator), expected[consumed])
+        if consumed % 5 == 3:
+            resumed = batches(documents, own, **options)
+            resumed.set_state(state)
+            chex.assert_trees_all_equal(next(resumed), expected[consumed])

@@ -1,0 +1,418 @@
+"""Documents to token ids: answers, long texts in chunks, and what cannot be encoded."""
+
+import itertools
+import json
+import pathlib
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.checkpoint import Tokenizer
+from dms_jax.data import (
+    AnswersOnly,
+    Documents,
+    Exchange,
+    Fields,
+    as_source,
+    batches,
+    encode_answers,
+    encode_document,
+    streams,
+    tokenization,
+)
+from dms_jax.data.batches import RowAssignment, process_batches
+from dms_jax.data.tokenization import TokenizedDocuments, encode_chunk, keep_encodable
+from dms_jax.errors import ConfigError, DataError
+from dms_jax.training import train
+from dms_jax.training.parameters import parameters
+from dms_jax.training.recipe import Stage
+from tests.support.models import VOCABULARY
+from tests.training.tiny import LENGTH, documents, language_model, recipe
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
+TEMPLATE = """{% for turn in messages %}
+{% if (turn.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}
+{{ turn.role }}: {{ turn.content }}{% endfor %}"""
+
+
+class Plain:
+    """Digits as tokens, with an end token and no chat template."""
+
+    bos_token_id = None
+    eos_token_id = 9
+
+    def encode(self, text, add_special_tokens=True):
+        assert not add_special_tokens
+        return [int(character) for character in text]
+
+
+class Begin(Plain):
+    bos_token_id = 0
+
+
+class Chat(Plain):
+    """Users' turns begin with 7 and the assistant's with 8; every turn ends with 9."""
+
+    chat_template = "given"
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        marks = {"user": "7", "assistant": "8"}
+        text = "".join(f"{marks[turn['role']]}{turn['content']}9" for turn in messages)
+        return text + ("8" if add_generation_prompt else "")
+
+
+class Forgetful(Chat):
+    """Drops what it said before, as templates of reasoning models do."""
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        last = len(messages) - 1
+        turns = [
+            turn if turn["role"] == "user" or place == last else turn | {"content": ""}
+            for place, turn in enumerate(messages)
+        ]
+        return super().apply_chat_template(turns, add_generation_prompt)
+
+
+def turns(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_texts_begin_with_the_begin_token():
+    tokenizer = Tokenizer.from_directory(assets.path("stories260k"))
+    story = assets.stories("valid")[0]
+    ids = encode_document(story, tokenizer)
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids) == story
+    (batch,) = itertools.islice(
+        batches([story, story], tokenizer, batch_size=1, length=2 * len(ids)), 1
+    )
+    chex.assert_trees_all_equal(batch["tokens"], np.array([[*ids, *ids]]))
+
+
+def test_texts_end_with_the_end_token_where_none_begins_them():
+    chex.assert_trees_all_equal(encode_document("12", Plain()), np.array([1, 2, 9]))
+
+
+@pytest.mark.parametrize(
+    ("document", "tokenizer", "tokens", "answers"),
+    [
+        (Exchange("12", "34"), Plain(), "12349", "00111"),
+        (Exchange("12", "34"), Begin(), "012349", "000111"),
+        (Exchange("12", "34"), Chat(), "7129834" + "9", "0000011" + "1"),
+        (Exchange(turns("1", "2", "3"), "4"), Chat(), "719829739849", "000000000011"),
+        (Exchange([1, 2], np.array([3])), None, "123", "001"),
+        (turns("1", "2", "3", "4"), Chat(), "719829739849", "000011000011"),
+        (turns("1", "2", "3"), Chat(), "719829739", "000011000"),
+    ],
+)
+def test_answers_are_told_apart(document, tokenizer, tokens, answers):
+    found, counts = encode_answers(document, tokenizer)
+    assert "".join(map(str, found)) == tokens
+    assert "".join(map(str, counts.astype(int))) == answers
+    chex.assert_trees_all_equal(encode_document(document, tokenizer), found)
+
+
+@pytest.mark.parametrize(
+    ("document", "tokenizer", "message"),
+    [
+        ("12", Plain(), "no answers that could be told apart"),
+        ([1, 2], None, "no answers that could be told apart"),
+        (turns("1"), Chat(), "no turn of the assistant"),
+        (turns("1", "2", "3", "4"), Forgetful(), "writes turn 1 in another way"),
+        (turns("1", "2"), None, "has no tokenizer"),
+        (Exchange("1", "2"), None, "has no tokenizer"),
+        (Exchange([1, 2], "3"), Chat(), "token ids go with token ids"),
+        (Exchange(np.array([1, 2]), "3"), Chat(), "token ids go with token ids"),
+        (Exchange("1", [2]), Chat(), "token ids go with token ids"),
+        (Exchange(turns("1"), [2]), Chat(), "token ids go with token ids"),
+        ([*turns("1"), "2"], Chat(), "turn 1: a chat message is a dict"),
+        (Exchange([0.5], [1]), None, "expected a text"),
+    ],
+)
+def test_what_has_no_answers_is_told(document, tokenizer, message):
+    with pytest.raises(DataError, match=message):
+        encode_answers(document, tokenizer)
+
+
+@pytest.mark.nightly
+def test_the_loss_is_of_answers_alone():
+    """A prompt that cannot be foreseen costs nothing, and an answer always does."""
+    random = np.random.default_rng(1)
+    documents = [Exchange(random.integers(0, 15, 6).tolist(), [20] * 6) for _ in range(32)]
+    losses = {}
+    for only in (False, True):
+        records = []
+        options = recipe(loss="language_modeling", packing="first_fit", answers_only=only)
+        model = language_model()
+        train(model, recipe=options, data=documents, on_step=records.append, progress=False)
+        losses[only] = records[0]["lm_loss"]
+    tokens = np.array([[*each.prompt, *each.response] for each in documents])[:, :LENGTH]
+    logits = np.asarray(language_model().logits(tokens), np.float64)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    costs = -np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    # The first step takes 4 of the 32 documents, which differ in their prompts alone.
+    answers = costs[:, 5:].mean(1)
+    assert answers.min() <= losses[True] <= answers.max()
+    assert abs(losses[True] - losses[False]) > 1e-3
+
+
+def named(name):
+    return Tokenizer.from_directory(
+        assets.path("stories260k") if name == "stories260k" else GOLDEN / name
+    )
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(tokenization, "CHUNK", 200)
+
+
+def in_chunks(text, tokenizer):
+    tokens, ends = [], [0]
+    while ends[-1] < len(text):
+        part, end = encode_chunk(text, ends[-1], tokenizer)
+        assert end > ends[-1]
+        tokens += part
+        ends.append(end)
+    return tokens, ends
+
+
+@pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2", "unigram"])
+@pytest.mark.parametrize("breaks", ["lines", "words"])
+def test_chunks_are_the_whole(short_chunks, name, breaks):
+    text = "\n\n".join(assets.stories("valid")[:6]) + " 1 234  567\n\n  def f(x):\n\treturn x\n"
+    if breaks == "words":
+        text = " ".join(text.split())
+    own = named(name)
+    tokens, ends = in_chunks(text, own)
+    assert tokens == own.encode(text, add_special_tokens=False)
+    sizes = np.diff(ends)
+    assert len(sizes) > len(text) / 400
+    assert max(sizes) <= 600
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2"])
+def test_long_turns_and_responses_are_tokenized_in_chunks_too(short_chunks, name, encoded_sizes):
+    """A reasoning trace of megabytes is an answer, and took as long as a text of them."""
+    own, end = named(name), {"gpt2": "<|endoftext|>", "mistral": "</s>", "qwen2": "<|im_end|>"}
+    own.chat_template = (
+        "{% for turn in messages %}{{ turn.role }}\n{{ turn.content }}" + end[name] + "\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    long = "\n\n".join(assets.stories("valid")[:4])
+    chat = [{"role": "user", "content": long}, {"role": "assistant", "content": f"Yes.\n{long}"}]
+    whole = own.encode(own.apply_chat_template(chat, False), add_special_tokens=False)
+    encoded_sizes.clear()
+    assert encode_document(chat, own).tolist() == whole
+    answers, counts = encode_answers(Exchange(long, chat[1]["content"]), own)
+    assert max(encoded_sizes) < 700 < len(long)
+    assert own.decode(answers[counts]) == own.decode(own.encode(f"Yes.\n{long}{end[name]}", False))
+
+
+def test_a_text_without_a_place_to_cut_stays_whole(short_chunks):
+    own = named("stories260k")
+    tokens, ends = in_chunks("x" * 1000, own)
+    assert tokens == own.encode("x" * 1000, add_special_tokens=False)
+    assert len(ends) == 2
+
+
+def test_a_document_of_megabytes_is_neither_tokenized_at_once_nor_in_the_state(
+    tmp_path, encoded_sizes, monkeypatch
+):
+    """Ten megabytes took minutes, gigabytes of memory and a state of 17 MB."""
+    story = "\n".join(assets.stories("valid")[:100])
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": story * (10_000_000 // len(story))}))
+    own = named("stories260k")
+    monkeypatch.setattr(streams, "WORKERS", 2)  # they read ahead
+    iterator = batches(path, own, batch_size=1, length=512)
+    drawn = [next(iterator)["tokens"][0] for _ in range(3)]
+    assert max(encoded_sizes) <= tokenization.CHUNK
+    assert sum(encoded_sizes) < 1_000_000
+    start = own.encode(story[:8000], add_special_tokens=False)
+    assert np.concatenate(drawn).tolist() == [own.bos_token_id, *start][: 3 * 512]
+    assert len(json.dumps(iterator.get_state())) < 1000
+
+
+@pytest.mark.parametrize("name", ["stories260k", "gpt2", "qwen2", "mistral"])
+def test_a_run_of_letters_is_cut_where_its_tokens_stay_the_same(name, monkeypatch):
+    monkeypatch.setattr(tokenization, "CHUNK", 100)
+    own = Tokenizer.from_directory(
+        assets.path("stories260k") if name == "stories260k" else f"tests/golden/tokenizers/{name}"
+    )
+    assert own is not None
+    text = "Tom said: " + "".join(map("{:x}".format, range(2000)))
+    tokens, ends = [], [0]
+    while ends[-1] < len(text):
+        part, end = encode_chunk(text, ends[-1], own)
+        tokens += part
+        ends.append(end)
+    assert max(b - a for a, b in itertools.pairwise(ends)) <= 9 * 100
+    assert tokens == own.encode(text, add_special_tokens=False)
+
+
+def test_a_run_that_no_place_is_right_for_is_cut_all_the_same(monkeypatch):
+    """Tokens of seven letters, and 48 letters on either side: no cut leaves them as they are."""
+    import tokenizers
+
+    monkeypatch.setattr(tokenization, "CHUNK", 100)
+    vocabulary = {"a" * length: length for length in (1, 2, 3, 7)} | {"<unk>": 0, "\n": 4}
+    model = tokenizers.models.WordPiece(
+        vocabulary, unk_token="<unk>", max_input_chars_per_word=10**6
+    )
+    own = Tokenizer(tokenizers.Tokenizer(model))
+    text, end, tokens = "a" * 5000, 0, 0
+    while end < len(text):
+        start = end
+        part, end = encode_chunk(text, start, own)
+        tokens += len(part)
+        assert 0 < end - start <= 900
+    assert tokens < 5000
+
+
+def test_a_letter_a_million_times_is_tokenized_in_chunks(encoded_sizes):
+    """A megabyte of one letter was tokenized whole, for every stream, in minutes."""
+    own = Tokenizer.from_directory(assets.path("stories260k"))
+    first = TokenizedDocuments(Documents(["a" * 4_000_000]), own, None)[0]
+    assert 0 < first["next"] <= 8 * tokenization.CHUNK
+    assert max(encoded_sizes) <= 8 * tokenization.CHUNK
+    assert sum(encoded_sizes) < 1_000_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    backend = dms_jax.load(dms_jax.assets.path("stories260k")).tokenizer.backend
+    return Tokenizer(backend, chat_template=TEMPLATE)
+
+
+def chat(*roles):
+    return [{"role": role, "content": "Once upon a time"} for role in roles]
+
+
+def everything(source):
+    return [source[index] for index in range(len(source))]
+
+
+def test_what_the_template_refuses_is_counted_with_what_is_malformed(tmp_path, tokenizer):
+    good, bad = chat("user", "assistant"), chat("assistant", "user")
+    lines = [json.dumps({"messages": each}) for each in (good, bad, good, bad)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([lines[0], "{oops", *lines[1:]]))
+    with pytest.warns(UserWarning, match="1 of 5 lines are malformed and left out"):
+        source = as_source(path, Fields(malformed=0.6))
+    told = (
+        r"2 of 5 documents cannot be encoded, beside 1 that are malformed\. They are left out\. "
+        r"The first: .*a\.jsonl, line 3: .*roles must alternate"
+    )
+    with pytest.warns(UserWarning, match=told):
+        left = keep_encodable(source, tokenizer, 512)
+    assert everything(left) == [good, good]
+    assert [left.where(index) for index in (0, 1)] == [f"{path}, line 1", f"{path}, line 4"]
+    with pytest.warns(UserWarning, match="malformed and left out"):
+        source = as_source(path, Fields(malformed=0.59))
+    with pytest.raises(DataError, match=r"more than a share of 0\.59.*line 3: .*must alternate"):
+        keep_encodable(source, tokenizer, 512)
+    assert source.refused == 1
+
+
+def test_without_a_share_nothing_is_read_beforehand(tokenizer):
+    source = Documents([chat("assistant")])
+    assert keep_encodable(source, tokenizer, 512) is source
+    with pytest.raises(DataError, match=r"document 0: .*roles must alternate"):
+        next(batches(source, tokenizer, batch_size=1, length=4))
+    with pytest.raises(ConfigError, match="malformed must be"):
+        Documents([], malformed=2.0)
+
+
+def test_tokens_outside_the_vocabulary_are_left_out(tokenizer):
+    rows = [[1, 2], [1, 9], np.array([3]), Exchange([4], [-1]), Exchange([4], [5])]
+    told = r"2 of 5 documents cannot be encoded\. .*document 1: token ids must lie in 0 \.\.\. 8"
+    with pytest.warns(UserWarning, match=told):
+        left = keep_encodable(as_source(rows, Fields(malformed=0.5)), None, 9)
+    assert everything(left) == [rows[0], rows[2], rows[4]]
+    with pytest.raises(DataError, match="more than a share"):
+        keep_encodable(Documents(rows, malformed=0.3), None, 9)
+    with pytest.raises(DataError, match="and none is left"):
+        keep_encodable(Documents(rows[1:2], malformed=1.0), None, 9)
+    # Of a tokenizer that has more tokens than the model.
+    texts = ["a", "Once upon a time"]
+    most = max(max(tokenizer.encode(texts[0])), 10)
+    with pytest.warns(UserWarning, match=r"1 of 2 documents.*document 1: token ids"):
+        left = keep_encodable(Documents(texts, malformed=0.5), tokenizer, most + 1)
+    assert everything(left) == texts[:1]
+
+
+def test_texts_are_tokenized_only_where_that_could_say_something(tokenizer, monkeypatch):
+    def refused(*_, **__):
+        raise AssertionError("a text was tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", refused)
+    rows = ["a text", chat("user"), Exchange("Once", "upon")]
+    source = Documents(rows, malformed=0.5)
+    assert keep_encodable(source, tokenizer, tokenizer.vocab_size) is source
+
+
+def test_of_answers_those_without_one_are_left_out_too(tokenizer):
+    rows = [chat("user", "assistant"), chat("user"), "no answer at all"]
+    with pytest.warns(UserWarning, match=r"2 of 3 .*document 1: .*no turn of the assistant"):
+        left = keep_encodable(AnswersOnly(Documents(rows, malformed=0.7)), tokenizer, 512)
+    assert isinstance(left, AnswersOnly)
+    assert everything(left) == rows[:1]
+
+
+def spoilt(rows):
+    """The rows with one outside the vocabulary after every fifth."""
+    return [
+        each
+        for place, row in enumerate(rows)
+        for each in ([row, [VOCABULARY]] if place % 5 == 0 else [row])
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be encoded")
+def test_every_process_leaves_out_the_same():
+    """The rows of two processes are those of one, and those of the documents that are left."""
+
+    def drawn(rows, data):
+        source = keep_encodable(data, None, VOCABULARY)
+        rows_of_passes = process_batches(
+            source,
+            None,
+            assignment=RowAssignment((4,), 4, rows),
+            length=LENGTH,
+            packing="concatenate",
+            vocab_size=VOCABULARY,
+            seed=3,
+        )
+        return np.stack([next(rows_of_passes)["tokens"] for _ in range(12)])
+
+    clean = documents()
+    bad = Documents(spoilt(clean), malformed=0.5)
+    whole = drawn((0, 1, 2, 3), Documents(clean))
+    parts = [drawn(rows, bad) for rows in ((0, 1), (2, 3))]
+    chex.assert_trees_all_equal(drawn((0, 1, 2, 3), bad), whole)
+    chex.assert_trees_all_equal(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*cannot be encoded")
+def test_a_run_goes_on_in_the_same_order(tmp_path):
+    model = language_model()
+    options = dict(recipe=recipe(Stage("train", 4, 1e-2), loss="language_modeling"), progress=False)
+    bad = Documents(spoilt(documents()), malformed=0.5)
+    expected = train(model, data=documents(), **options)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, data=bad, out=tmp_path, stop_after=1e-6, **options)
+    result = train(model, data=bad, out=tmp_path, **options)
+    chex.assert_trees_all_equal(
+        *(jax.device_get(parameters(each.transformer)) for each in (result, expected))
+    )
+    # With none left out these would be other data, in another order.
+    with pytest.raises(ConfigError, match="a run with another data"):
+        train(model, data=Documents(spoilt(documents())), out=tmp_path, **options)
