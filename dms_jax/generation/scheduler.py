@@ -487,7 +487,7 @@ class Notifier:
     on_tokens: OnTokens | None = None
     on_notified: Callable[[], None] | None = None
     _ended: list[tuple[Request, dict[str, Any]]] = dataclasses.field(default_factory=list)
-    _news: list[_Pending] = dataclasses.field(default_factory=list)
+    _pending: list[_Pending] = dataclasses.field(default_factory=list)
 
     def add(self, request: Request) -> None:
         """Queues the update of a request; whether it has ended is known then."""

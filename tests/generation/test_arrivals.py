@@ -115,7 +115,7 @@ def test_what_an_answer_holds_that_its_first_token_ends_is_without_the_steps_tha
     check([request], name, ends=ENDS)
     assert (len(request.generated), request.finish_reason) == (1, "end")
     page = 20 * engine.runner.page_bytes  # one holds the prompt of a row
-    state = engine.runner._state_bytes
+    state = engine.runner.reservation._state_bytes
     assert 0 < request.usage.live_tokens <= 13
     assert request.usage.cache_bytes == page + state
     assert page + state < request.usage.peak_cache_bytes <= 2 * page + state

@@ -70,7 +70,8 @@ def test_an_interrupt_carries_the_completions_that_had_ended(error):
 @pytest.mark.parametrize("place", ["decode", "extend", "reserve"])
 def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
     engine, given = host_engine(), prompts()
-    original, calls = getattr(engine.runner, place), []
+    owner = engine.runner.reservation if place == "reserve" else engine.runner
+    original, calls = getattr(owner, place), []
 
     def interrupted(*arguments, **options):
         calls.append(place)
@@ -80,7 +81,7 @@ def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, place, interrupted)
+        patch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(given, sampling=GREEDY)
     check(engine.generate(given, sampling=GREEDY), given, GREEDY)

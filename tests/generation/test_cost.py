@@ -10,7 +10,7 @@ import pytest
 
 import dms_jax
 from dms_jax.cache import PageAllocator
-from dms_jax.generation import prompts as given_prompts
+from dms_jax.generation import requests as given_requests
 from dms_jax.generation.engine import Source
 from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import request_keys
@@ -142,11 +142,11 @@ def test_chains_of_one_prompt_are_looked_at_once(monkeypatch):
     """Nothing but their lanes stands between sixteen chains and their first tokens."""
     encoded = []
     monkeypatch.setattr(
-        given_prompts, "check_tokens", lambda tokens, config: encoded.append(len(tokens))
+        given_requests, "check_tokens", lambda tokens, config: encoded.append(len(tokens))
     )
     model = model_for("vanilla", ends=False)
     one, two = prompts([11, 14])
-    tokens = given_prompts.encode_prompts(model, [one, one, two, one, list(one)])
+    tokens = given_requests.encode_prompts(model, [one, one, two, one, list(one)])
     assert encoded == [11, 14, 11]
     assert tokens == [one, one, two, one, one]
     requests = make_requests(model.config, tokens, dms_jax.Sampling())
@@ -183,7 +183,7 @@ def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
 def test_rows_of_an_array_are_prompts_of_their_own():
     """They are made anew whenever they are looked at, and may then stand in the same place."""
     rows = np.arange(1, 41).reshape(10, 4)
-    found = given_prompts.encode_prompts(model_for("vanilla", ends=False), rows)
+    found = given_requests.encode_prompts(model_for("vanilla", ends=False), rows)
     assert found == rows.tolist()
 
 
@@ -243,7 +243,7 @@ def test_prompts_of_plain_numbers_are_checked_quickly():
     def seconds() -> float:
         start = time.process_time()
         for _ in range(16):
-            assert given_prompts._ids(prompt, "Prompt 0") == prompt
+            assert given_requests._ids(prompt, "Prompt 0") == prompt
         return time.process_time() - start
 
     assert min(seconds() for _ in range(5)) < 0.01

@@ -60,7 +60,7 @@ class Watch:
         assert table.shape[-1] == runner.reservation.table_width(held, steps=True)
         # The most that the chunk can come to. An idle lane writes nothing and is not read.
         slots = np.where((most > 0)[:, None], lengths + most[:, None], 0)
-        slots = np.minimum(slots, np.maximum(runner._slot_limit or slots, lengths))
+        slots = np.minimum(slots, np.maximum(runner.reservation._slot_limit or slots, lengths))
         assert (slots <= table.shape[-1] * PAGE).all()
         named = table[np.arange(table.shape[-1]) < -(-slots // PAGE)[..., None]]
         assert ((named >= 0) & (named < runner.reservation.allocator.pages_per_shard)).all()

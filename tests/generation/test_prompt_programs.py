@@ -131,7 +131,7 @@ def test_a_prompt_compiles_the_programs_that_it_runs_and_no_other(length, needed
 def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
     """But for answers that are read again, which have the programs of prompts."""
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
-    shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
+    shapes = Engine(model, num_lanes=LANES, **OPTIONS).shapes
     assert any(shape.places is not None for shape in every_shape(shapes.one_pass))
     assert any(shape.places is not None for shape in every_shape(shapes.one_by_one)) == few
 
@@ -143,7 +143,7 @@ def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
 )
 def test_a_chunk_of_one_token_is_a_step_unless_prompts_are_told_from_answers(policy, one_pass):
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
-    shapes = Engine(model, **OPTIONS | dict(prefill_chunk=1))._shapes
+    shapes = Engine(model, **OPTIONS | dict(prefill_chunk=1)).shapes
     assert {each.one_pass for each in every_shape(shapes.one_pass)} == {one_pass}
     assert one_pass == in_one_pass(policy, 1, prompt=True)
 
@@ -152,7 +152,7 @@ def test_a_chunk_of_one_token_is_a_step_unless_prompts_are_told_from_answers(pol
 def test_on_a_mesh_all_entries_have_places(mesh):
     with jax.set_mesh(dms_jax.make_mesh(*mesh)):
         model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
-        shapes = Engine(model, num_lanes=LANES, **OPTIONS)._shapes
+        shapes = Engine(model, num_lanes=LANES, **OPTIONS).shapes
     assert all(shape.places is None for kind in shapes for shape in every_shape(kind))
 
 
@@ -188,7 +188,7 @@ def equations(jaxpr):
 
 def test_what_has_no_place_is_refused_before_anything_runs():
     runner = new_engine().runner
-    shape = new_engine()._shapes.one_pass.of_width(32)[-1]
+    shape = new_engine().shapes.one_pass.of_width(32)[-1]
     assert shape == (32, 4, 64, True)
     given = {lane: np.asarray(random_tokens(lane, 30), np.int32) for lane in range(3)}
     with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):

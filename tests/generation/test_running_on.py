@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dms_jax.generation import launched as launched_programs
+from dms_jax.generation import in_flight as programs_in_flight
 from dms_jax.generation import programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.in_flight import InFlight
@@ -158,7 +158,7 @@ def test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others(
         return engine.serve(Source(requests, GREEDY, on_tokens=on_tokens))
 
     in_turn = answers(lambda update: None)
-    monkeypatch.setattr(launched_programs, "_FEWEST_STEPS", fewest)
+    monkeypatch.setattr(programs_in_flight, "_FEWEST_STEPS", fewest)
     monkeypatch.setattr(programs.Program, "__call__", launched)
     monkeypatch.setattr(Runner, "collect", fetched)
     found = answers(None)

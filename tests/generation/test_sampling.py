@@ -190,9 +190,9 @@ def test_lanes_that_differ_draw_as_each_alone(searched):
     positions = jnp.repeat(jnp.arange(steps), lanes)
     each = {lane + lanes * step: samplings[lane] for step in range(steps) for lane in samplings}
     tokens, _ = draw_one(logits, keys, positions, LanesFilter(len(each)).of(each))
-    for lane, sampling in samplings.items():
+    for lane, own_sampling in samplings.items():
         own = slice(lane, None, lanes)
-        alone, _ = draw_one(logits[own], keys[own], positions[own], sampling.filter)
+        alone, _ = draw_one(logits[own], keys[own], positions[own], own_sampling.filter)
         chex.assert_trees_all_equal(tokens[own], alone)
 
 

@@ -16,6 +16,7 @@ from dms_jax.generation import Engine, Generation, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
+from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import SHAPE, answer, host_engine, model_for, prompts, squeezed
 from tests.support.fake_programs import ENDS
 
@@ -111,15 +112,13 @@ def test_chains_wait_for_the_memory_that_they_need(ran, monkeypatch):
     first two decode, between their two chunks, holds no more than its first tokens.
     """
     engine, given = host_engine("might evict", 4), prompts([30]) * 4
-    preempted, fits = [], engine._reserve_or_preempt
+    preempted, preempt = [], Scheduler.preempt
 
-    def watched(*arguments, **options):
-        before = len(engine._call.scheduler.running)
-        done = fits(*arguments, **options)
-        preempted.extend([None] * (before - len(engine._call.scheduler.running)))
-        return done
+    def watched(scheduler):
+        preempted.append(preempt(scheduler))
+        return preempted[-1]
 
-    monkeypatch.setattr(engine, "_reserve_or_preempt", watched)
+    monkeypatch.setattr(Scheduler, "preempt", watched)
     two_chunks = dataclasses.replace(SAMPLED, max_new_tokens=1 + 2 * SHAPE["chunk"])
     with squeezed(engine, 7 * 20):
         found = engine.generate(given, sampling=two_chunks)
@@ -144,7 +143,9 @@ def test_a_chain_that_is_cancelled_while_it_waits_has_read_its_prompt():
     usage = found[2].usage
     assert (usage.peak_tokens, usage.live_tokens, usage.compression_ratio) == (30, 30, 1)
     assert (usage.prefilled_tokens, usage.kv_reads) == (0, 0)
-    assert usage.cache_bytes == 2 * 20 * 2 * 16 * 8 * 4 + engine.runner._state_bytes  # of 30 slots
+    assert (
+        usage.cache_bytes == 2 * 20 * 2 * 16 * 8 * 4 + engine.runner.reservation._state_bytes
+    )  # of 30 slots
     assert prefilled(found) == [30, 0, 0, 30]
 
 
