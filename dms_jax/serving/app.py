@@ -165,7 +165,7 @@ class _Api:
         cancel = functools.partial(self._engine.cancel, key)
         if parsed.stream:
             return _EventStream(deltas, formatter, cancel)
-        async with _cancel_in_the_end(request.receive, deltas, cancel):
+        async with _cancel_on_exit(request.receive, deltas, cancel):
             return await _whole_response(deltas, formatter)
 
     async def get_models(self, request: Request) -> Response:
@@ -321,7 +321,7 @@ class _EventStream(StreamingResponse):
         self._deltas, self._cancel = deltas, cancel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _cancel_in_the_end(receive, self._deltas, self._cancel):
+        async with _cancel_on_exit(receive, self._deltas, self._cancel):
             await self.stream_response(send)
 
 
@@ -348,10 +348,10 @@ def _event(data: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _cancel_in_the_end(
+async def _cancel_on_exit(
     receive: Receive, deltas: _DeltaQueue, cancel: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """Ends the request inside when its client disconnects, and cancels its answers in any case.
+    """Ends the request inside when its client disconnects; cancels its answers on exit.
 
     Args:
       receive: of ASGI, behind the body: says when the client disconnects.

@@ -34,8 +34,16 @@ def told(model, variables):
 def served(model, variables):
     """What a server writes."""
     fields = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1}
-    options = dict(name="m", defaults=Sampling(), max_tokens=8, max_answers=1, seed=0)
-    parsed = parse_request(json.dumps(fields).encode(), chat=True, model=model, **options)
+    parsed = parse_request(
+        json.dumps(fields).encode(),
+        chat=True,
+        model=model,
+        name="m",
+        defaults=Sampling(),
+        max_tokens=8,
+        max_answers=1,
+        seed=0,
+    )
     return model.tokenizer.decode(parsed.prompts[0])
 
 
