@@ -8,6 +8,7 @@ written again, the row grows less than was reserved, and its last pages come bac
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -89,6 +90,10 @@ class Reservation:
         self.collect_prompts()
         return self._lengths
 
+    @lengths.setter
+    def lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:
+        self._lengths: Int[np.ndarray, "L B K"] = lengths
+
     def lengths_of(self, lane: int) -> Int[np.ndarray, "L K"]:
         """Returns the slots in use per row of a lane; waits for prompts only if one is its own."""
         if self._prompts is not None and self._prompts.counts[lane]:
@@ -154,7 +159,7 @@ class Reservation:
         assert (lengths <= held).all(), "a row outgrew its reserve"
         self._lengths = lengths.astype(np.int64)
 
-    def copy(self, source_of: dict[int, int]) -> None:
+    def copy(self, source_of: Mapping[int, int]) -> None:
         """Sets the lengths of lanes to those of the lanes whose sequences they copy."""
         self.lengths[:, list(source_of)] = self.lengths[:, list(source_of.values())]
 

@@ -146,12 +146,12 @@ def using(
     look_up = tuned.lookup
     drawn: list[np.ndarray] = []
 
-    def read(self, launched):
-        steps = before[-1](self, launched)
+    def collect(self, chunk):
+        steps = before[-1](self, chunk)
         drawn.append(np.asarray(steps.tokens))
         return steps
 
-    programs.decode, Runner.collect = program, read
+    programs.decode, Runner.collect = program, collect
     if write == SCATTERS:
         pool.write_pages, pool.rotate_and_write = (
             functools.partial(each, implementation="xla") for each in before[1:3]
