@@ -146,7 +146,7 @@ def _first_fit(
         parent.map(whole),
         length_struct={"tokens": length, "loss_mask": length},
         num_packing_bins=bins,
-        seed=seed,
+        seed=seed % 2**64,  # NumPy refuses negative ones
     )
     return packed.map(_as_sequence)
 
