@@ -148,15 +148,15 @@ MUTANTS = [
     Mutant(
         "generation: answers wait while the prompt of another request is read",
         FOLDER + "engine.py",
-        "takes_turns = joined and not self.policy.shrinks",
-        "takes_turns = False",
+        "takes_turns=is_open and not policy.shrinks",
+        "takes_turns=False",
         (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
     ),
     Mutant(
         "generation: a request that its first token has ended is reported while it reads again",
         FOLDER + "scheduler.py",
-        "elif lane in self.reading.parts or len(request.generated)",
-        "elif len(request.generated)",
+        "elif request.state is State.PREFILL or not request.has_new_tokens",
+        "elif not request.has_new_tokens",
         (
             f"{RUNNING_ON}::test_an_answer_that_has_ended_reads_its_whole_prompt_again_after_an_error",
         ),
@@ -219,14 +219,14 @@ MUTANTS = [
     ),
     Mutant(
         "generation: copies of a sequence keep the state of their own rows",
-        FOLDER + "runner.py",
-        "row_state=jax.tree.map(take, cache.row_state),",
-        "row_state=cache.row_state,",
+        FOLDER + "programs.py",
+        "seen=take(cache.seen[None])[0],\n        row_state=jax.tree.map(take, cache.row_state),",
+        "seen=take(cache.seen[None])[0],\n        row_state=cache.row_state,",
         (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[dms]",),
     ),
     Mutant(
         "generation: copies of a sequence lack what is kept per page",
-        FOLDER + "runner.py",
+        FOLDER + "programs.py",
         "page_state=jax.tree.map(copy, cache.page_state),",
         "page_state=cache.page_state,",
         (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[quest]",),
@@ -234,20 +234,20 @@ MUTANTS = [
     Mutant(
         "generation: copies of a sequence lack the values in host memory",
         FOLDER + "runner.py",
-        "runner.host.copy(pairs[0])",
+        "self.host.copy(pairs[0])",
         "pass",
         (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[kcache]",),
     ),
     Mutant(
         "generation: chains of one prompt share their first token",
         FOLDER + "runner.py",
-        "seeds,\n            runner.seen",
-        "seeds[sources],\n            runner.seen",
+        "seeds,\n                self.seen",
+        "seeds[sources],\n                self.seen",
         (f"{SHARED}::test_other_prompts_between_equal_ones",),
     ),
     Mutant(
         "generation: a lane draws as the first of equal prompts",
-        FOLDER + "engine.py",
+        FOLDER + "scheduler.py",
         "[(each.seed, each.copy) for each in started.values()]",
         "[(each.seed, 0) for each in started.values()]",
         (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
@@ -275,30 +275,30 @@ MUTANTS = [
     ),
     Mutant(
         "generation: prompts are shared whatever share of their length is kept",
-        FOLDER + "runner.py",
-        "limited = runner.policy.for_length(1) is not runner.policy",
+        FOLDER + "prefill.py",
+        "limited = policy.for_length(1) is not policy",
         "limited = False",
         (f"{SHARED}::test_a_share_of_the_longest_length_is_part_of_a_prompt",),
     ),
     Mutant(
         "generation: chains that did not fit are let in again for their first chunk",
         FOLDER + "scheduler.py",
-        "running[lane].slots = runner.reservation.lengths[:, source].copy()",
+        "request.slots = lengths[:, source].copy()",
         "pass",
         (f"{SHARED}::test_chains_wait_for_the_memory_that_they_need",),
     ),
     Mutant(
         "generation: something is put back while an answer of one token fills the pool",
         FOLDER + "engine.py",
-        "if self._launched.drawn or self._launched.chunks:",
-        "if self._launched.chunks:",
+        "if self.in_flight.drawn or self.in_flight.chunks:",
+        "if self.in_flight.chunks:",
         (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
     ),
     Mutant(
         "generation: a chain that waits is not told that its first token ended it",
         FOLDER + "scheduler.py",
-        "news = [each for each in put_back if len(each.generated) > each.reported_tokens]",
-        "news = []",
+        "changed = [each for each in preempted if each.has_new_tokens]",
+        "changed = []",
         (f"{SHARED}::test_a_chain_that_its_first_token_ends_waits_for_no_memory",),
     ),
     Mutant(
@@ -339,8 +339,8 @@ MUTANTS = [
     Mutant(
         "generation: requests that come wait for whole answers that nobody listens to",
         FOLDER + "engine.py",
-        "awaited = joined or by_step or ",
-        "awaited = by_step or ",
+        "waits=is_open or by_step or",
+        "waits=by_step or",
         (
             f"{ARRIVALS}::test_requests_are_looked_for_between_chunks_of_those_that_nobody_listens_to",
         ),
@@ -348,8 +348,8 @@ MUTANTS = [
     Mutant(
         "generation: in a conversation steps are launched before a stop string is looked for",
         FOLDER + "engine.py",
-        "awaited = joined or by_step or ",
-        "awaited = joined or ",
+        "waits=is_open or by_step or",
+        "waits=is_open or",
         (f"{TALK}::test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached",),
     ),
     Mutant(
@@ -369,15 +369,15 @@ MUTANTS = [
     Mutant(
         "generation: requests that wait outlive their cancellation",
         FOLDER + "scheduler.py",
-        "asked = [each for each in waiting if each.index in cancelled] if cancelled else []",
+        "asked = [each for each in self.waiting if each.index in cancelled] if cancelled else []",
         "asked = []",
         ("tests/generation/test_cancel.py::test_running_and_waiting_requests_end[keeps]",),
     ),
     Mutant(
         "generation: the first token of a chain is drawn at the position of its empty lane",
         FOLDER + "runner.py",
-        "runner.seen[sources].astype(np.int32),",
-        "runner.seen.astype(np.int32),",
+        "self.seen[sources].astype(np.int32),",
+        "self.seen.astype(np.int32),",
         (f"{SHARED}::test_other_prompts_between_equal_ones",),
     ),
     Mutant(
@@ -397,8 +397,8 @@ MUTANTS = [
     Mutant(
         "generation: a lane that had no steps has ended with the last answer in it",
         FOLDER + "runner.py",
-        "np.isin(steps.tokens[-1], launched.end_tokens) & (launched.most > 0)",
-        "np.isin(steps.tokens[-1], launched.end_tokens)",
+        "np.isin(steps.tokens[-1], chunk.end_tokens) & (chunk.most > 0)",
+        "np.isin(steps.tokens[-1], chunk.end_tokens)",
         (
             "tests/generation/test_pages_in_flight.py::test_an_idle_lane_that_is_taken_behind_a_chunk_keeps_its_unread_steps",
         ),

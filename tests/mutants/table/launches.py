@@ -26,9 +26,7 @@ MUTANTS = [
     Mutant(
         "generation: a full pool does not wait for what prompts evict",
         FOLDER + "reservation.py",
-        """            self.read_prompts()
-            self.trim()
-""",
+        "            self.collect_prompts()\n            self.trim()\n",
         "            pass\n",
         (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
     ),
@@ -49,8 +47,8 @@ MUTANTS = [
     Mutant(
         "generation: steps behind a stop string are those of who has the lane now",
         FOLDER + "reservation.py",
-        "self.forgotten[lanes] += 1",
-        "self.forgotten[lanes] += 0",
+        "self.epochs[lanes] += 1",
+        "self.epochs[lanes] += 0",
         (STOPPED,),
     ),
     Mutant(
@@ -80,7 +78,7 @@ MUTANTS = [
     Mutant(
         "generation: first tokens wait for the steps that run on",
         FOLDER + "engine.py",
-        "if self._reading.copied:",
+        "if self._prefill.has_copies:",
         "if True:",
         (TURNS, f"{RUNNING_ON}::{RUN_ON}"),
     ),
@@ -94,7 +92,7 @@ MUTANTS = [
     Mutant(
         "generation: the last steps of a chunk are read with the next chunk",
         FOLDER + "engine.py",
-        "for _ in range(running_on):",
+        "for _ in range(before):",
         "for _ in range(0):",
         (
             f"{RUNNING_ON}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",
@@ -103,8 +101,8 @@ MUTANTS = [
     Mutant(
         "generation: what the last steps of a chunk gave is told behind the next one",
         FOLDER + "engine.py",
-        "bool(launched.drawn or running_on)",
-        "bool(launched.drawn)",
+        "bool(in_flight.drawn or before)",
+        "bool(in_flight.drawn)",
         (
             f"{RUNNING_ON}::test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run",
         ),
@@ -112,43 +110,43 @@ MUTANTS = [
     Mutant(
         "generation: a wider program does not wait for the steps that run on",
         FOLDER + "engine.py",
-        "if launched.chunks and not self.runner.reservation.fits_table(extra):",
+        "if in_flight.chunks and not reservation.fits_table(extra):",
         "if False:",
         (f"{RUNNING_ON}::test_a_wider_program_waits_for_the_steps_that_run_on",),
     ),
     Mutant(
         "generation: something is put back while steps that may end an answer run",
         FOLDER + "engine.py",
-        "if self._launched.drawn or self._launched.chunks:",
-        "if self._launched.drawn:",
+        "if self.in_flight.drawn or self.in_flight.chunks:",
+        "if self.in_flight.drawn:",
         (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
     ),
     Mutant(
         "generation: a request that is cancelled while steps run goes on for another chunk",
         FOLDER + "engine.py",
-        "            self._catch_up(waiting, reporter)\n                        self._report",
-        "            self._report",
+        "            self._collect_steps()\n            self._collect_prompts()\n        if turns",
+        "            self._collect_prompts()\n        if turns",
         (f"{ARRIVALS}::test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk",),
     ),
     Mutant(
         "generation: a prompt that is cancelled behind steps that run does not count",
         FOLDER + "engine.py",
-        "if cancels:  # perhaps",
+        "if cancel:  # perhaps",
         "if False:  # perhaps",
         (f"{ARRIVALS}::test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile",),
     ),
     Mutant(
         "generation: a request ends before its first token, which is drawn, is read",
         FOLDER + "scheduler.py",
-        "self._to_end() if cancels else set()",
-        "self._to_end()",
+        "self._cancelled_now() if cancel else set()",
+        "self._cancelled_now()",
         (f"{CANCEL}::test_a_request_whose_first_token_was_not_read_is_not_ended_without_it",),
     ),
     Mutant(
         "generation: steps that run on for nobody are left to the next call",
         FOLDER + "engine.py",
-        "launched.read_steps()",
-        "pass",
+        "self.in_flight.collect_steps()  # what",
+        "pass  # what",
         (
             f"{RUNNING_ON}::test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends",
         ),
@@ -184,29 +182,29 @@ MUTANTS = [
     Mutant(
         "generation: the page table of a call is as wide as its first program of steps needs",
         FOLDER + "engine.py",
-        "len(each.prompt) for each in requests) + num_steps",
-        "len(each.prompt) for each in requests) + a_program",
+        "expect(longest + num_steps)",
+        "expect(longest + call.in_flight.steps_a_program(num_steps))",
         (f"{AHEAD}::test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs",),
     ),
     Mutant(
         "generation: a listener who may be late is waited for",
         FOLDER + "engine.py",
-        "(on_tokens is not None and not late)",
-        "on_tokens is not None",
+        "(source.on_tokens is not None and not source.late)",
+        "source.on_tokens is not None",
         (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(
         "generation: who may be late is told of a chunk before the next one is launched",
         FOLDER + "engine.py",
-        "if joined or not awaited:",
-        "if joined:",
+        "if overlap.hands_over or not overlap.waits:",
+        "if overlap.hands_over:",
         (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(
         "generation: whoever has stop strings waits for whole chunks",
         FOLDER + "engine.py",
-        "awaited = joined or by_step or ",
-        "awaited = joined or bool(sampling.stop_strings) or ",
+        "waits=is_open or by_step or",
+        "waits=is_open or bool(source.sampling.stop_strings) or",
         (f"{RUNNING_ON}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to",),
     ),
 ]

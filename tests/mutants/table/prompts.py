@@ -69,8 +69,8 @@ MUTANTS = [
     Mutant(
         "generation: the end of what attends in one pass ends its prompt",
         FOLDER + "prefill.py",
-        "return part.done + len(tokens) == len(part.prompt)",
-        "return len(tokens) == part.left",
+        "return item.done + len(tokens) == len(item.prompt)",
+        "return len(tokens) == item.left",
         (f"{READING}::test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest",),
     ),
     Mutant(
