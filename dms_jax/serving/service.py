@@ -177,7 +177,7 @@ class Service:
         self._queue: collections.deque[Request] = collections.deque()  # not polled yet
         self._to_cancel: set[int] = set()  # indices that the engine has not been given yet
         self._cancelling: set[int] = set()  # indices given to the engine, until they end
-        self._changed = threading.Condition()  # guards all of these
+        self._changed = threading.Condition()  # of the queue, `_to_cancel` or `draining`
         self._indices = itertools.count()
         self._after_chunk: set[Callable[[], None]] = set()
         self._polls = 0

@@ -1,4 +1,4 @@
-"""What strangers send: too much, too slowly, or never the end of it; others are answered."""
+"""Clients that send too much, too slowly, or never finish: others are still answered."""
 
 import contextlib
 import gc
@@ -56,7 +56,7 @@ def error_of(client, body, chat=False):
         (True, dict(messages=SAY, chat_template_kwargs={"start": WORDS * 1000})),
     ],
 )
-def test_a_prompt_that_is_too_long_is_told_by_openais_word(client, chat, fields):
+def test_a_prompt_that_is_too_long_has_openais_code(client, chat, fields):
     status, error = error_of(client, fields, chat)
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == ("messages" if chat else "prompt")
@@ -71,7 +71,7 @@ def test_an_answer_that_is_too_long_is_too(client, name):
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", name)
 
 
-def test_what_the_service_finds_too_long_is_told_by_the_same_word():
+def test_the_service_s_own_error_has_the_same_code():
     service = make_service()
     with pytest.raises(TooLongError, match="160 here") as error:
         service.submit([[5] * 100], dms_jax.Sampling(max_new_tokens=61), print)
@@ -108,27 +108,27 @@ def test_texts_of_the_longest_words_are_tokenized():
 
 
 @pytest.fixture(scope="module")
-def reader():
-    """A client of a server that reads every body of 100 bytes elsewhere."""
+def with_worker():
+    """A client of a server whose worker parses bodies of over 100 bytes, and its parser."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsing, "SMALL_BODY", 100)
-        readers, init = [], parsing.Parser.__init__
+        parsers, init = [], parsing.Parser.__init__
 
         def kept(self, served):
-            readers.append(self)
+            parsers.append(self)
             init(self, served)
 
         patch.setattr(parsing.Parser, "__init__", kept)
         with serving() as made:
             assert made.get("/health")[0] == 200  # it has begun
-            yield made, readers[0]
+            yield made, parsers[0]
 
 
 LARGE = dict(prompt="Once upon a time", max_tokens=3, temperature=0, user="me" * 100)
 
 
-def test_large_bodies_are_read_in_another_process_and_answered_alike(reader, client):
-    other, own = reader
+def test_large_bodies_are_parsed_in_the_worker_and_answered_alike(with_worker, client):
+    other, own = with_worker
     assert other.ask(**LARGE)["choices"] == client.ask(**LARGE)["choices"]
     assert own._process.pid != os.getpid()
     chat = dict(messages=SAY, max_tokens=3, temperature=0, user="me" * 100)
@@ -139,8 +139,8 @@ def test_large_bodies_are_read_in_another_process_and_answered_alike(reader, cli
 
 
 @pytest.mark.nightly
-def test_a_body_that_takes_too_long_is_refused_and_the_next_is_read(reader, monkeypatch):
-    client, own = reader
+def test_a_body_that_takes_too_long_is_refused_and_the_next_is_parsed(with_worker, monkeypatch):
+    client, own = with_worker
     client.ask(**LARGE)
     before = own._process
     before.send_signal(signal.SIGSTOP)
@@ -160,8 +160,8 @@ def test_a_body_that_takes_too_long_is_refused_and_the_next_is_read(reader, monk
 
 
 @pytest.mark.nightly
-def test_the_end_of_the_process_that_reads_is_told_and_the_next_is_read(reader):
-    client, own = reader
+def test_the_end_of_the_worker_is_a_503_and_the_next_body_is_parsed(with_worker):
+    client, own = with_worker
     client.ask(**LARGE)
     own._process.kill()
     own._process.wait()
@@ -170,7 +170,7 @@ def test_the_end_of_the_process_that_reads_is_told_and_the_next_is_read(reader):
     assert client.ask(**LARGE)["choices"]
 
 
-def test_bodies_that_are_being_sent_have_a_limit_together(client, monkeypatch):
+def test_bodies_being_received_have_a_limit_together(client, monkeypatch):
     monkeypatch.setattr(app, "MAX_BODIES_BYTES", 100_000)
     with contextlib.ExitStack() as stack:
         for _ in range(2):
@@ -185,7 +185,7 @@ def test_bodies_that_are_being_sent_have_a_limit_together(client, monkeypatch):
 
 
 def held(client):
-    """Bytes of bodies that the client's server holds."""
+    """Bytes of bodies that the client's server has not parsed."""
     return max(each._bodies_bytes for each in gc.get_objects() if isinstance(each, app._Api))
 
 
@@ -228,7 +228,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     ],
     ids=["half of a second head", "nothing", "half a head", "a body for health", "a body for 404"],
 )
-def test_whoever_does_not_finish_a_head_is_left(client, monkeypatch, sent):
+def test_a_head_that_does_not_come_times_out(client, monkeypatch, sent):
     monkeypatch.setitem(http_process._TIMEOUTS, "head", 0.5)
     with connected(client) as connection:
         connection.sendall(sent)
@@ -270,7 +270,7 @@ def test_an_answer_may_take_longer_than_a_head(idle, monkeypatch):
     assert answers[0]["usage"]["completion_tokens"] == 9
 
 
-def test_a_body_that_does_not_come_is_told_so(client, monkeypatch):
+def test_a_body_that_does_not_come_times_out(client, monkeypatch):
     monkeypatch.setattr(app, "BODY_TIMEOUT", 0.3)
     with connected(client) as connection:
         connection.sendall(head() + b"{")
@@ -279,7 +279,7 @@ def test_a_body_that_does_not_come_is_told_so(client, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_client_that_reads_nothing_is_left(client, monkeypatch):
+def test_a_client_that_receives_nothing_times_out(client, monkeypatch):
     monkeypatch.setitem(http_process._TIMEOUTS, "writing", 0.5)
     with connected(client) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
@@ -295,7 +295,7 @@ def test_a_client_that_reads_nothing_is_left(client, monkeypatch):
         assert left
 
 
-def test_what_never_becomes_a_request_makes_room(monkeypatch):
+def test_incomplete_requests_make_room(monkeypatch):
     """A file limit, or the number of connections, must not keep others from an answer."""
     monkeypatch.setattr(http_process, "max_connections", lambda answers: (8, 4))
     with serving() as client, contextlib.ExitStack() as stack:
@@ -307,7 +307,7 @@ def test_what_never_becomes_a_request_makes_room(monkeypatch):
         assert time.monotonic() - start < http_process.HEAD_TIMEOUT / 2
 
 
-def test_requests_that_run_do_not_make_room(monkeypatch):
+def test_running_requests_do_not_make_room(monkeypatch):
     monkeypatch.setattr(http_process, "max_connections", lambda answers: (3, 4))
     with serving() as client:
         go_on, waits = hold_steps(client, monkeypatch)
@@ -345,13 +345,13 @@ def test_there_are_files_for_all_connections():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_what_is_said_again_and_again_is_written_seldom():
-    seldom = LogRateLimit(most=3, seconds=10.0)
+def test_repeated_messages_are_logged_with_a_limit():
+    limit = LogRateLimit(most=3, seconds=10.0)
 
     def said(place, when):
         record = logging.LogRecord("a", logging.WARNING, "file", place, "%s is odd", ("it",), None)
         record.created = when
-        return record.getMessage() if seldom.filter(record) else None
+        return record.getMessage() if limit.filter(record) else None
 
     told = [said(1, when) for when in (0, 1, 2, 3, 4)]
     assert told[:2] == ["it is odd"] * 2
@@ -376,7 +376,7 @@ def fail(service, monkeypatch, error):
 
 
 @pytest.mark.parametrize("error", [PanicError("oh"), SystemExit(3)])
-def test_whatever_ends_the_engine_is_told_to_those_who_wait(monkeypatch, error):
+def test_whatever_ends_the_engine_ends_those_who_wait(monkeypatch, error):
     service, told, ends = make_service(), [], threading.Event()
     service.on_failure = ends.set
     fail(service, monkeypatch, error)
