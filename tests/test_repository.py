@@ -41,7 +41,7 @@ errors
 checks
 assets compilation config_checks devices helper_process json_text processes ranking terminal
 config sharding
-cache
+cache interrupts
 policies
 model
 checkpoint

@@ -38,7 +38,7 @@ from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy, as_policy
-from dms_jax.policies.base import check_adapter
+from dms_jax.policies.base import LEARN_FIRST, check_adapter
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -145,6 +145,13 @@ def _asked(
             f"this model was made for {model.policy}, whose decisions live in neurons that must "
             f"take no part in attention; saved for {policy} it would use them. Save it with its "
             "own policy"
+        )
+    borrows = policy.retrofit.borrowed_neurons is not None
+    if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
+        raise ConfigError(
+            f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
+            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST} Tests "
+            "load the model with untrained=True."
         )
     trained, asked = model.policy.retrofit.decisions, policy.retrofit.decisions
     if trained is not None and asked is not None and trained != asked:

@@ -101,7 +101,7 @@ def test_shards_and_their_index(stories, tmp_path):
     ],
 )
 def test_the_policy_travels(stories, tmp_path, policy, fields):
-    save(stories, policy, tmp_path / "out")
+    save(dataclasses.replace(stories, untrained=True), policy, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields.items() <= config.items()
     assert ("dms_decision_shift" in config) == ("dms_decision_shift" in fields)
@@ -180,3 +180,9 @@ def test_bfloat16_stays(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     written = tensors(tmp_path / "out")
     assert {tensor.dtype.name for tensor in written.values()} == {"bfloat16"}
+
+
+def test_a_model_that_learned_nothing_is_not_saved_for_a_policy_that_learns(stories, tmp_path):
+    with pytest.raises(ConfigError, match="DMS learns what to evict, and this model was never"):
+        save(stories, "DMS", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
