@@ -57,7 +57,6 @@ class Allocation(PeriodicEviction):
     scorer: Policy = dataclasses.field(default=SnapKV())
 
     def __post_init__(self):
-        self._take_name("scorer")
         require(
             isinstance(self.scorer, PeriodicEviction),
             f"{self.name}: scorer={show(self.scorer)} does not score what rows hold; give SnapKV, "

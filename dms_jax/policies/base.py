@@ -103,12 +103,6 @@ class Policy(Options):
         cls.name = cls.__name__
         _register(cls)
 
-    def _take_name(self, field: str) -> None:
-        """Lets a field that holds a policy be given as its name; called by `__post_init__`."""
-        from dms_jax.policies import as_policy  # which knows every policy
-
-        object.__setattr__(self, field, as_policy(getattr(self, field)))
-
     # -- what the library must know ---------------------------------------------------------------
 
     @property

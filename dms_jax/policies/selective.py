@@ -38,7 +38,6 @@ class SelectiveReading(Policy):
     over: Policy = dataclasses.field(default=Vanilla(), kw_only=True)
 
     def __post_init__(self):
-        self._take_name("over")
         require(
             isinstance(self.over, Vanilla | DelayedEviction) and self.over.parallel == "always",
             f"{self.name}: over={show(self.over)} decides by attention, which is not known for "

@@ -197,12 +197,3 @@ def test_shares_are_given_by_name():
     assert StreamingLLM(64, 4) == StreamingLLM(budget=64, sinks=4)
     assert Quest(1024, 3).dense_layers == 3
     assert KCache(128, 1).first_layers == 1
-
-
-def test_a_policy_inside_a_policy_may_be_its_name():
-    assert dms_jax.AdaKV("Knorm") == dms_jax.AdaKV(dms_jax.Knorm())
-    assert dms_jax.Quest(over="StreamingLLM") == dms_jax.Quest(over=dms_jax.StreamingLLM())
-    with pytest.raises(dms_jax.ConfigError, match="Unknown cache policy 'Knrm' .did you mean Knorm"):
-        dms_jax.AdaKV("Knrm")
-    with pytest.raises(dms_jax.ConfigError, match="Quest: over=TOVA"):
-        dms_jax.Quest(over="TOVA")
