@@ -146,13 +146,6 @@ def _asked(
             f"take no part in attention; saved for {policy} it would use them. Save it with its "
             "own policy"
         )
-    borrows = policy.retrofit.borrowed_neurons is not None
-    if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
-        raise ConfigError(
-            f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
-            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST} Tests "
-            "load the model with untrained=True."
-        )
     trained, asked = model.policy.retrofit.decisions, policy.retrofit.decisions
     if trained is not None and asked is not None and trained != asked:
         raise ConfigError(
@@ -161,6 +154,13 @@ def _asked(
         )
     if check("adapter_only", adapter_only, bool):
         return AdapterSaving(model, policy, target)
+    borrows = policy.retrofit.borrowed_neurons is not None
+    if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
+        raise ConfigError(
+            f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
+            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST} Tests "
+            "load the model with untrained=True."
+        )
     return _ModelSaving(model, policy, target, max_shard_bytes, kept)
 
 

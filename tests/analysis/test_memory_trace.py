@@ -1,14 +1,12 @@
 """The memory of the pool as sequences grow."""
 
 import numpy as np
-import pytest
 
 import dms_jax
 from dms_jax import assets
 from dms_jax.analysis import memory_trace
 
 
-@pytest.mark.nightly
 def test_the_pool_follows_the_live_tokens():
     model = dms_jax.load(str(assets.path("stories260k")))
     story = model.tokenizer.encode(assets.stories("valid")[0])[:65]

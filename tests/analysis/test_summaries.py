@@ -116,7 +116,6 @@ def test_read_shares_count_steps_in_which_the_token_was_there():
     chex.assert_trees_all_close(everything.read_shares()[0, 0, 0], np.array([np.nan, 1, 1, 1]))
 
 
-@pytest.mark.nightly
 def test_ratios_over_training(tmp_path):
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.asarray(model.tokenizer.encode(assets.stories("valid")[0]))[None, :24]

@@ -39,7 +39,6 @@ def documents(tokenizer, batch):
             yield tokens[inside], counts[inside]
 
 
-@pytest.mark.nightly
 def test_documents_are_whole_and_only_solutions_count(tokenizer, mixture):
     whole = 0
     for tokens, counts in documents(tokenizer, mixture.batch(0)):
@@ -58,7 +57,6 @@ def test_documents_are_whole_and_only_solutions_count(tokenizer, mixture):
     assert whole > 8
 
 
-@pytest.mark.nightly
 def test_documents_are_encoded_as_the_tokenizer_encodes_their_texts(tokenizer):
     mixture = Mixture(tokenizer)
     rng, same = random.Random(0), random.Random(0)
@@ -73,7 +71,6 @@ def test_documents_are_encoded_as_the_tokenizer_encodes_their_texts(tokenizer):
             assert ids[prompt:] == [*solution, tokenizer.eos_token_id]
 
 
-@pytest.mark.nightly
 def test_parts_get_their_shares(tokenizer):
     mixture = Mixture(tokenizer, batch_size=16, length=2048, **LITTLE_PROSE)
     spent = dict.fromkeys(
@@ -119,7 +116,6 @@ def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
     assert abs(spent[0] - spent[1]) <= 7
 
 
-@pytest.mark.nightly
 def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
     again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512, **LITTLE_PROSE)
     first = mixture.batch(7)

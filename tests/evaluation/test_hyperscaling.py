@@ -144,9 +144,9 @@ def served(monkeypatch):
     """The number of requests in each queue of the engine."""
     sizes, serve = [], Engine.serve
 
-    def counted(self, requests, *rest, **options):
-        sizes.append(len(requests))
-        return serve(self, requests, *rest, **options)
+    def counted(self, source):
+        sizes.append(len(source.requests))
+        return serve(self, source)
 
     monkeypatch.setattr(Engine, "serve", counted)
     return sizes

@@ -46,9 +46,9 @@ def calls_of(monkeypatch):
     """The sizes of the queues that the engine serves."""
     sizes, serve = [], Engine.serve
 
-    def counted(self, requests, *rest, **options):
-        sizes.append(len(requests))
-        return serve(self, requests, *rest, **options)
+    def counted(self, source):
+        sizes.append(len(source.requests))
+        return serve(self, source)
 
     monkeypatch.setattr(Engine, "serve", counted)
     return sizes
@@ -59,9 +59,9 @@ def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch, stop_d
     """But those that decide whether others go on are looked at before them."""
     late, serve = [], Engine.serve
 
-    def served(self, *given, **options):
-        late.append(options["late"])
-        return serve(self, *given, **options)
+    def served(self, source):
+        late.append(source.late)
+        return serve(self, source)
 
     monkeypatch.setattr(Engine, "serve", served)
     systems = [System("one", dms_jax.Vanilla())]
@@ -205,11 +205,11 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch):
     small = dict(problems=1, chains=1, out=tmp_path)
     serve, second = Engine.serve, []
 
-    def meanwhile(self, *requests, **options):
+    def meanwhile(self, source):
         monkeypatch.setattr(Engine, "serve", serve)
         with pytest.raises(DataError, match=r"Another run is writing .*answers\.jsonl"):
             second.append(run(**small))
-        return serve(self, *requests, **options)
+        return serve(self, source)
 
     monkeypatch.setattr(Engine, "serve", meanwhile)
     first = run(**small)

@@ -9,7 +9,7 @@ from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.traces import cut, depends_on_length
-from dms_jax.generation import Engine
+from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import POLICIES, model_for, stories
@@ -74,15 +74,15 @@ def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
 def test_what_was_preempted_is_cut_alike(monkeypatch):
     """Its answer was recomputed as a prompt, and is not the prompt for all that."""
     short, calm = answers(length=6, **SMALL_PAGES), answers(**SMALL_PAGES)
-    fitted, reserve = [], Engine._reserve_or_preempt
+    preempted, preempt = [], Scheduler.preempt
 
-    def watched(self, *arguments, **options):
-        fitted.append(reserve(self, *arguments, **options))
-        return fitted[-1]
+    def watched(self):
+        preempted.append(preempt(self))
+        return preempted[-1]
 
-    monkeypatch.setattr(Engine, "_reserve_or_preempt", watched)
+    monkeypatch.setattr(Scheduler, "preempt", watched)
     narrow = answers(memory=90_000, **SMALL_PAGES)
-    assert False in fitted
+    assert preempted
     assert [each.trace for each in narrow] == [each.trace for each in calm]
     same(cuts(narrow, 6), cuts(short, 6))
 

@@ -102,7 +102,7 @@ def test_a_retrofit_also_answers_the_problems_that_a_variant_is_chosen_by(tmp_pa
 
     def train(self, job, recipe, policy, *, on_snapshot):
         for ratio in (2.0, 4.0, 8.0):
-            on_snapshot(ratio, self.base)
+            on_snapshot(ratio, dataclasses.replace(self.base, untrained=True))
 
     monkeypatch.setattr(curve_jobs, "evaluate", evaluate)
     monkeypatch.setattr(Worker, "train", train)
