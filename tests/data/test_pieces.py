@@ -106,7 +106,7 @@ def test_a_document_of_megabytes_is_neither_tokenized_at_once_nor_in_the_state(
     iterator = batches(path, own, batch_size=1, length=512)
     drawn = [next(iterator)["tokens"][0] for _ in range(3)]
     assert max(encoded_sizes) <= pieces.PIECE
-    assert sum(encoded_sizes) < 1_000_000
+    assert sum(encoded_sizes) < 5_000_000  # a batch waits for no more than a part
     start = own.encode(story[:8000], add_special_tokens=False)
     assert np.concatenate(drawn).tolist() == [own.bos_token_id, *start][: 3 * 512]
     assert len(json.dumps(iterator.get_state())) < 1000

@@ -110,4 +110,4 @@ def test_a_letter_a_million_times_is_tokenized_in_pieces(encoded_sizes):
     iterator = batches(["a" * 4_000_000], own, batch_size=1, length=64)
     assert next(iterator)["tokens"].shape == (1, 64)
     assert max(encoded_sizes) <= 8 * pieces.PIECE
-    assert sum(encoded_sizes) < 1_000_000
+    assert sum(encoded_sizes) < 2_000_000  # a batch waits for no more than a part
