@@ -493,6 +493,7 @@ class Engine:
                 with self.runner.working():
                     self._compile_first(requests, sampling, call)
                     yield call
+                self._call = None  # its requests belong to the caller
             finally:
                 call.close()
 
@@ -510,8 +511,8 @@ class Engine:
         if not isinstance(indices, Iterable):
             check("cancel: indices", indices, Sequence[Whole])
         checked = {check("cancel: index", index, Whole) for index in indices}
-        if self._call is not None:
-            self._call.scheduler.cancelled.update(checked)
+        if (call := self._call) is not None:
+            call.scheduler.cancelled.update(checked)
 
     def warm(self) -> int:
         """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
@@ -522,7 +523,8 @@ class Engine:
     @property
     def running(self) -> list[Request]:
         """The requests in lanes, oldest first; after an error, those that it ended."""
-        return [] if self._call is None else list(self._call.scheduler.running.values())
+        call = self._call
+        return [] if call is None else list(call.scheduler.running.values())
 
     def check_room(self, requests: list[Request], sampling: Sampling) -> None:
         """Refuses requests that are known not to fit, before any of them runs.

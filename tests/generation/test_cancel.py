@@ -117,7 +117,7 @@ def test_a_preempted_request_keeps_what_it_generated(monkeypatch):
     put_back, fits = [], engine.runner.reservation.fits
 
     def full(extra, **options):
-        if len(engine._call.scheduler.running) == 2 and (engine.runner.seen > 20).all():
+        if len(engine.running) == 2 and (engine.runner.seen > 20).all():
             put_back.append(extra)
             return False
         return fits(extra, **options)

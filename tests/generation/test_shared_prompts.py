@@ -209,7 +209,7 @@ def test_recomputation_after_a_preemption_counts(monkeypatch):
     fits, alone = engine.runner.reservation.fits, []
 
     def full_once(extra, **options):
-        both = len(engine._call.scheduler.running) == 2
+        both = len(engine.running) == 2
         if engine.runner.seen.max() > 13 and not both:
             alone.append(extra)
         if (engine.runner.seen[:2] > 13).all() and both and not alone:
