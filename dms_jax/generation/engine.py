@@ -2,20 +2,20 @@
 
     while call.step(): ...       accept what came, admit, launch, collect, finish, notify
 
-A `Source` says where requests come from and who is told of their tokens; `scheduler` says in which
-state each is; `Overlap` says how far the device runs ahead of the host:
+A `Source` gives requests and receives their updates; `scheduler` holds the state of each request;
+`Overlap` says how far the device runs ahead of the host:
 
     device  | steps  steps  steps  steps | prompts | first tokens | steps ...
     host                             | ends, admissions, launches of these | collects the last, ...
 
-Programs are launched before the results of those before them are collected, as far as nobody waits
-for these: prompts, the first tokens after them, and chunks of steps. A long chunk is several
-programs. While requests wait for a lane all but the last are collected before the next chunk is
-launched, since a lane that ended would be idle in it; the last one runs meanwhile, so that the
-device is not.
+The host launches the next programs before it collects the results of the last ones, unless a
+listener needs these first. Programs are prompts, the first tokens after them, and chunks of steps;
+a long chunk is several programs. While requests wait for a lane, the host collects all but the last
+of them before it launches the next chunk: a lane whose answer has ended goes to the next request,
+and the last program keeps the device busy meanwhile.
 
-Of equal prompts that are prefilled at the same time one is, and its sequence is copied to the lanes
-of the others as far as the pool holds them. What an update says of a chunk is said while the next
+Equal prompts that are admitted together are prefilled once, and the sequence is copied to the lanes
+of the others as far as the pool holds the copies. Updates of a chunk are sent while the next
 programs run.
 """
 
@@ -113,7 +113,7 @@ class EngineOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the requests of a call come from, and who is told of their tokens.
+    """Where the requests of a call come from, and who receives their updates.
 
     Attributes:
       requests: those that are known at the start; they share one sampling.
@@ -267,7 +267,7 @@ class Call:
         self.in_flight.collect_steps()
         self._notifier.notify()
         cancel = bool(self.scheduler.cancelled)  # what another thread adds now ends later
-        if cancel:  # perhaps in the middle of a prompt, of which what was prefilled counts
+        if cancel:  # perhaps in the middle of a prompt: what was prefilled of it counts
             self.in_flight.collect_prompts()
         self.scheduler.finish(cancel=cancel)
 
