@@ -99,3 +99,7 @@ class TrainingDivergedError(DmsJaxError):
 
 class OtherProcessError(DmsJaxError):
     """Another process of the run failed, and this one ended with it."""
+
+
+class EngineFailedError(DmsJaxError):
+    """The engine of a server failed for good, and the server ended with it."""

@@ -21,6 +21,7 @@ import tyro
 
 import dms_jax
 from dms_jax.command_line import help_texts, interrupts
+from dms_jax.errors import EngineFailedError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 # Errors of what ran, not of how it was called.
@@ -28,6 +29,7 @@ _OF_THE_RUN = (
     dms_jax.OutOfMemoryError,
     dms_jax.TrainingDivergedError,
     dms_jax.OtherProcessError,
+    EngineFailedError,
 )
 
 

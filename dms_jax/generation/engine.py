@@ -516,6 +516,7 @@ class Engine:
 
     def warm(self) -> int:
         """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
+        compilation.check_process()
         with unless_busy(self._lock, "The engine"), self.runner.working():
             num_steps = InFlight(self.runner, self.end_tokens).steps_a_program(self.chunk)
             return compile_all(self.runner, self.shapes, num_steps, self.end_tokens)

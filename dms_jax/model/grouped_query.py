@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dms_jax import sharding
+from dms_jax import compilation, sharding
 from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError
 from dms_jax.model.language_model import LanguageModel, check_model
@@ -42,6 +42,7 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
       ConfigError: if K' is not a proper divisor of K, or the model has decisions per KV head,
         which cannot be averaged.
     """
+    compilation.prepare()
     check_model(model)
     config, transformer = model.config, merge(model.transformer)
     old = config.num_kv_heads

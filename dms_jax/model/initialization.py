@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dms_jax import compilation
 from dms_jax.checks import Whole, check, show
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
@@ -31,6 +32,7 @@ def initialize(
       ConfigError: if the seed or the dtype is not valid, or the tokenizer has more tokens than
         the model.
     """
+    compilation.prepare()
     check("initialize: config", config, ModelConfig)
     seed = check("initialize: seed", seed, Whole)
     try:

@@ -17,17 +17,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dms_jax.errors import ConfigError, DmsJaxError, OtherProcessError, plain
+from dms_jax.errors import ConfigError, EngineFailedError, OtherProcessError, plain
 from dms_jax.serving.rpc import EngineServer, ServedModel, start_process
 from dms_jax.serving.service import Service
 
 BACKLOG = 2048  # connections that wait to be accepted
 _EXIT_TIMEOUT = 10.0  # seconds after the last answer, in which clients read the end of theirs
 _REPEAT_SECONDS = 1.0  # between two signals to the main thread
-
-
-class EngineFailedError(DmsJaxError):
-    """The engine's thread has ended by itself."""
 
 
 class Server:

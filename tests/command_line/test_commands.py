@@ -15,6 +15,7 @@ import pytest
 
 import dms_jax
 from dms_jax.command_line import COMMANDS, main, policy_options, reports, running
+from dms_jax.errors import EngineFailedError
 from dms_jax.policies import POLICIES
 from tests.support.tree import ROOT
 
@@ -73,6 +74,7 @@ def test_it_runs_as_a_module_too():
         (dms_jax.CapacityError, 2),
         (dms_jax.OutOfMemoryError, 1),
         (dms_jax.TrainingDivergedError, 1),
+        (EngineFailedError, 1),
         (dms_jax.OtherProcessError, 1),
     ],
 )

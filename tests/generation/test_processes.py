@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+import dms_jax
 from dms_jax import compilation
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine
@@ -24,15 +25,25 @@ def test_a_forked_process_in_which_programs_would_hang_refuses(monkeypatch):
     child = os.fork()
     if not child:
         try:
-            compilation.prepare()
-            os.write(write, b"it ran")
-        except ConfigError as error:
-            os.write(write, str(error).encode())
+            for call in (
+                compilation.prepare,
+                lambda: dms_jax.initialize(None),
+                lambda: dms_jax.to_grouped_query(None, 1),
+                object.__new__(Engine).warm,
+                lambda: dms_jax.load("nothing"),
+            ):
+                try:
+                    call()
+                    os.write(write, b"it ran\0")
+                except ConfigError as error:
+                    os.write(write, f"{error}\0".encode())
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as said:
-        assert "forked from one in which jax had run" in said.read()
+        *answers, _ = said.read().split("\0")
+    assert len(answers) == 5
+    assert all("forked from one in which jax had run" in each for each in answers)
     os.waitpid(child, 0)
     compilation.check_process()  # this one may
 

@@ -418,7 +418,8 @@ def test_an_error_in_what_ends_a_request_ends_the_engine_too(monkeypatch):
 
 @pytest.mark.nightly
 def test_the_server_ends_with_the_reason_and_its_clients_are_told(monkeypatch):
-    from dms_jax.serving.server import EngineFailedError, Server, take_address
+    from dms_jax.errors import EngineFailedError
+    from dms_jax.serving.server import Server, take_address
     from tests.serving.support import Client, served
 
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
