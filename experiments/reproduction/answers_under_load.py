@@ -1,6 +1,6 @@
 """How often a seeded answer under load differs from the same request's answer alone, and why.
 
-    python -m experiments.reproduction.answers_under_load --out experiments/results/batch/load.json
+    python -m experiments.reproduction.answers_under_load --out runs/load.json
 
 Requests with prompts, lengths, temperatures and seeds of their own join one engine at random, whose
 pool holds a part of what its lanes need: some are preempted and recomputed. The same engine then
