@@ -143,7 +143,7 @@ class RowAssignment:
 
     Attributes:
       batch_sizes: B, the sequences of a step, of every kind of step.
-      pass_size: sequences of a pass, of which a step has one or more.
+      pass_size: sequences of a pass; a step has one or more passes.
       rows: the rows of a pass that are this process's.
     """
 
@@ -233,7 +233,7 @@ def process_batches(
     vocab_size: int,
     seed: int,
 ) -> ProcessBatches:
-    """Returns the iterator over the passes of optimizer steps, of which it has this process's rows.
+    """Returns the iterator over this process's rows of the passes of optimizer steps.
 
     Args:
       assignment: which rows of which steps this process trains on.

@@ -1,7 +1,7 @@
 """Streams of tokenized documents: in shuffled order, read ahead in threads, resumable.
 
-`one_stream` holds all documents. `split_streams` deals them to S streams, of which number s has
-documents s, s + S, s + 2 S, ... of the shuffled data, and makes some of them: so a process
+`one_stream` holds all documents. `split_streams` deals them to S streams: stream s has documents
+s, s + S, s + 2 S, ... of the shuffled data. It makes only the streams that are asked for: a process
 tokenizes the documents of its own streams alone. The order depends on the seed, not on the number
 of threads or processes.
 

@@ -324,7 +324,7 @@ class Call:
         return len(scheduler.running) == before
 
     def _decode(self) -> None:
-        """Launches a chunk of steps, and more as far as they may run ahead; collects the others.
+        """Launches a chunk of steps, and the next ones if they may run ahead; collects the rest.
 
         While others wait the last program of the chunk may be in flight at the end.
         """

@@ -340,7 +340,7 @@ class Prefill:
         return (self.whole if self.done < self.whole < end else end) - self.done
 
     def next(self, width: int) -> np.ndarray:
-        """Returns its next `width` tokens, of which so many are `left`."""
+        """Returns its next `width` tokens, at most `left`."""
         tokens, start = self.prompt, self.done
         if not self.in_prompt:
             tokens, start = self.answer, self.done - len(self.prompt)

@@ -122,7 +122,7 @@ class _AccessControl:
 
 
 class _Api:
-    """The endpoints."""
+    """The endpoints of the server, over an engine and a parser of bodies."""
 
     def __init__(self, engine: EngineClient, served: ServedModel, parser: Parser):
         self._engine, self._served, self._parser = engine, served, parser

@@ -12,24 +12,12 @@ import pytest
 from dms_jax.data import Documents, batches, streams
 from dms_jax.data.batches import RowAssignment, check_batch, process_batches
 from dms_jax.errors import ConfigError, DataError
+from tests.data.support import draw, take, tokens_of
 from tests.data.test_tokenization import Plain
 from tests.support.tree import ROOT
 
 LENGTH = 8
 ONES = np.ones((2, 3), int)
-
-
-def take(iterator, count):
-    return list(itertools.islice(iterator, count))
-
-
-def draw(documents, count=None, **options):
-    options = dict(batch_size=1, length=4, seed=None, repeat=False) | options
-    return take(batches(Documents(documents), **options), count)
-
-
-def tokens_of(drawn):
-    return np.concatenate([batch["tokens"] for batch in drawn]).tolist()
 
 
 def test_each_epoch_has_an_order_of_its_own_drawn_from_the_seed():

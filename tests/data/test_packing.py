@@ -11,23 +11,11 @@ from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import AnswersOnly, Documents, Exchange, batches, encode_document, tokenization
 from dms_jax.errors import DataError
+from tests.data.support import draw, tokens_of
 from tests.support.instances import further
 
 DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
 BATCH, LENGTH = 2, 32
-
-
-def take(iterator, count):
-    return list(itertools.islice(iterator, count))
-
-
-def draw(documents, count=None, **options):
-    options = dict(batch_size=1, length=4, seed=None, repeat=False) | options
-    return take(batches(Documents(documents), **options), count)
-
-
-def tokens_of(drawn):
-    return np.concatenate([batch["tokens"] for batch in drawn]).tolist()
 
 
 def test_concatenate_cuts_the_stream():

@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The bytes of all parts together."""
         names = ("parameters", "optimizer", "frozen", "gradients", "activations", "temporaries")
         return sum(getattr(self, name) for name in names)
 
