@@ -4,6 +4,8 @@ import numpy as np
 from jaxtyping import Int
 
 from dms_jax.generation import Engine
+from dms_jax.generation.engine import Source
+from dms_jax.generation.requests import SCORED, scored_request
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
@@ -32,18 +34,16 @@ def memory_trace(
     )
     runner, config = engine.runner, model.config
     slot_bytes = 2 * config.head_dim * np.dtype(model.dtype).itemsize
-    runner.set_max_lengths(dict(enumerate([tokens.shape[1]] * len(tokens))))
-    steps = (tokens.shape[1] - 1) // chunk
+    requests = [
+        scored_request(config, index, [], each, len(each))
+        for index, each in enumerate(tokens.tolist())
+    ]
     seen, held, live = [0], [0], [0]
-    with runner.working():
-        for index in range(steps):
-            counts = np.full(len(tokens), chunk)
-            runner.reservation.reserve(counts)
-            runner.teacher_forced_decode(
-                np.ascontiguousarray(tokens[:, index * chunk : (index + 1) * chunk + 1].T), counts
-            )
-            runner.reservation.trim()
-            seen.append((index + 1) * chunk)
+    # Somebody listens, so that no chunk is launched before the last one was collected.
+    source = Source(requests, SCORED, on_tokens=lambda update: None, keep=True)
+    with engine.open(source) as call:
+        while call.step():
+            seen.append(int(runner.seen[0]))
             held.append(runner.reservation.allocator.pages_in_use * page_size * slot_bytes)
             live.append(int(runner.reservation.lengths.sum()) * slot_bytes)
     return seen, held, live

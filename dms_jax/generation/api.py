@@ -7,19 +7,22 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Float
 
-from dms_jax.cache.accounting import Meter, Usage
+from dms_jax.cache.accounting import Usage
 from dms_jax.checks import Count, CountOnDevice, check, check_keywords, show_options
-from dms_jax.errors import CapacityError, CheckpointError, DataError
+from dms_jax.errors import DataError
 from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source
 from dms_jax.generation.requests import (
+    SCORED,
     Completion,
     OnTokens,
     Prompt,
+    Request,
     check_call,
     check_list,
     encode_prompt,
     encode_prompts,
     make_requests,
+    scored_request,
 )
 from dms_jax.generation.sampling import Sampling
 from dms_jax.interrupts import keep_finished
@@ -199,10 +202,10 @@ def score(
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
-      CapacityError: the memory does not hold `num_lanes` sequences to their end.
+      CapacityError: the memory does not hold a single sequence.
 
     Any exception that interrupts it, KeyboardInterrupt included, has the scores of the sequences
-    before: `error.finished` is {index of the sequence: Score}.
+    that had ended: `error.finished` is {index of the sequence: Score}.
     """
     check_keywords("score", score, options)
     check_model(model)
@@ -220,71 +223,28 @@ def score(
     max_lengths = [len(sequence) for sequence in tokens]
     if max_length is not None:
         max_lengths = [check("max_length", max_length, CountOnDevice)] * len(tokens)
-    scores: list[Score] = []
-    num_lanes = min(check("num_lanes", num_lanes, Count), len(tokens))
+    requests = [
+        scored_request(model.config, index, [], each, max_length)
+        for index, (each, max_length) in enumerate(zip(tokens, max_lengths, strict=True))
+    ]
     engine = Engine(
         model,
         policy,
-        num_lanes=num_lanes,
+        num_lanes=min(check("num_lanes", num_lanes, Count), len(tokens)),
         max_tokens=max(map(len, tokens)),
         memory=memory,
         chunk=chunk,
         **options,
     )
-    with keep_finished(lambda: dict(enumerate(scores))), engine.runner.working():
-        for start in range(0, len(tokens), num_lanes):
-            some = slice(start, start + num_lanes)
-            scores.extend(_score_batch(engine, tokens[some], max_lengths[some]))
-    return scores
+    with keep_finished(lambda: {each.index: _score_of(each) for each in requests if each.usage}):
+        engine.serve(Source(requests, SCORED))
+    return list(map(_score_of, requests))
 
 
-def _score_batch(engine: Engine, batch: list[list[int]], max_lengths: list[int]) -> list[Score]:
-    runner, chunk = engine.runner, engine.chunk
-    num_lanes, longest = len(runner.seen), max(map(len, batch))
-    tokens = np.zeros((-(-longest // chunk) * chunk + 1, num_lanes), np.int32)
-    lengths = np.zeros(num_lanes, np.int32)
-    for lane, sequence in enumerate(batch):
-        tokens[: len(sequence), lane] = sequence
-        lengths[lane] = len(sequence)
-    rows = engine.model.config.num_layers * engine.model.config.num_kv_heads
-    meters = [Meter(rows=rows) for _ in batch]
-    logprobs: list[list[np.ndarray]] = [[] for _ in batch]
-    # The last token of a sequence predicts none of its tokens, so it is not run.
-    runner.set_max_lengths(dict(enumerate(max_lengths)))
-    for first in range(0, longest - 1, chunk):
-        counts = np.clip(lengths - 1 - first, 0, chunk)
-        if not runner.reservation.fits(counts):
-            raise CapacityError(
-                f"The cache cannot hold {len(batch)} sequences of up to {longest} tokens at once. "
-                "Give it more memory (memory=), or score fewer at a time (num_lanes=)."
-            )
-        runner.reservation.reserve(counts)
-        for meter, held in zip(meters, runner.reservation.cache_bytes(), strict=False):
-            meter.peak_bytes = max(meter.peak_bytes, held)
-        steps = runner.teacher_forced_decode(tokens[first : first + chunk + 1], counts)
-        if not np.isfinite(steps.logprobs[steps.ran]).all():
-            raise CheckpointError(
-                "The model's logits are not numbers (NaN). Check the weights, or load the model "
-                "with dtype=float32 if they overflow float16."
-            )
-        runner.reservation.trim()
-        for lane, meter in enumerate(meters):
-            taken = slice(0, counts[lane])
-            meter.add(steps.live[taken, lane], steps.reads[taken, lane].tolist())
-            logprobs[lane].append(steps.logprobs[taken, lane])
-    for lane, meter in enumerate(meters):
-        meter.finish(int(runner.reservation.lengths[:, lane].sum()))
-    scores = [
-        Score(
-            logprobs=np.concatenate(logprobs[lane]),
-            usage=meters[lane].usage(
-                prompt_tokens=1,
-                new_tokens=len(sequence) - 1,
-                seen=len(sequence) - 1,
-                **runner.reservation.bytes_of(runner.reservation.lengths[:, lane]),
-            ),
-        )
-        for lane, sequence in enumerate(batch)
-    ]
-    runner.clear(list(range(num_lanes)))
-    return scores
+def _score_of(request: Request) -> Score:
+    """Returns the score of a sequence, whose first token stands for a prompt."""
+    assert request.usage is not None
+    usage = dataclasses.replace(
+        request.usage, prompt_tokens=1, new_tokens=request.usage.new_tokens - 1
+    )
+    return Score(np.asarray(request.logprobs), usage)

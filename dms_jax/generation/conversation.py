@@ -5,14 +5,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-import numpy as np
-
 from dms_jax import sharding
 from dms_jax.checks import Whole, check, check_keywords, require, show_options
 from dms_jax.errors import DataError
 from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source
-from dms_jax.generation.prefill import Shape, tokens_in_one_pass
-from dms_jax.generation.programs import bucket
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
@@ -181,7 +177,7 @@ class Conversation:
             )
             history = history.with_context(tokens, request.max_length - 1)
             self._recall()
-            _read_turns(engine, history.past[-1:])
+            _prefill(engine, history.past[-1], past.seen)
             self._history = history
 
     def ask(
@@ -220,7 +216,8 @@ class Conversation:
         runner, history = self._engine.runner, self._history
         if runner.dirty or int(runner.seen[0]) != history.seen:
             runner.restart()
-            _read_turns(self._engine, history.past)
+            for turn in history.past:
+                _prefill(self._engine, turn, int(runner.seen[0]))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         model, history = self._engine.model, self._history
@@ -245,35 +242,20 @@ def _lanes(model: LanguageModel, branches: int) -> int:
     return 1 + branches if split is None else 2 + branches
 
 
-def _read_turns(engine: Engine, turns: Sequence[Turn]) -> None:
-    """Computes turns of a conversation in lane 0, behind what it holds.
+def _prefill(engine: Engine, turn: Turn, seen: int) -> None:
+    """Computes a turn of a conversation in lane 0, behind the tokens that it has seen.
 
     Raises:
-      CapacityError: the pool does not hold the turns.
+      CapacityError: the pool does not hold it.
     """
-    runner, most = engine.runner, engine.options.prefill_chunk
-    extra = np.zeros(len(runner.seen), np.int64)
-    with runner.working():
-        for turn in turns:
-            runner.set_max_lengths({0: turn.max_length})
-            prompt = len(turn.tokens) if turn.prompt else 0
-            whole = tokens_in_one_pass(
-                runner.policy,
-                seen=int(runner.seen[0]),
-                prompt=prompt,
-                max_length=turn.max_length,
-            )
-            start = 0
-            while start < len(turn.tokens):
-                one_pass = start < whole
-                end = min(start + most, whole if one_pass else len(turn.tokens), len(turn.tokens))
-                part = np.asarray(turn.tokens[start:end], np.int32)
-                extra[0] = len(part)
-                runner.reservation.reserve(extra, prompt=turn.prompt)
-                ends = [0] if end == prompt else []
-                width = min(most, max(8, bucket(len(part))))
-                shape = Shape(width, entries=1, places=None, one_pass=one_pass)
-                runner.extend({0: part}, shape=shape, prompt=turn.prompt, ends_prompt=ends)
-                runner.reservation.trim()
-                start = end
-        runner.reservation.collect_prompts()  # what fails must fail before the work has ended
+    # A prompt as one with an answer of a token, which is not in the cache; an answer as one that
+    # was preempted behind its last token.
+    one = Sampling(max_new_tokens=1)
+    request = make_request(engine.model.config, [], one, past=Past(seen=seen))
+    if turn.prompt:
+        request.prompt = turn.tokens
+    else:
+        request.generated = [*turn.tokens, 0]
+        request.max_new_tokens = len(request.generated)
+    request.max_length = turn.max_length
+    engine.serve(Source([request], one, keep=True))

@@ -137,6 +137,11 @@ class Source:
     late: bool = False
     keep: bool = False
 
+    @property
+    def given(self) -> bool:
+        """Whether the answers are given and only scored (`Request.given`)."""
+        return any(each.given is not None for each in self.requests)
+
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
@@ -185,9 +190,11 @@ class Call:
     def __init__(self, engine: "Engine", source: Source):
         self.source, self.runner = source, engine.runner
         self.overlap = Overlap.of(source, engine.policy, engine.chunk)
-        self.in_flight = InFlight(self.runner, engine.end_tokens)
+        end_tokens = () if source.given else engine.end_tokens
+        tokenizer = None if source.given else engine.model.tokenizer
+        self.in_flight = InFlight(self.runner, end_tokens)
         streaming = source.streaming and source.on_tokens is not None
-        tracker = TextTracker(engine.model.tokenizer, engine.end_tokens, streaming=streaming)
+        tracker = TextTracker(tokenizer, end_tokens, streaming=streaming)
         self._notifier = Notifier(tracker, source.on_tokens, source.on_notified)
         self._prefill = PrefillQueue(engine.shapes, takes_turns=self.overlap.takes_turns)
         self.scheduler = Scheduler(
@@ -235,8 +242,10 @@ class Call:
         scheduler.accept(came or ())
         return came is not None or bool(scheduler.waiting or scheduler.running)
 
-    def _rule(self) -> Filter:
-        """Returns the sampling of the next program: of all lanes, or of each."""
+    def _rule(self) -> Filter | None:
+        """Returns the sampling of the next program, of all lanes or of each; None if given."""
+        if self.source.given:
+            return None
         if self.source.incoming is None:
             return self.source.sampling.filter
         running = self.scheduler.running
@@ -487,11 +496,11 @@ class Engine:
         check_stop(self.model, sampling)
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
-            self.check_room(requests, sampling)
+            self.check_room(requests, endless=source.given or self.is_endless(sampling))
             self._call = call = Call(self, source)
             try:
                 with self.runner.working():
-                    self._compile_first(requests, sampling, call)
+                    self._compile_first(requests, call)
                     yield call
                 self._call = None  # its requests belong to the caller
             finally:
@@ -527,8 +536,16 @@ class Engine:
         call = self._call
         return [] if call is None else list(call.scheduler.running.values())
 
-    def check_room(self, requests: list[Request], sampling: Sampling) -> None:
+    def is_endless(self, sampling: Sampling) -> bool:
+        """Whether answers end at their maximum length only."""
+        return not (self.end_tokens or sampling.stop_strings)
+
+    def check_room(self, requests: list[Request], *, endless: bool) -> None:
         """Refuses requests that are known not to fit, before any of them runs.
+
+        Args:
+          requests: the requests.
+          endless: whether their answers end at their maximum length only.
 
         Raises:
           CapacityError: a request can never fit, whatever the model generates; see
@@ -537,9 +554,9 @@ class Engine:
         self.runner.recover()
         longest = max((request.max_length for request in requests), default=1)
         self.runner.reservation.raise_max_length(longest)
-        self.admission.check(requests, endless=not (self.end_tokens or sampling.stop_strings))
+        self.admission.check(requests, endless=endless)
 
-    def _compile_first(self, requests: list[Request], sampling: Sampling, call: Call) -> None:
+    def _compile_first(self, requests: list[Request], call: Call) -> None:
         """Compiles what requests without a past need, unless a call has compiled it before."""
         if not requests or any(request.seen or request.before for request in requests):
             return
@@ -550,8 +567,8 @@ class Engine:
             self.runner,
             self.shapes,
             requests,
-            sampling.filter,
+            None if call.source.given else call.source.sampling.filter,
             call.in_flight.steps_a_program(num_steps),
-            self.end_tokens,
+            call.in_flight.end_tokens,
             self._compiled,
         )

@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt32
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
-from dms_jax.generation.sampling import Filter
+from dms_jax.generation.sampling import Filter, Given
 
 # Of so many answers with end tokens it is unlikely that all end within one chunk.
 LANES_AHEAD = 4
@@ -73,7 +73,7 @@ class InFlight:
         self,
         running: Mapping[int, Request],
         seeds: UInt32[np.ndarray, "B 2"],
-        rule: Filter,
+        rule: Filter | None,
         num_steps: int,
     ) -> None:
         """Launches a chunk of steps behind the others, while any lane may have a token to generate.
@@ -81,7 +81,7 @@ class InFlight:
         Args:
           running: lane -> its request.
           seeds: see `programs.request_keys`.
-          rule: sampling settings.
+          rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
         """
         size = self.steps_a_program(num_steps)
@@ -93,7 +93,7 @@ class InFlight:
                 self.last_tokens,
                 remaining,
                 seeds,
-                rule,
+                rule or given_tokens(running, remaining, size),
                 num_steps=size,
                 end_tokens=self.end_tokens,
             )
@@ -177,7 +177,7 @@ class InFlight:
         source_of: Mapping[int, int],
         running: Mapping[int, Request],
         seeds: UInt32[np.ndarray, "B 2"],
-        rule: Filter,
+        rule: Filter | None,
     ) -> None:
         """Draws the tokens after prompts; requests that have tokens continue from their last one.
 
@@ -185,7 +185,7 @@ class InFlight:
           source_of: lane -> the lane that prefilled its prompt, itself or another one.
           running: lane -> its request.
           seeds: see `programs.request_keys`.
-          rule: sampling settings.
+          rule: sampling settings; None if answers are given.
         """
         if continued := [lane for lane in source_of if running[lane].generated]:
             last_tokens = np.array(self.last_tokens)  # waits for the steps that run on
@@ -194,21 +194,24 @@ class InFlight:
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
             return
-        drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, rule)
+        rule = rule or given_tokens(running, self.remaining(running), 1)
+        self.last_tokens, drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, rule)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 
         def record() -> None:
-            tokens, logprobs, finite = jax.device_get(drawn)
-            check_finite((request, finite[lane]) for lane, request, _ in requests)
+            found = jax.device_get(drawn)
+            check_finite((request, found.finite[lane]) for lane, request, _ in requests)
             for lane, request, source in requests:
-                request.generated.append(int(tokens[lane]))
-                if logprobs is not None:
-                    request.logprobs.append(float(logprobs[lane]))
+                request.generated.append(int(found.tokens[lane]))
+                if found.logprobs is not None:
+                    request.logprobs.append(float(found.logprobs[lane]))
+                if found.greedy is not None:
+                    request.greedy &= bool(found.greedy[lane])
                 if source is not request:
                     request.meter.fork(source.meter)
                 request.prompt_peak = request.meter.peak
 
-        self.last_tokens, self.drawn = drawn[0], frozenset(fresh)
+        self.drawn = frozenset(fresh)
         self._records.append(record)
 
 
@@ -231,3 +234,24 @@ def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
         request.steps.append(totals[:, :count, lane])
         if logprobs is not None:
             request.logprobs += logprobs[lane][:count]
+        if steps.greedy is not None:
+            request.greedy &= bool(steps.greedy[:count, lane].all())
+
+
+def given_tokens(
+    running: Mapping[int, Request], remaining: Int[np.ndarray, " B"], count: int
+) -> Given:
+    """Returns the next `count` tokens of each lane whose answer is given (`Request.given`).
+
+    Args:
+      running: lane -> its request.
+      remaining: tokens of each lane that were not launched.
+      count: tokens of a lane.
+    """
+    tokens = np.zeros((count, len(remaining)), np.int32)
+    for lane, request in running.items():
+        assert request.given is not None
+        start = len(request.given) - int(remaining[lane])
+        some = request.given[start : start + count]
+        tokens[: len(some), lane] = some
+    return Given(tokens)

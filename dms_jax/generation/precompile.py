@@ -13,6 +13,7 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dms_jax.generation import programs
@@ -24,7 +25,7 @@ from dms_jax.generation.prefill import (
 )
 from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Filter, LanesFilter
+from dms_jax.generation.sampling import Filter, Given, LanesFilter
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import Policy
 
@@ -36,7 +37,7 @@ def compile_first(
     runner: Runner,
     shapes: PromptShapes,
     requests: Sequence[Request],
-    rule: Filter,
+    rule: Filter | None,
     num_steps: int,
     end_tokens: tuple[int, ...],
     compiled: set[Hashable],
@@ -49,7 +50,7 @@ def compile_first(
       runner: the runner that will launch them.
       shapes: the shapes of prompts.
       requests: the requests, none of them with a past.
-      rule: sampling settings.
+      rule: sampling settings; None if answers are given.
       num_steps: steps per program.
       end_tokens: token ids that end an answer.
       compiled: keys of what was compiled already; what is compiled now is added.
@@ -77,7 +78,8 @@ def compile_first(
     ]
     reservation = runner.reservation
     pages, pages_of_steps = reservation.table_width(1), reservation.table_width(1, steps=True)
-    key = (rule.switches, rule.logprobs, num_steps, end_tokens, pages, pages_of_steps, *batches)
+    form = jax.tree.structure(rule)
+    key = (form, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:
         return
     compiled.add(key)
@@ -139,7 +141,10 @@ class _Calls:
     """The programs of a runner with the arguments of their shapes; values mean nothing."""
 
     runner: Runner
-    rule: Filter
+    rule: Filter | None
+
+    def _rule(self, count: int) -> Filter | Given:
+        return self.rule or Given(np.zeros((count, len(self.runner.seen)), np.int32))
 
     @property
     def _lanes(self) -> np.ndarray:
@@ -176,12 +181,12 @@ class _Calls:
     def decode(self, pages: int, num_steps: int, end_tokens: tuple[int, ...]) -> _Call:
         lanes, table = self._lanes, self._table(len(self._lanes), pages)
         tokens = self.runner.everywhere(lanes)
-        settings = (self._policy, self.rule, num_steps, end_tokens)
+        settings = (self._policy, self._rule(num_steps), num_steps, end_tokens)
         return programs.decode, (*self._cached, table, tokens, lanes, self._seeds, *settings)
 
     def first_tokens(self) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
-        given = (self._seeds, lanes, self.rule, fresh, self.runner.everywhere(lanes))
+        given = (self._seeds, lanes, self._rule(1), fresh, self.runner.everywhere(lanes))
         return programs.first_tokens, (
             self.runner.model.transformer,
             self.runner.hidden,

@@ -1,4 +1,4 @@
-"""The compiled programs of generation: prefill, decode, teacher-forced decode, copies of lanes.
+"""The compiled programs of generation: prefill, first tokens, decode, copies of lanes.
 
 Each takes the cache as a donated argument and returns it. The page table is passed from the host,
 is read-only inside, and is not part of the cache between programs. `Program` holds the compiler
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
-from dms_jax.generation.sampling import Filter, sample
+from dms_jax.generation.sampling import Filter, Given, look_up, sample
 from dms_jax.model.caching import cache_shape, cache_specs, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
@@ -149,16 +149,18 @@ class Steps:
 
     Device arrays in the program, NumPy arrays when they are read. `ran` marks the steps that each
     lane took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless
-    they are asked for; `finite` says whether the logits were numbers. At the end of the chunk
-    `lengths` are the slots in use of each row.
+    they are asked for, `greedy` unless tokens are given: whether each is the likeliest. `finite`
+    says whether the logits were numbers. At the end of the chunk `lengths` are the slots in use of
+    each row.
     """
 
     tokens: Any  # Int[C, B]
     logprobs: Any  # Float[C, B] | None
+    greedy: Any  # Bool[C, B] | None
     finite: Any  # Bool[C, B]
-    ran: Any  # Bool[C, B]
-    live: Any  # Int[C, B]
-    reads: Any  # Int[C, B]
+    ran: Any = None  # Bool[C, B]
+    live: Any = None  # Int[C, B]
+    reads: Any = None  # Int[C, B]
     lengths: Any = None  # Int[L, B, K]
 
 
@@ -348,18 +350,35 @@ def first_tokens(
     sources: Int[Array, " B"],
     seeds: UInt32[Array, "B 2"],
     positions: Int[Array, " B"],
-    rule: Filter,
+    rule: Filter | Given,
     fresh: Bool[Array, " B"],
     tokens: Int[Array, " B"],
-) -> tuple[Int[Array, " B"], Float[Array, " B"] | None, Bool[Array, " B"]]:
+) -> tuple[Int[Array, " B"], Steps]:
     """Draws the token after a prompt for the fresh lanes; the other lanes keep theirs.
 
-    Lane b draws from the hidden state of lane `sources[b]`. The other results are the tokens'
-    log-probabilities, if they are asked for, and whether the logits were numbers.
+    Lane b draws from the hidden state of lane `sources[b]`. The results are the newest token of
+    each lane, and what `Steps` says of those that were drawn [B].
     """
     logits = transformer.unembed(hidden[sources])
-    drawn, chosen = sample(logits, request_keys(seeds), positions, rule)
-    return jnp.where(fresh, drawn, tokens), chosen if rule.logprobs else None, are_numbers(logits)
+    given = rule.tokens[0] if isinstance(rule, Given) else None
+    drawn = _next_tokens(logits, request_keys(seeds), positions, rule, given)
+    return jnp.where(fresh, drawn.tokens, tokens), drawn
+
+
+def _next_tokens(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    positions: Int[Array, " B"],
+    rule: Filter | Given,
+    given: Int[Array, " B"] | None,
+) -> Steps:
+    """Returns the next token of each row, drawn unless it is given, and what is known of it."""
+    if isinstance(rule, Given):
+        tokens, (logprobs, greedy) = given, look_up(logits, given)
+    else:
+        (tokens, logprobs), greedy = sample(logits, keys, positions, rule), None
+        logprobs = logprobs if rule.logprobs else None
+    return Steps(tokens, logprobs, greedy, finite=are_numbers(logits))
 
 
 def are_numbers(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
@@ -389,19 +408,19 @@ def decode(
     remaining: Int[Array, " B"],
     seeds: UInt32[Array, "B 2"],
     policy: Policy,
-    rule: Filter,
+    rule: Filter | Given,
     num_steps: int,
     end_tokens: tuple[int, ...],
     *,
     block: int = 1,
 ) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None]:
-    """Samples up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
+    """Adds up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
 
     The results are the cache, the `Steps`, the newest token of each lane, and the tail.
     """
     keys = request_keys(seeds)
 
-    def step(carry, _):
+    def step(carry, given):
         cache, tokens, remaining = carry
         active = remaining > 0
         passed = transformer.cached(
@@ -415,13 +434,12 @@ def decode(
         )
         with jax.named_scope("sample"):
             logits = transformer.unembed(passed.hidden[:, 0])
-            new, chosen = sample(logits, keys, passed.cache.seen, rule)
-        new = jnp.where(active, new, tokens)
+            drawn = _next_tokens(logits, keys, passed.cache.seen, rule, given)
+        new = jnp.where(active, drawn.tokens, tokens)
         remaining = jnp.where(_ends(new, end_tokens), 0, remaining - active)
-        out = Steps(
+        out = dataclasses.replace(
+            drawn,
             tokens=new,
-            logprobs=chosen if rule.logprobs else None,
-            finite=are_numbers(logits),
             ran=active,
             live=passed.live[:, 0],
             reads=passed.reads[:, 0],
@@ -433,65 +451,11 @@ def decode(
     table_before = cache.page_table
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
     carry = (cache, tokens, remaining)
-    (cache, newest, _), steps = jax.lax.scan(step, carry, length=num_steps)
+    given = rule.tokens if isinstance(rule, Given) else None
+    (cache, newest, _), steps = jax.lax.scan(step, carry, given, length=num_steps)
     cache, tail = detach_tail(cache)
     steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
     return dataclasses.replace(cache, page_table=table_before), steps, newest, tail
-
-
-@functools.partial(
-    Program,
-    gpu_options=GPU_STEP_OPTIONS,
-    on_gpu=ON_GPU_STEP,
-    donate_argnums=1,
-)
-def teacher_forced_decode(
-    transformer: Transformer,
-    cache: Cache,
-    host: HostRows | None,
-    page_table: Int[Array, "L B K M"],
-    tokens: Int[Array, "n B"],
-    counts: Int[Array, " B"],
-    policy: Policy,
-    *,
-    block: int = 1,
-) -> tuple[Cache, Packed, Tail | None]:
-    """Runs `counts[b]` steps per lane on given tokens; see `Runner.teacher_forced_decode`."""
-
-    def step(cache, xs):
-        index, tokens, following = xs
-        active = index < counts
-        passed = transformer.cached(
-            tokens[:, None],
-            active.astype(jnp.int32),
-            cache,
-            policy,
-            one_pass=False,
-            host=host,
-            block=block,
-        )
-        logits = transformer.unembed(passed.hidden[:, 0])
-        chosen = jnp.take_along_axis(logits, following[:, None], axis=-1)[:, 0]
-        out = Steps(
-            tokens=jnp.argmax(logits, axis=-1).astype(following.dtype),
-            logprobs=chosen - jax.nn.logsumexp(logits, axis=-1),
-            finite=are_numbers(logits),
-            ran=active,
-            live=passed.live[:, 0],
-            reads=passed.reads[:, 0],
-        )
-        return passed.cache, out
-
-    table_before = cache.page_table
-    cache = dataclasses.replace(cache, page_table=page_table)
-    cache, steps = jax.lax.scan(
-        step,
-        attach_tail(cache, host, tokens.shape[0] - 1),
-        (jnp.arange(tokens.shape[0] - 1), tokens[:-1], tokens[1:]),
-    )
-    cache, tail = detach_tail(cache)
-    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
-    return dataclasses.replace(cache, page_table=table_before), steps, tail
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

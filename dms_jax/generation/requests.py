@@ -92,8 +92,10 @@ class Request:
       seen: tokens of a conversation's earlier turns, which are in the cache.
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
       state: where it is.
-      generated: token ids generated so far; the last one is not in the cache yet.
+      given: the whole answer, if it is given and only scored, not drawn.
+      generated: token ids of the answer so far; the last one is not in the cache yet.
       logprobs: the log-probability of each of them, if that was asked for.
+      greedy: whether each token of a given answer was the likeliest.
       steps: what each chunk of decode steps did for it; see `totals`.
       slots: slots in use per row when it was last preempted, or after a prompt that it shares and
         that did not fit; it needs as many to continue.
@@ -115,9 +117,11 @@ class Request:
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
     base: int | None = None
+    given: list[int] | None = None
     state: State = State.WAITING
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    greedy: bool = True
     steps: list[Int[np.ndarray, "2 n"]] = dataclasses.field(default_factory=list)
     slots: Int[np.ndarray, "L K"] | None = None
     prompt_peak: int = 0
@@ -269,6 +273,31 @@ def make_request(
         before=list(past.before),
         seen=past.seen,
         base=past.base,
+    )
+
+
+# Of answers that are given.
+SCORED = Sampling(temperature=0, max_new_tokens=1, logprobs=True)
+
+
+def scored_request(
+    config: ModelConfig, index: int, prompt: list[int], answer: list[int], max_length: int
+) -> Request:
+    """Builds a request whose answer is given, to be scored; without a prompt it begins the cache.
+
+    Then the first token of the answer is not scored.
+    """
+    return Request(
+        index=index,
+        prompt=prompt,
+        seed=0,
+        copy=0,
+        max_new_tokens=len(answer),
+        max_length=max_length,
+        meter=Meter(rows=config.num_layers * config.num_kv_heads),
+        sampling=SCORED,
+        given=answer,
+        generated=[] if prompt else answer[:1],
     )
 
 

@@ -35,7 +35,7 @@ from dms_jax.generation import programs
 from dms_jax.generation.prefill import PromptShapes, Shape, cuts_prompts, prompt_shapes
 from dms_jax.generation.programs import Packed, Steps
 from dms_jax.generation.reservation import PromptsInFlight, Reservation
-from dms_jax.generation.sampling import Filter
+from dms_jax.generation.sampling import Filter, Given
 from dms_jax.interrupts import Working
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
@@ -452,7 +452,7 @@ class Runner:
         tokens: Int[np.ndarray | jax.Array, " B"],
         remaining: Int[np.ndarray, " B"],
         seeds: UInt32[np.ndarray, "B 2"],
-        rule: Filter,
+        rule: Filter | Given,
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
@@ -464,7 +464,7 @@ class Runner:
             is an end token is idle.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
           seeds: see `programs.request_keys`.
-          rule: sampling settings.
+          rule: sampling settings, or the tokens in place of those that would be drawn.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
         """
@@ -505,30 +505,6 @@ class Runner:
             assert chunk.tail is not None
             self.host.write(chunk.tail, chunk.table)
         return steps
-
-    def teacher_forced_decode(
-        self, tokens: Int[np.ndarray, "n B"], counts: Int[np.ndarray, " B"]
-    ) -> Steps:
-        """Runs C = n - 1 decode steps over given tokens (pages must be reserved).
-
-        Of the result `logprobs[c]` is the log-probability of the given `tokens[c + 1]`, `tokens[c]`
-        the likeliest token in its place. Lane b takes its first `counts[b]` steps.
-        """
-        table = self.reservation.table(steps=True)
-        with use_mesh(self.model.mesh):
-            self.cache, steps, tail = programs.teacher_forced_decode(
-                self.model.transformer,
-                self.cache,
-                self.host_rows,
-                table,
-                tokens.astype(np.int32),
-                counts.astype(np.int32),
-                self.traced_policy,
-            )
-        counts = counts.astype(np.int64)
-        self.reservation.add_steps(counts)
-        epochs = self.reservation.epochs
-        return self.collect(StepsInFlight(steps, tokens[-1], counts, (), tail, table, epochs))
 
     @property
     def host_rows(self) -> HostRows | None:
@@ -583,15 +559,15 @@ class Runner:
         source_of: Mapping[int, int],
         tokens: Int[np.ndarray | jax.Array, " B"],
         seeds: UInt32[np.ndarray, "B 2"],
-        rule: Filter,
-    ) -> tuple[Array, Array | None, Array]:
+        rule: Filter | Given,
+    ) -> tuple[Array, Steps]:
         """Draws the token after a prompt for some lanes; see `programs.first_tokens`.
 
         Args:
           source_of: lane -> the lane that prefilled its prompt, itself or another one.
           tokens: the newest token of every lane; it stays that of the other lanes.
           seeds: see `programs.request_keys`.
-          rule: sampling settings.
+          rule: as in `decode`.
         """
         lanes, sources = list(source_of), np.arange(len(tokens), dtype=np.int32)
         sources[lanes] = list(source_of.values())

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from dms_jax import sharding
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
@@ -85,6 +85,17 @@ class Filter:
     searched: Any
     switches: Switches = struct.field(pytree_node=False)
     logprobs: bool = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Given:
+    """Tokens that are given and scored, where a `Filter` would have them drawn.
+
+    Attributes:
+      tokens: Int[n, B], the next tokens of each lane.
+    """
+
+    tokens: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +267,15 @@ def sample(
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs
+
+
+def look_up(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Returns the log-probability of a given token of each row, and whether it is the likeliest."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1), tokens == jnp.argmax(logits, axis=-1)
 
 
 class Scaled(NamedTuple):

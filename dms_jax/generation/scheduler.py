@@ -316,8 +316,8 @@ class Scheduler:
         never been in the cache.
         """
         policy, prompt, answer = self.runner.policy, request.before + request.prompt, []
-        key = None  # a preempted request shares its prompt with none
-        if len(request.generated) <= 1:
+        key = None  # a preempted request shares its prompt with none, nor one that has none
+        if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)
             key = prompt_key(policy, shard, prompt, request.max_length, request.base)
         if policy.parallel == "prompts":

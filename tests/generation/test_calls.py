@@ -186,18 +186,18 @@ def test_an_error_that_takes_no_attributes_passes_as_it_is():
 
 @pytest.mark.nightly
 def test_scores_of_earlier_sequences_are_carried(monkeypatch):
-    given, follow, calls = prompts((13, 13, 13)), Runner.teacher_forced_decode, []
+    given, follow, calls = prompts((13, 13, 13)), Runner.decode, []
     model = model_for("vanilla", ends=False)
     expected = dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
 
-    def third(self, *arguments):
+    def seventh(self, *arguments, **options):
         calls.append(1)
-        if len(calls) > 4:  # two chunks each
+        if len(calls) > 6:  # three programs each
             raise KeyboardInterrupt
-        return follow(self, *arguments)
+        return follow(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "teacher_forced_decode", third)
+        patch.setattr(Runner, "decode", seventh)
         with pytest.raises(KeyboardInterrupt) as caught:
             dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
     done = caught.value.finished

@@ -239,7 +239,7 @@ def test_running_out_of_memory_while_it_runs(call, monkeypatch):
 
     monkeypatch.setattr(precompile, "_compile", refuse if call == "warm" else lambda *_: 0)
     monkeypatch.setattr(language_model, "_logits", refuse)
-    for program in ("extend", "decode", "teacher_forced_decode"):
+    for program in ("extend", "decode"):
         monkeypatch.setattr(programs, program, refuse)
     with pytest.raises(OutOfMemoryError, match=r"out of memory .*(memory=|fewer at a)") as caught:
         RUNNING[call](model)

@@ -63,7 +63,7 @@ class Watch:
     def __init__(self, monkeypatch):
         self.chunks = self.cleared = self.ahead = 0
         self.refusals: set[int] = set()  # chunks before which the pool reports once that it is full
-        for name in ("extend", "decode", "teacher_forced_decode"):
+        for name in ("extend", "decode"):
             monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
         monkeypatch.setattr(Runner, "collect", self._read(Runner.collect))
         monkeypatch.setattr(Reservation, "fits", self._refusing(Reservation.fits))
@@ -76,10 +76,8 @@ class Watch:
             if name == "extend":
                 for lane, tokens in arguments[0].items():
                     coming[lane] = len(tokens)
-            elif name == "decode":
-                coming = np.minimum(arguments[1], options["num_steps"])
             else:
-                coming = arguments[1]
+                coming = np.minimum(arguments[1], options["num_steps"])
             whole = runner.policy.shrinks and options.get("prompt", False)  # cut afterwards
             held = grown(runner, runner.reservation.lengths, runner.reservation.steps_in_flight)
             slots = held + coming[:, None] if whole else grown(runner, held, coming)

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 
 from dms_jax.generation import Sampling, programs
 from dms_jax.generation.programs import Packed, Program
+from dms_jax.generation.sampling import Given
 from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, StreamingLLM, Vanilla
 
 # Tokens that are drawn: short words of the shipped tokenizer. A few may be end tokens of a model.
@@ -42,6 +43,7 @@ ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
 # Of requests with one of 1,024 seeds from here on, logits behind this token are not numbers. They
 # draw it, too.
 BROKEN_TOKEN, BREAKS = 3, 2**30
+GREEDY = Sampling(temperature=0, logprobs=True).filter
 _HALF_OF_DMS = 0.5
 _MANTISSA = 2**20  # a hash that float32 holds exactly
 
@@ -117,8 +119,12 @@ def _append(transformer, cache, table, tokens, active, policy: Policy):
     return cache, _mix(read, tokens) % _MANTISSA, lengths.sum((0, 2), dtype=jnp.int32)
 
 
-def _draw(read, positions, seeds, rule):
-    """Returns the next tokens and their log-probabilities."""
+def _draw(read, positions, seeds, rule, given, broken):
+    """Returns the next tokens, drawn unless they are given, and what is known of them."""
+    finite = ~(broken & _breaks(seeds[:, 0]))
+    if isinstance(rule, Given):
+        drawn = _draw(read, positions, seeds, GREEDY, None, broken)
+        return programs.Steps(given, _logprobs(positions, given), drawn.tokens == given, finite)
     greedy = rule.switches.greedy if rule.greedy is None else rule.greedy
     asked = jnp.round(1000 * jnp.reshape(jnp.asarray(rule.temperature, jnp.float32), -1))
     asked = _mix(jnp.where(greedy, 0, asked), jnp.reshape(jnp.asarray(rule.top_k, jnp.uint32), -1))
@@ -128,7 +134,12 @@ def _draw(read, positions, seeds, rule):
     hot = jnp.reshape(jnp.asarray(rule.temperature), -1) >= HOT
     tokens = jnp.where(hot, FIRST_TOKEN + (chance % TOKENS).astype(jnp.int32), words)
     tokens = jnp.where(_breaks(seed) & (chance % 8 == 0), BROKEN_TOKEN, tokens)
-    return tokens, -(positions % 64) - tokens / 512 if rule.logprobs else None
+    logprobs = _logprobs(positions, tokens) if rule.logprobs else None
+    return programs.Steps(tokens, logprobs, None, finite)
+
+
+def _logprobs(positions, tokens):
+    return -(positions % 64) - tokens / 512
 
 
 def _broken(tokens):
@@ -180,8 +191,9 @@ def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, to
     """Stands for `programs.first_tokens`."""
     del transformer
     read, broken = hidden[sources, 0].astype(jnp.uint32), hidden[sources, 1] > 0
-    drawn, logprobs = _draw(read, positions, seeds, rule)
-    return jnp.where(fresh, drawn, tokens), logprobs, ~(broken & _breaks(seeds[:, 0]))
+    given = rule.tokens[0] if isinstance(rule, Given) else None
+    drawn = _draw(read, positions, seeds, rule, given, broken)
+    return jnp.where(fresh, drawn.tokens, tokens), drawn
 
 
 def decode(
@@ -191,25 +203,20 @@ def decode(
     del host
     ends = jnp.asarray(end_tokens, jnp.int32)
 
-    def step(carry, _):
+    def step(carry, given):
         cache, tokens, remaining = carry
         active = remaining > 0
         cache, read, live = _append(transformer, cache, table, tokens, active, policy)
-        new, logprobs = _draw(read, cache.seen, seeds, rule)
-        new = jnp.where(active, new, tokens)
+        drawn = _draw(read, cache.seen, seeds, rule, given, _broken(tokens))
+        new = jnp.where(active, drawn.tokens, tokens)
         remaining = jnp.where(jnp.isin(new, ends), 0, remaining - active)
-        out = programs.Steps(
-            tokens=new,
-            logprobs=logprobs,
-            finite=~(_broken(tokens) & _breaks(seeds[:, 0])),
-            ran=active,
-            live=live,
-            reads=2 * live + 1,
-        )
+        out = dataclasses.replace(drawn, tokens=new, ran=active, live=live, reads=2 * live + 1)
         return (cache, new, remaining), out
 
     remaining = jnp.where(jnp.isin(tokens, ends), 0, remaining)
-    (cache, newest, _), steps = jax.lax.scan(step, (cache, tokens, remaining), length=num_steps)
+    given = rule.tokens if isinstance(rule, Given) else None
+    carry = cache, tokens, remaining
+    (cache, newest, _), steps = jax.lax.scan(step, carry, given, length=num_steps)
     steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
     return cache, steps, newest, None
 

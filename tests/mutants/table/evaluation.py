@@ -7,6 +7,8 @@ STATISTICS = "tests/evaluation/test_statistics.py"
 ESCAPES = "tests/evaluation/sandbox/test_escapes.py"
 SANDBOX = "tests/evaluation/sandbox/test_sandbox.py"
 CODE = "tests/evaluation/tasks/test_code.py"
+SCORE = "tests/generation/test_score.py"
+GIVEN = "test_given_answers_are_scored_as_they_would_be_drawn"
 LIKELIHOOD = "tests/evaluation/test_likelihood.py"
 EVALUATING = "tests/evaluation/test_evaluating.py"
 AGGREGATION = "tests/evaluation/test_aggregation.py"
@@ -73,25 +75,39 @@ MUTANTS = [
         (f"{EVALUATING}::test_problems_of_several_tasks_are_the_first_of_each",),
     ),
     Mutant(
-        "evaluation: a continuation's last token counts as one that is read",
-        FOLDER + "likelihood.py",
-        "read = min(len(self.read) - place, len(logprobs))",
-        "read = len(logprobs)",
+        "evaluation: a given answer begins behind its first token",
+        "dms_jax/generation/in_flight.py",
+        "start = len(request.given) - int(remaining[lane])",
+        "start = len(request.given) - int(remaining[lane]) + 1",
         (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass",),
     ),
     Mutant(
-        "evaluation: the likeliest token of a step is taken for the given one",
-        "dms_jax/generation/programs.py",
-        "tokens=jnp.argmax(logits, axis=-1).astype(following.dtype),",
-        "tokens=following,",
+        "evaluation: every given token is the likeliest",
+        "dms_jax/generation/sampling.py",
+        "tokens == jnp.argmax(logits, axis=-1)\n",
+        "tokens == tokens\n",
         (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass",),
     ),
     Mutant(
-        "evaluation: the prompt of a likelihood never ends",
-        FOLDER + "likelihood.py",
-        "prompt=True, ends_prompt=ending)",
-        "prompt=True, ends_prompt=())",
-        (f"{LIKELIHOOD}::test_a_prompt_ends_where_the_context_does",),
+        "evaluation: an answer is greedy if its last steps are",
+        "dms_jax/generation/in_flight.py",
+        "request.greedy &= bool(steps.greedy[:count, lane].all())",
+        "request.greedy = bool(steps.greedy[:count, lane].all())",
+        (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass", f"{SCORE}::{GIVEN}"),
+    ),
+    Mutant(
+        "evaluation: nobody asks whether a first token is the likeliest",
+        "dms_jax/generation/in_flight.py",
+        "request.greedy &= bool(found.greedy[lane])",
+        "pass",
+        (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass", f"{SCORE}::{GIVEN}"),
+    ),
+    Mutant(
+        "evaluation: end tokens end an answer that is given",
+        "dms_jax/generation/engine.py",
+        "end_tokens = () if source.given else engine.end_tokens",
+        "end_tokens = engine.end_tokens",
+        (f"{SCORE}::{GIVEN}",),
     ),
     Mutant(
         "evaluation: answers of other settings are taken over",
