@@ -9,6 +9,7 @@ nothing, and `trim` frees the difference once the lengths are known: under DMS, 
 slots in place, and after a cut, which moves the tokens that stay to the row's first pages.
 """
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -170,6 +171,7 @@ class PageAllocator:
             self.table = np.array(self.table_of_width(max(width, 2 * self.table.shape[-1])))
 
 
+@functools.cache
 def few_widths(widest: int, most: int) -> int:
     """Returns the narrowest of a few widths for rows of `widest` pages: 16, 64, 256, ..., `most`.
 
@@ -183,6 +185,7 @@ def few_widths(widest: int, most: int) -> int:
     return most if 2 * width >= most else width
 
 
+@functools.cache
 def few_sizes(pages: int) -> int:
     """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... to keep the number of compiled shapes small.
 

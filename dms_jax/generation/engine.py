@@ -328,7 +328,6 @@ class Call:
                 continue
             self.in_flight.collect_prompts()
             extra[scheduler.preempt()] = 0
-        self._prefill.drop_departed(scheduler.running)
         reservation.reserve(extra, prompt=prompt)
         return len(scheduler.running) == before
 

@@ -84,9 +84,8 @@ class InFlight:
           rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
         """
-        size = self.steps_a_program(num_steps)
+        size, remaining = self.steps_a_program(num_steps), self.remaining(running)
         for _ in range(0, num_steps, size):
-            remaining = self.remaining(running)
             if not remaining.any():  # at once where first tokens were all that was asked for
                 return
             chunk = self.runner.decode(
@@ -99,6 +98,7 @@ class InFlight:
             )
             self.chunks.append((chunk, dict(running)))
             self.last_tokens = chunk.newest
+            remaining = np.maximum(remaining - size, 0)
 
     def steps_a_program(self, num_steps: int) -> int:
         """Returns the steps of each program of a chunk of so many."""

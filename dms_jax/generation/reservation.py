@@ -47,6 +47,7 @@ class Reservation:
       page_bytes: bytes of a page, the part in host memory included.
 
     Attributes:
+      shrinks: whether the policy cuts rows (`Policy.shrinks`).
       steps_in_flight: Int[B], the most tokens of each lane in chunks of steps that are in flight.
       epochs: Int[B], how often each lane was released: results of programs that were launched in an
         earlier epoch of a lane are not those of the request that has it now.
@@ -65,7 +66,7 @@ class Reservation:
         page_bytes: int,
     ):
         self.policy, self.page_size, self.max_tokens = policy, page_size, max_tokens
-        self._shrinks = policy.shrinks
+        self.shrinks = policy.shrinks
         self._table_width, self._expected_slots = table_width, 1
         self._layer_bytes, self._state_bytes = layer_bytes, state_bytes
         self._page_bytes = page_bytes
@@ -189,7 +190,7 @@ class Reservation:
         slots, prompts = self._lengths, self._prompts
         if prompts is not None:
             slots = slots + prompts.counts[:, None]
-            if not self._shrinks:
+            if not self.shrinks:
                 slots = self.limited(slots, self._lengths)
             elif self._slot_limit is not None:  # rows are cut where their prompt ends
                 cut = np.minimum(slots, self._slot_limit)
@@ -206,7 +207,7 @@ class Reservation:
         """
         extra, held = np.asarray(extra), self.slots_held()
         slots = held + (extra[:, None] if extra.ndim == 1 else extra)
-        return slots if prompt and self._shrinks else self.limited(slots, held)
+        return slots if prompt and self.shrinks else self.limited(slots, held)
 
     def limited(
         self, slots: Int[np.ndarray, "*rows"], held: Int[np.ndarray, "*rows"]
@@ -274,7 +275,7 @@ class Reservation:
         Each width is a program to compile: those for the first tokens of long prompts, and for the
         first steps, have no other one than those for the last.
         """
-        limit = None if self._shrinks else self._slot_limit
+        limit = None if self.shrinks else self._slot_limit
         slots = tokens if limit is None else min(tokens, limit)
         self._expected_slots = max(self._expected_slots, slots)
 
@@ -297,7 +298,7 @@ class Reservation:
         widest = -(-max(slots, expected) // self.page_size)
         if self._table_width is not None:
             return max(self._table_width, widest)
-        limit = None if self._shrinks else self._slot_limit
+        limit = None if self.shrinks else self._slot_limit
         most = self.max_tokens if limit is None else min(limit, self.max_tokens)
         return few_widths(widest, few_sizes(-(-most // self.page_size)))
 
@@ -305,7 +306,7 @@ class Reservation:
         """Returns every `table_width` of sequences that are no longer than planned."""
         if self._table_width is not None:
             return [self.table_width(1, steps=steps)]
-        cut = self._slot_limit if steps or not self._shrinks else None
+        cut = self._slot_limit if steps or not self.shrinks else None
         most = self.max_tokens if cut is None else min(cut, self.max_tokens)
         slots = range(1, most + self.page_size, self.page_size)
         return sorted({self.table_width(each, steps=steps) for each in slots})

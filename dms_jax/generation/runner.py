@@ -468,12 +468,13 @@ class Runner:
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
         """
+        host = self.host_rows
         table = self.reservation.table(steps=True).copy()  # pages are released while it runs
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
                 self.model.transformer,
                 self.cache,
-                self.host_rows,
+                host,
                 table,
                 self.everywhere(tokens),
                 remaining.astype(np.int32),

@@ -47,6 +47,7 @@ class Admission:
     runner: Runner
     chunk: int
     prefill_chunk: int
+    _least: dict[int, int] = dataclasses.field(default_factory=dict)  # by number of tokens
 
     def check(self, requests: Sequence[Request], *, endless: bool) -> None:
         """Refuses requests that cannot fit even alone, whatever the model generates.
@@ -194,7 +195,7 @@ class Admission:
         is cut before.
         """
         prompt = self._prompt_slots(request)
-        if not self.runner.policy.shrinks:
+        if not self.runner.reservation.shrinks:
             prompt += min(self.chunk, request.remaining)
         needed = self._continued(request) + max(self._first_slots(request), prompt)
         if request.slots is None:
@@ -215,7 +216,7 @@ class Admission:
     def _prompt_slots(self, request: Request) -> int:
         """Returns a lower bound on the slots that a row needs by the end of the prompt."""
         tokens = len(request.before) + len(request.prompt)
-        return tokens if self.runner.policy.shrinks else self._at_least(tokens)
+        return tokens if self.runner.reservation.shrinks else self._at_least(tokens)
 
     def _all_slots(self, request: Request) -> int:
         """Returns the same by the end of the longest answer, whose last token is not cached."""
@@ -224,7 +225,10 @@ class Admission:
 
     def _at_least(self, tokens: int) -> int:
         """Returns a lower bound on the slots that a row holds after `tokens` tokens."""
-        return self.runner.policy.footprint(tokens, page_size=self.runner.page_size).at_least
+        if tokens not in self._least:
+            found = self.runner.policy.footprint(tokens, page_size=self.runner.page_size)
+            self._least[tokens] = found.at_least
+        return self._least[tokens]
 
 
 class Scheduler:
@@ -362,6 +366,7 @@ class Scheduler:
         request.slots = self.runner.reservation.lengths[:, lane].copy()
         request.state = State.WAITING
         self.waiting.appendleft(request)
+        self.prefill.drop_departed(self.running)
         self.runner.clear([lane])
         return lane
 
@@ -415,7 +420,7 @@ class Scheduler:
 
         A prompt that others share is prefilled to its end.
         """
-        if self.runner.reservation.steps_in_flight.any():
+        if not self.cancelled or self.runner.reservation.steps_in_flight.any():
             return set()
         return self.cancelled - self.prefill.spared(self.cancelled)
 
@@ -515,7 +520,8 @@ class Notifier:
         for each in self._pending:
             if each.text is None:
                 each.text = self.tracker.update(each.request)
-        self.tracker.finish()
+        if self.tracker.unfinished:
+            self.tracker.finish()
         if self.on_tokens is None or not self._pending:
             return
         pending, self._pending = self._pending, []

@@ -148,6 +148,9 @@ class TextTracker:
       end_tokens: token ids that end a request.
       streaming: whether text is needed as it arrives. If not, each request without stop strings is
         decoded once, by `finish`.
+
+    Attributes:
+      unfinished: requests that ended and have no text yet; see `finish`.
     """
 
     def __init__(
@@ -160,9 +163,9 @@ class TextTracker:
         self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
         self._streaming = streaming
         self._streams: dict[int, _Stream] = {}
-        self._unfinished: list[Request] = []
+        self.unfinished: list[Request] = []
         self._open: dict[int, bool] = {}
-        self._alone: dict[int, int] = {}
+        self._texts: dict[int, str] = {}
 
     def end(self, request: Request) -> None:
         """Says why a request has ended, if it has by its tokens alone."""
@@ -181,7 +184,7 @@ class TextTracker:
         stop = request.sampling.stop_strings
         if self._tokenizer is None or not (self._streaming or stop):
             if self._tokenizer is not None and request.finish_reason is not None:
-                self._unfinished.append(request)
+                self.unfinished.append(request)
             return ""
         stream = self._streams.get(request.index)
         if stream is None:  # a request with text goes on from an earlier call
@@ -217,12 +220,12 @@ class TextTracker:
 
         What an interrupt leaves is made by the next call.
         """
-        while self._unfinished:
-            request = self._unfinished[-1]
+        while self.unfinished:
+            request = self.unfinished[-1]
             tokens = request.generated
             tokens = tokens[:-1] if request.finish_reason == "end" else tokens
             request.text = self._text(self.begin(request.prompt), tokens, len(tokens))
-            self._unfinished.pop()
+            self.unfinished.pop()
 
     def begin(self, prompt: list[int], stops: tuple[str, ...] = ()) -> _Stream:
         """Returns the state before the first token behind a prompt."""
@@ -245,7 +248,7 @@ class TextTracker:
         A byte has none: with those of an answer it may be no character.
         """
         for token in prompt[: -_MOST_PENDING - 1 : -1]:
-            text = self._decode([token])
+            text = self._text_of(token)
             if not text and self._tokenizer.decode([token], skip_special_tokens=False):
                 return []
             if self._length_alone(token):
@@ -300,7 +303,7 @@ class TextTracker:
     def _may_continue(self, token: int) -> bool:
         """Whether a run of single-byte tokens may continue after it: a byte, or without text."""
         if token not in self._open:
-            self._open[token] = self._is_byte(token) or not self._decode([token])
+            self._open[token] = self._is_byte(token) or not self._text_of(token)
         return self._open[token]
 
     def _is_byte(self, token: int) -> bool:
@@ -309,10 +312,14 @@ class TextTracker:
 
     def _length_alone(self, token: int) -> int:
         """Returns the length of the text of a token by itself; 0 if it may depend on others."""
-        if token not in self._alone:
-            text = "" if self._may_continue(token) else self._decode([token])
-            self._alone[token] = 0 if _INCOMPLETE in text else len(text)
-        return self._alone[token]
+        text = "" if self._may_continue(token) else self._text_of(token)
+        return 0 if _INCOMPLETE in text else len(text)
+
+    def _text_of(self, token: int) -> str:
+        """Returns the text of a token by itself."""
+        if token not in self._texts:
+            self._texts[token] = self._decode([token])
+        return self._texts[token]
 
     def _find_stop(
         self, stream: _Stream, tokens: list[int], *, final: bool
