@@ -194,8 +194,8 @@ class InFlight:
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
             return
-        rule = rule or given_tokens(running, self.remaining(running), 1)
-        self.last_tokens, drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, rule)
+        chosen = rule or given_tokens(running, self.remaining(running), 1)
+        self.last_tokens, drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, chosen)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 
         def record() -> None:

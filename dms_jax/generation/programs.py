@@ -373,12 +373,11 @@ def _next_tokens(
     given: Int[Array, " B"] | None,
 ) -> Steps:
     """Returns the next token of each row, drawn unless it is given, and what is known of it."""
-    if isinstance(rule, Given):
-        tokens, (logprobs, greedy) = given, look_up(logits, given)
-    else:
-        (tokens, logprobs), greedy = sample(logits, keys, positions, rule), None
-        logprobs = logprobs if rule.logprobs else None
-    return Steps(tokens, logprobs, greedy, finite=are_numbers(logits))
+    if given is not None:
+        return Steps(given, *look_up(logits, given), are_numbers(logits))
+    assert isinstance(rule, Filter)
+    tokens, logprobs = sample(logits, keys, positions, rule)
+    return Steps(tokens, logprobs if rule.logprobs else None, None, are_numbers(logits))
 
 
 def are_numbers(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
