@@ -152,9 +152,10 @@ class Overlap:
       takes_turns: whether programs of prompts and chunks of steps take turns, so that nobody's
         answer waits for more than a chunk of another's prompt. Not with a policy that cuts dense
         prompts, whose steps have page tables of the cut rows alone.
-      waits: whether a chunk is collected before the next is launched, as a listener may cancel.
-      hands_over: whether requests join between the programs of a chunk: the last one runs while
-        lanes that ended in those before it are given away.
+      waits: whether the updates of a chunk are sent before the next one is launched, as a listener
+        may cancel.
+      hands_over: whether requests may come at any time, so that the last program of each chunk runs
+        while lanes that ended in those before it are given away. Else it does while requests wait.
     """
 
     num_steps: int
@@ -167,10 +168,11 @@ class Overlap:
         """Returns the most that a source and a policy allow."""
         is_open = source.incoming is not None
         by_step = source.keep and bool(source.sampling.stop_strings)
+        is_heard = source.on_tokens is not None and not source.late
         return cls(
             num_steps=1 if by_step else chunk,
             takes_turns=is_open and not policy.shrinks,
-            waits=is_open or by_step or (source.on_tokens is not None and not source.late),
+            waits=not is_open and (by_step or is_heard),
             hands_over=is_open,
         )
 
@@ -188,7 +190,7 @@ class Call:
     """
 
     def __init__(self, engine: "Engine", source: Source):
-        self.source, self.runner = source, engine.runner
+        self.source, self.runner, self._given = source, engine.runner, source.given
         self.overlap = Overlap.of(source, engine.policy, engine.chunk)
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer
@@ -204,21 +206,22 @@ class Call:
 
     def step(self) -> bool:
         """Takes one turn of the loop; returns False when there is nothing left to do."""
-        scheduler, turns = self.scheduler, self.overlap.takes_turns
+        scheduler, takes_turns = self.scheduler, self.overlap.takes_turns
         if not self._accept():
             return False
-        if scheduler.cancelled:  # meanwhile: their lanes are free, and none is for them
-            self._collect_steps()
-            self._collect_prompts()
-        if turns or not self._prefill.items:
+        if scheduler.to_cancel:  # they end before lanes are given away
+            self._drain()
+            scheduler.finish_and_notify()
+        if takes_turns or not self._prefill.items:
             scheduler.admit()
         if self._prefill.items:
             self._launch_prefill()
-            if self._prefill.items and not turns:
+            if self._prefill.items and not takes_turns:
                 self._notifier.notify()
                 return True
-        if self.overlap.waits and self.in_flight.drawn and not self._defers_first_tokens():
-            self._collect_prompts()
+        if self.overlap.waits and self.in_flight.drawn:
+            self.in_flight.collect_prompts()
+            scheduler.finish_and_notify()
         if scheduler.decoding:
             self._decode()
         else:
@@ -244,41 +247,28 @@ class Call:
 
     def _rule(self) -> Filter | None:
         """Returns the sampling of the next program, of all lanes or of each; None if given."""
-        if self.source.given:
+        if self._given:
             return None
         if self.source.incoming is None:
             return self.source.sampling.filter
         running = self.scheduler.running
         return self._filter.of({lane: each.sampling for lane, each in running.items()})
 
-    def _defers_first_tokens(self) -> bool:
-        """Whether first tokens in flight are collected behind the launch of the steps.
-
-        A lane whose first token is its last takes none of these. A stop string only the text tells.
-        """
-        running = self.scheduler.running
-        drawn = [running[lane] for lane in self.in_flight.drawn & running.keys()]
-        return self.source.incoming is not None and not any(
-            each.sampling.stop_strings for each in drawn
-        )
-
     # -- collect ----------------------------------------------------------------------------------
 
-    def _collect_prompts(self) -> None:
-        """Waits for prompts and first tokens, and ends and reports what they or callbacks end."""
-        self.in_flight.collect_prompts()
-        self.scheduler.finish_and_notify()
-
-    def _collect_steps(self) -> None:
-        """Waits for the steps in flight, whatever was launched behind them, and ends what ended."""
-        if not self.in_flight.chunks:
-            return
+    def _drain(self) -> None:
+        """Waits for everything in flight."""
         self.in_flight.collect_steps()
-        self._notifier.notify()
-        cancel = bool(self.scheduler.cancelled)  # what another thread adds now ends later
-        if cancel:  # perhaps in the middle of a prompt: what was prefilled of it counts
-            self.in_flight.collect_prompts()
-        self.scheduler.finish(cancel=cancel)
+        self.in_flight.collect_prompts()
+
+    def _finish_steps(self) -> None:
+        """Waits for the steps in flight, and ends what ended in them: that makes room.
+
+        Nothing is cancelled: prompts and first tokens stay in flight.
+        """
+        if self.in_flight.programs:
+            self.in_flight.collect_steps()
+            self.scheduler.finish(cancel=False)
 
     # -- launch -----------------------------------------------------------------------------------
 
@@ -303,8 +293,8 @@ class Call:
             requests = {lane: scheduler.running[lane] for lane in batch.tokens}
             self.in_flight.add_prefill(extended, requests)
             break
-        if self._prefill.has_copies:  # answers that ended may make room
-            self._collect_steps()
+        if self._prefill.has_copies:  # they need pages at once
+            self._finish_steps()
         if not (source_of := self._prefill.take_complete()):
             return
         for lane in source_of:
@@ -319,10 +309,8 @@ class Call:
         scheduler, reservation = self.scheduler, self.runner.reservation
         before = len(scheduler.running)
         while not reservation.fits(extra, prompt=prompt):
-            # Those that their steps or a first token ended make room themselves.
-            if self.in_flight.drawn or self.in_flight.chunks:
-                self.in_flight.collect_prompts()
-                self._collect_steps()
+            if self.in_flight.drawn or self.in_flight.programs:  # who ended in them makes room
+                self._drain()
                 scheduler.finish()
                 extra[[lane for lane in range(len(extra)) if lane not in scheduler.running]] = 0
                 continue
@@ -332,49 +320,42 @@ class Call:
         return len(scheduler.running) == before
 
     def _decode(self) -> None:
-        """Launches a chunk of steps, and the next ones if they may run ahead; collects the rest.
-
-        While others wait the last program of the chunk may be in flight at the end.
-        """
+        """Launches a chunk of steps; collects the last one, and what may not stay in flight."""
         scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
         reservation, num_steps = self.runner.reservation, overlap.num_steps
         extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
-        if in_flight.chunks and not reservation.fits_table(extra):
-            self._collect_steps()
+        if in_flight.programs and not reservation.fits_table(extra):
+            self._finish_steps()
             extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         self._reserve_or_preempt(extra, prompt=False)
-        chunk = (scheduler.seeds, self._rule(), num_steps)
-        before = len(in_flight.chunks)  # programs of the chunk before
-        in_flight.launch_steps(scheduler.decoding, *chunk)
+        decoding, before = scheduler.decoding, len(in_flight.programs)
+        in_flight.launch_steps(decoding, scheduler.seeds, self._rule(), num_steps)
         self._notifier.notify()  # of the chunk before
-        joined = overlap.hands_over and bool(in_flight.drawn or before)
+        reports_now = overlap.hands_over and bool(in_flight.drawn or before)
         in_flight.collect_prompts()  # while the steps run
-        for _ in range(before):
-            in_flight.collect_chunk()
+        in_flight.collect_steps(before)
         reservation.trim()
         scheduler.record_peak_bytes()
-        if joined:  # no later steps hold back their updates
-            self._collect_prompts()
-        while True:
-            launched = len(in_flight.chunks)
-            undisturbed = not (overlap.waits or scheduler.waiting or scheduler.cancelled)
-            ahead = undisturbed and in_flight.reserve_ahead(scheduler.running, num_steps)
-            if ahead:
-                in_flight.launch_steps(scheduler.running, *chunk)
-            behind = len(in_flight.chunks) - launched  # programs that stay in flight
-            admits = overlap.hands_over or bool(scheduler.waiting and not overlap.waits)
-            if admits and in_flight.may_run_on(scheduler.decoding):
-                behind = max(behind, 1)
-            self._notifier.notify()  # of the last one that was collected
-            while len(in_flight.chunks) > behind:
-                in_flight.collect_chunk()
-            if overlap.hands_over or not overlap.waits:
-                scheduler.finish()
-            else:
-                self._collect_prompts()
-            if not ahead:
-                return
-            scheduler.record_peak_bytes()  # without what is not needed after all
+        if reports_now:  # newcomers do not wait for the steps to be told of their first tokens
+            scheduler.finish_and_notify()
+        in_flight.collect_steps(len(in_flight.programs) - self._stays_in_flight())
+        if overlap.waits:
+            scheduler.finish_and_notify()
+        else:
+            scheduler.finish()
+
+    def _stays_in_flight(self) -> int:
+        """Returns how many programs of a chunk are collected behind the launch of the next one.
+
+        The last one where requests may join, so that the device is busy meanwhile; all of them
+        where nothing but the next chunk can follow.
+        """
+        scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
+        if overlap.waits or not in_flight.may_run_on(scheduler.decoding):
+            return 0
+        if overlap.hands_over or scheduler.waiting:
+            return 1
+        return 0 if scheduler.cancelled else len(in_flight.programs)
 
 
 class Engine:

@@ -35,14 +35,14 @@ class InFlight:
       end_tokens: token ids that end an answer.
       last_tokens: Int[B], the newest token of each lane, on the device until it is collected.
       drawn: lanes whose newest token is the first of an answer, and in flight.
-      chunks: programs of steps, oldest first, and the requests in their lanes.
+      programs: those of steps, oldest first, and the requests in their lanes.
     """
 
     runner: Runner
     end_tokens: tuple[int, ...]
     last_tokens: np.ndarray | jax.Array = dataclasses.field(init=False)
     drawn: frozenset[int] = frozenset()
-    chunks: collections.deque[tuple[StepsInFlight, dict[int, Request]]] = dataclasses.field(
+    programs: collections.deque[tuple[StepsInFlight, dict[int, Request]]] = dataclasses.field(
         default_factory=collections.deque
     )
     _records: list[Callable[[], None]] = dataclasses.field(default_factory=list)
@@ -76,7 +76,7 @@ class InFlight:
         rule: Filter | None,
         num_steps: int,
     ) -> None:
-        """Launches a chunk of steps behind the others, while any lane may have a token to generate.
+        """Launches a chunk of steps, while any lane may have a token to generate.
 
         Args:
           running: lane -> its request.
@@ -88,7 +88,7 @@ class InFlight:
         for _ in range(0, num_steps, size):
             if not remaining.any():  # at once where first tokens were all that was asked for
                 return
-            chunk = self.runner.decode(
+            program = self.runner.decode(
                 self.last_tokens,
                 remaining,
                 seeds,
@@ -96,8 +96,8 @@ class InFlight:
                 num_steps=size,
                 end_tokens=self.end_tokens,
             )
-            self.chunks.append((chunk, dict(running)))
-            self.last_tokens = chunk.newest
+            self.programs.append((program, dict(running)))
+            self.last_tokens = program.newest
             remaining = np.maximum(remaining - size, 0)
 
     def steps_a_program(self, num_steps: int) -> int:
@@ -107,53 +107,29 @@ class InFlight:
         least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))
         return next(size for size in range(least, num_steps + 1) if num_steps % size == 0)
 
-    def reserve_ahead(self, running: Mapping[int, Request], num_steps: int) -> bool:
-        """Reserves pages for another chunk behind the one in flight, if that costs nothing.
-
-        Returns False, and reserves nothing, where it would: if all answers may have ended, and the
-        device would run steps for none of them; if the pool is so full that lengths must be exact;
-        if the rows could need a wider table, whose program is compiled anew. KCache's values are
-        written between programs.
-        """
-        remaining = self.remaining(running)
-        if not self._goes_on(remaining) or self.runner.host is not None:
-            return False
-        extra = np.minimum(remaining, num_steps)
-        reservation = self.runner.reservation
-        if not (reservation.fits(extra) and reservation.fits_table(extra)):
-            return False
-        reservation.reserve(extra)
-        return True
-
-    def _goes_on(self, remaining: Int[np.ndarray, " B"]) -> bool:
-        """Whether enough lanes may have tokens to generate after what was launched."""
-        return int(np.count_nonzero(remaining)) >= (LANES_AHEAD if self.end_tokens else 1)
-
     def may_run_on(self, running: Mapping[int, Request]) -> bool:
-        """Whether the last program of a chunk may run while those that wait are admitted.
+        """Whether programs of steps may stay in flight while their results are not needed.
 
-        An answer that a stop string ends, which is only in the text, goes on in it. Whoever gets
-        its lane and its pages runs behind it, and what it did there is dropped. KCache's values
-        are written between programs.
+        Not if all answers may have ended, and the device would run steps for none of them. An
+        answer that a stop string ends, which is only in the text, goes on: whoever gets its lane
+        and its pages runs behind it, and what it did there is dropped. KCache's values are written
+        between programs.
         """
-        return self.runner.host is None and self._goes_on(self.remaining(running))
+        going = int(np.count_nonzero(self.remaining(running)))
+        return self.runner.host is None and going >= (LANES_AHEAD if self.end_tokens else 1)
 
-    def collect_steps(self) -> None:
-        """Waits for every program of steps, and records them in order; see `collect_chunk`."""
-        while self.chunks:
-            self.collect_chunk()
-
-    def collect_chunk(self) -> None:
-        """Waits for the oldest program of steps, and records it.
+    def collect_steps(self, count: int | None = None) -> None:
+        """Waits for the oldest `count` programs of steps, all if None, and records them in order.
 
         Raises:
           NotNumbersError: logits are not numbers.
         """
-        chunk, running = self.chunks.popleft()
-        steps = self.runner.collect(chunk)
-        if self.last_tokens is chunk.newest:  # else more was launched, or drawn, behind it
-            self.last_tokens = steps.tokens[-1]
-        record_steps(steps, running)
+        for _ in range(len(self.programs) if count is None else count):
+            program, running = self.programs.popleft()
+            steps = self.runner.collect(program)
+            if self.last_tokens is program.newest:  # else more was launched, or drawn, behind it
+                self.last_tokens = steps.tokens[-1]
+            record_steps(steps, running)
 
     def add_prefill(self, extended: Extended, requests: Mapping[int, Request]) -> None:
         """Adds the tokens of a program to the use of the cache, when it is collected.
@@ -211,6 +187,7 @@ class InFlight:
                     request.meter.fork(source.meter)
                 request.prompt_peak = request.meter.peak
 
+        assert not self.drawn, "first tokens are collected before others are launched"
         self.drawn = frozenset(fresh)
         self._records.append(record)
 

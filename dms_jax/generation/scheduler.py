@@ -373,7 +373,7 @@ class Scheduler:
     # -- ends -------------------------------------------------------------------------------------
 
     def finish(self, *, cancel: bool = True) -> None:
-        """Ends what has ended, frees its lanes and pages, and queues its updates.
+        """Sends the updates so far, ends what has ended, frees its lanes, and queues its updates.
 
         Without `cancel` nothing ends early: prompts or first tokens may be in flight.
         """
@@ -415,14 +415,14 @@ class Scheduler:
             self.finish()
             self.notifier.notify()
 
-    def _cancelled_now(self) -> set[int]:
-        """Returns the indices of requests that end early now.
+    @property
+    def to_cancel(self) -> set[int]:
+        """The indices of requests to end early: of a prompt that others share, behind its end."""
+        return self.cancelled and self.cancelled - self.prefill.spared(self.cancelled)
 
-        A prompt that others share is prefilled to its end.
-        """
-        if not self.cancelled or self.runner.reservation.steps_in_flight.any():
-            return set()
-        return self.cancelled - self.prefill.spared(self.cancelled)
+    def _cancelled_now(self) -> set[int]:
+        """Returns those of them that end before the next chunk: no steps are in flight."""
+        return set() if self.runner.reservation.steps_in_flight.any() else self.to_cancel
 
     def _finish_waiting(self, cancelled: set[int]) -> None:
         """Does the same for those that wait; chains that left their lane have a first token.

@@ -290,8 +290,8 @@ MUTANTS = [
     Mutant(
         "generation: something is put back while an answer of one token fills the pool",
         FOLDER + "engine.py",
-        "if self.in_flight.drawn or self.in_flight.chunks:",
-        "if self.in_flight.chunks:",
+        "if self.in_flight.drawn or self.in_flight.programs:",
+        "if self.in_flight.programs:",
         (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
     ),
     Mutant(
@@ -337,19 +337,10 @@ MUTANTS = [
         (f"{TEXT}::test_parts_of_characters_behind_many_spaces_are_told_whatever_the_chunks",),
     ),
     Mutant(
-        "generation: requests that come wait for whole answers that nobody listens to",
-        FOLDER + "engine.py",
-        "waits=is_open or by_step or",
-        "waits=by_step or",
-        (
-            f"{ARRIVALS}::test_requests_are_looked_for_between_chunks_of_those_that_nobody_listens_to",
-        ),
-    ),
-    Mutant(
         "generation: in a conversation steps are launched before a stop string is looked for",
         FOLDER + "engine.py",
-        "waits=is_open or by_step or",
-        "waits=is_open or",
+        "(by_step or is_heard)",
+        "is_heard",
         (f"{TALK}::test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached",),
     ),
     Mutant(

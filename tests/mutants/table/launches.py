@@ -17,6 +17,13 @@ RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_oth
 
 MUTANTS = [
     Mutant(
+        "generation: the device is idle between two chunks of a closed list",
+        FOLDER + "engine.py",
+        "return 0 if scheduler.cancelled else len(in_flight.programs)",
+        "return 0",
+        (f"{AHEAD}::test_a_chunk_is_launched_before_the_last_one_is_read",),
+    ),
+    Mutant(
         "generation: prompts that were not read take no slots",
         FOLDER + "reservation.py",
         "slots = slots + prompts.counts[:, None]",
@@ -85,15 +92,15 @@ MUTANTS = [
     Mutant(
         "generation: steps that are read late undo the first tokens behind them",
         FOLDER + "in_flight.py",
-        "if self.last_tokens is chunk.newest:",
-        "if not self.chunks:",
+        "if self.last_tokens is program.newest:",
+        "if not self.programs:",
         (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
     ),
     Mutant(
         "generation: the last steps of a chunk are read with the next chunk",
         FOLDER + "engine.py",
-        "for _ in range(before):",
-        "for _ in range(0):",
+        "in_flight.collect_steps(before)",
+        "in_flight.collect_steps(0)",
         (
             f"{RUNNING_ON}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",
         ),
@@ -110,30 +117,30 @@ MUTANTS = [
     Mutant(
         "generation: a wider program does not wait for the steps that run on",
         FOLDER + "engine.py",
-        "if in_flight.chunks and not reservation.fits_table(extra):",
+        "if in_flight.programs and not reservation.fits_table(extra):",
         "if False:",
         (f"{RUNNING_ON}::test_a_wider_program_waits_for_the_steps_that_run_on",),
     ),
     Mutant(
         "generation: something is put back while steps that may end an answer run",
         FOLDER + "engine.py",
-        "if self.in_flight.drawn or self.in_flight.chunks:",
+        "if self.in_flight.drawn or self.in_flight.programs:",
         "if self.in_flight.drawn:",
         (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
     ),
     Mutant(
         "generation: a request that is cancelled while steps run goes on for another chunk",
         FOLDER + "engine.py",
-        "            self._collect_steps()\n            self._collect_prompts()\n        if turns",
-        "            self._collect_prompts()\n        if turns",
+        "            self._drain()\n            scheduler.finish_and_notify()\n        if takes",
+        "            self.in_flight.collect_prompts()\n            scheduler.finish_and_notify()\n        if takes",
         (f"{ARRIVALS}::test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk",),
     ),
     Mutant(
         "generation: a prompt that is cancelled behind steps that run does not count",
         FOLDER + "engine.py",
-        "if cancel:  # perhaps",
-        "if False:  # perhaps",
-        (f"{ARRIVALS}::test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile",),
+        "        self.in_flight.collect_steps()\n        self.in_flight.collect_prompts()\n",
+        "        self.in_flight.collect_steps()\n",
+        (ARRIVALS, CANCEL),
     ),
     Mutant(
         "generation: a request ends before its first token, which is drawn, is read",
@@ -154,8 +161,8 @@ MUTANTS = [
     Mutant(
         "generation: the device is idle while lanes are given away",
         FOLDER + "engine.py",
-        "behind = max(behind, 1)",
-        "pass",
+        "            return 1\n",
+        "            return 0\n",
         (TURNS, f"{RUNNING_ON}::{RUN_ON}"),
     ),
     Mutant(
@@ -189,22 +196,22 @@ MUTANTS = [
     Mutant(
         "generation: a listener who may be late is waited for",
         FOLDER + "engine.py",
-        "(source.on_tokens is not None and not source.late)",
-        "source.on_tokens is not None",
+        "is_heard = source.on_tokens is not None and not source.late",
+        "is_heard = source.on_tokens is not None",
         (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(
         "generation: who may be late is told of a chunk before the next one is launched",
         FOLDER + "engine.py",
-        "if overlap.hands_over or not overlap.waits:",
-        "if overlap.hands_over:",
+        "        if overlap.waits:\n            scheduler.finish_and_notify()\n        else:\n            scheduler.finish()\n",
+        "        scheduler.finish_and_notify()\n",
         (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(
         "generation: whoever has stop strings waits for whole chunks",
         FOLDER + "engine.py",
-        "waits=is_open or by_step or",
-        "waits=is_open or bool(source.sampling.stop_strings) or",
+        "(by_step or is_heard)",
+        "(bool(source.sampling.stop_strings) or is_heard)",
         (f"{RUNNING_ON}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to",),
     ),
 ]
