@@ -22,7 +22,7 @@ from dms_jax.analysis.recording import Recording, selects
 from dms_jax.checks import Count, check, require
 from dms_jax.errors import DataError
 from dms_jax.generation import Engine
-from dms_jax.generation.prefill import Shape
+from dms_jax.generation.prefill import PrefillBatch, Shape
 from dms_jax.generation.runner import Runner
 from dms_jax.model.language_model import LanguageModel, check_tokens, whole_numbers
 from dms_jax.policies import Policy
@@ -197,12 +197,9 @@ def _run(
             runner.reservation.reserve(extra, prompt=prompt)
             # Lanes of the other kind take part with no token: one shape, one compilation.
             part = {lane: tokens[lane, position : position + extra[lane]] for lane in range(batch)}
-            runner.extend(
-                part,
-                shape=Shape(width=1, entries=batch, places=None, one_pass=prompt),
-                prompt=prompt,
-                ends_prompt=[lane for lane in lanes if prompt and position + 1 == prompts[lane]],
-            )
+            shape = Shape(width=1, entries=batch, places=None, one_pass=prompt)
+            ends = [lane for lane in lanes if prompt and position + 1 == prompts[lane]]
+            runner.extend(PrefillBatch(part, shape, prompt, ends))
             if not prompt and runner.cache.row_state.readers is not None:
                 reads[:, lanes] += np.asarray(runner.cache.row_state.readers)[:, lanes]
         runner.reservation.trim()

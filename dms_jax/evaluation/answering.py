@@ -78,7 +78,7 @@ def answer(
 
     on_tokens = None if on_answer is None else hand_out
     together = len(requests) if policy.parallel != "never" else serving.lanes
-    engine.check_room(requests, endless=engine.is_endless(sampling))
+    engine.check_room(requests)
     waiting = collections.deque(requests)
     while waiting:
         wave: list[Request] = []

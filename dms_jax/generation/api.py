@@ -73,25 +73,11 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 
     The compression ratio is that of the sums.
     """
-
-    def total(name: str) -> Any:
-        return sum(getattr(usage, name) for usage in usages)
-
-    live = total("live_tokens")
-    seen = sum(usage.compression_ratio * usage.live_tokens for usage in usages)
-    return Usage(
-        prompt_tokens=total("prompt_tokens"),
-        new_tokens=total("new_tokens"),
-        kv_reads=total("kv_reads"),
-        peak_tokens=total("peak_tokens"),
-        peak_held_tokens=total("peak_held_tokens"),
-        live_tokens=live,
-        compression_ratio=seen / live if live else 1.0,
-        cache_bytes=total("cache_bytes"),
-        peak_cache_bytes=total("peak_cache_bytes"),
-        host_bytes=total("host_bytes"),
-        prefilled_tokens=total("prefilled_tokens"),
-    )
+    names = [field.name for field in dataclasses.fields(Usage)]
+    total: dict[str, Any] = {name: sum(getattr(each, name) for each in usages) for name in names}
+    live, seen = total["live_tokens"], sum(e.compression_ratio * e.live_tokens for e in usages)
+    total["compression_ratio"] = seen / live if live else 1.0
+    return Usage(**total)
 
 
 @show_options(EngineOptions)

@@ -8,15 +8,18 @@ A `Source` gives requests and receives their updates; `scheduler` holds the stat
     device  | steps  steps  steps  steps | prompts | first tokens | steps ...
     host                             | ends, admissions, launches of these | collects the last, ...
 
-The host launches the next programs before it collects the results of the last ones, unless a
-listener needs these first. Programs are prompts, the first tokens after them, and chunks of steps;
-a long chunk is several programs. While requests wait for a lane, the host collects all but the last
-of them before it launches the next chunk: a lane whose answer has ended goes to the next request,
-and the last program keeps the device busy meanwhile.
+Programs are prompts, the first tokens after them, and chunks of steps; a long chunk is several
+programs. What of a chunk stays in flight when its turn ends, to be collected behind the launch of
+the next one:
 
-Equal prompts that are admitted together are prefilled once, and the sequence is copied to the lanes
-of the others as far as the pool holds the copies. Updates of a chunk are sent while the next
-programs run.
+    requests of a closed list, none of which wait           all programs
+    requests wait for a lane, or may come at any time       the last one: lanes that ended in those
+                                                            before it are given away meanwhile
+    a listener may cancel before the next chunk             none
+
+Updates of a chunk are sent when the next one is launched, except to such a listener. Equal prompts
+that are admitted together are prefilled once, and the sequence is copied to the lanes of the others
+as far as the pool holds the copies.
 """
 
 import contextlib
@@ -180,10 +183,6 @@ class Overlap:
 class Call:
     """One call of an engine: the requests of a source on their way to completions.
 
-    Args:
-      engine: the engine that runs it.
-      source: its requests.
-
     Attributes:
       scheduler: the requests, by state.
       in_flight: the programs that were launched and not collected.
@@ -229,8 +228,23 @@ class Call:
         return True
 
     def close(self) -> None:
-        """Sends the updates that are left."""
+        """Sends the updates that are left, also after an error."""
         self._notifier.notify()
+
+    def compile_first(self, compiled: set[Hashable]) -> None:
+        """Compiles what the first programs of a closed list need, unless `compiled` has it."""
+        num_steps, requests = self.overlap.num_steps, self.source.requests
+        longest = max((len(each.prompt) for each in requests), default=0)
+        self.runner.reservation.expect(longest + num_steps)
+        compile_first(
+            self.runner,
+            self._prefill.shapes,
+            requests,
+            None if self._given else self.source.sampling.filter,
+            self.in_flight.steps_a_program(num_steps),
+            self.in_flight.end_tokens,
+            compiled,
+        )
 
     # -- accept -----------------------------------------------------------------------------------
 
@@ -281,12 +295,7 @@ class Call:
                 extra[lane] = len(tokens)
             if not self._reserve_or_preempt(extra, prompt=batch.prompt):
                 continue  # with those that are left, before others come
-            extended = runner.extend(
-                batch.tokens,
-                shape=batch.shape,
-                prompt=batch.prompt,
-                ends_prompt=batch.ends_prompt,
-            )
+            extended = runner.extend(batch)
             self._prefill.advance(batch)
             scheduler.record_peak_bytes()
             runner.reservation.trim()
@@ -419,10 +428,12 @@ class Engine:
             table_width=self.options.table_width,
             kv_dtype=self.options.kv_dtype,
         )
-        self.admission = Admission(self.runner, self.chunk, self.options.prefill_chunk)
+        self.end_tokens = model.generation.eos_token_ids
+        self.admission = Admission(
+            self.runner, self.chunk, self.options.prefill_chunk, self.end_tokens
+        )
         longest = min(self.options.prefill_chunk, max(8, bucket(max_tokens)))
         self.shapes = self.runner.prompt_shapes(longest, self.options.prefill_tokens)
-        self.end_tokens = model.generation.eos_token_ids
         self._lock = threading.Lock()
         self._call: Call | None = None  # the running one, or after an error the last
         self._compiled: set[Hashable] = set()  # see `compile_first`
@@ -476,11 +487,11 @@ class Engine:
         check_stop(self.model, sampling)
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
-            self.check_room(requests, endless=source.given or self.is_endless(sampling))
+            self.check_room(requests)
             self._call = call = Call(self, source)
             try:
                 with self.runner.working():
-                    self._compile_first(requests, call)
+                    call.compile_first(self._compiled)
                     yield call
                 self._call = None  # its requests belong to the caller
             finally:
@@ -516,16 +527,8 @@ class Engine:
         call = self._call
         return [] if call is None else list(call.scheduler.running.values())
 
-    def is_endless(self, sampling: Sampling) -> bool:
-        """Whether answers end at their maximum length only."""
-        return not (self.end_tokens or sampling.stop_strings)
-
-    def check_room(self, requests: list[Request], *, endless: bool) -> None:
+    def check_room(self, requests: list[Request]) -> None:
         """Refuses requests that are known not to fit, before any of them runs.
-
-        Args:
-          requests: the requests.
-          endless: whether their answers end at their maximum length only.
 
         Raises:
           CapacityError: a request can never fit, whatever the model generates; see
@@ -534,21 +537,4 @@ class Engine:
         self.runner.recover()
         longest = max((request.max_length for request in requests), default=1)
         self.runner.reservation.raise_max_length(longest)
-        self.admission.check(requests, endless=endless)
-
-    def _compile_first(self, requests: list[Request], call: Call) -> None:
-        """Compiles what requests without a past need, unless a call has compiled it before."""
-        if not requests or any(request.seen or request.before for request in requests):
-            return
-        num_steps = call.overlap.num_steps
-        longest = max(len(each.prompt) for each in requests)
-        self.runner.reservation.expect(longest + num_steps)
-        compile_first(
-            self.runner,
-            self.shapes,
-            requests,
-            None if call.source.given else call.source.sampling.filter,
-            call.in_flight.steps_a_program(num_steps),
-            call.in_flight.end_tokens,
-            self._compiled,
-        )
+        self.admission.check(requests)

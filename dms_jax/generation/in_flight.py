@@ -140,11 +140,11 @@ class InFlight:
         """
 
         def record() -> None:
-            for lane, request in requests.items():
-                live = extended.live[lane].tolist()
-                request.meter.add(live, held=extended.held[lane])
-                request.meter.finish(extended.left[lane])  # the next token may be beyond a stop
-                request.meter.prefilled += len(live)
+            for lane, (live, held, left) in extended.usage().items():
+                meter = requests[lane].meter
+                meter.add(live, held=held)
+                meter.finish(left)  # the next token may be beyond a stop
+                meter.prefilled += len(live)
 
         self._records.append(record)
 

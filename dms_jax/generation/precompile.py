@@ -27,7 +27,6 @@ from dms_jax.generation.requests import Request
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, Given, LanesFilter
 from dms_jax.model.language_model import use_mesh
-from dms_jax.policies import Policy
 
 # A program (jitted, or a `compiling.Program`) and the arguments that it is compiled for.
 _Call = tuple[Any, tuple[Any, ...]]
@@ -44,17 +43,20 @@ def compile_first(
 ) -> None:
     """Compiles the programs of prompts, of tokens after them, and of steps.
 
-    If requests wait for a lane, then also those of the few prompts that come when some end.
+    If requests wait for a lane, then also those of the few prompts that come when some end. Nothing
+    if any has a past.
 
     Args:
       runner: the runner that will launch them.
       shapes: the shapes of prompts.
-      requests: the requests, none of them with a past.
+      requests: the requests.
       rule: sampling settings; None if answers are given.
       num_steps: steps per program.
       end_tokens: token ids that end an answer.
       compiled: keys of what was compiled already; what is compiled now is added.
     """
+    if not requests or any(request.seen or request.before for request in requests):
+        return
     num_lanes = len(runner.seen)
     # Equal prompts are read once; those of chains are mostly one list.
     first = {id(request.prompt): request for request in requests[:num_lanes]}
@@ -108,11 +110,7 @@ def compile_all(
     They are all shapes of prompts and of steps with all widths of the page table, also for answers
     that are recomputed after a preemption, and the small programs between them.
 
-    Args:
-      runner: the runner that will launch them; its maximum length is that of the longest sequence.
-      shapes: the shapes of prompts.
-      num_steps: steps per program.
-      end_tokens: token ids that end an answer.
+    See `compile_first`; the maximum length of the runner is that of the longest sequence.
     """
     num_lanes = len(runner.seen)
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
@@ -154,14 +152,6 @@ class _Calls:
     def _seeds(self) -> np.ndarray:
         return np.zeros((len(self.runner.seen), 2), np.uint32)
 
-    @property
-    def _cached(self) -> tuple[Any, ...]:
-        return self.runner.model.transformer, self.runner.cache, self.runner.host_rows
-
-    @property
-    def _policy(self) -> Policy:
-        return self.runner.traced_policy
-
     def _table(self, entries: int, pages: int) -> np.ndarray:
         num_layers, _, num_kv_heads = self.runner.reservation.allocator.reserved.shape
         return np.zeros((num_layers, entries, num_kv_heads, pages), np.int32)
@@ -175,14 +165,14 @@ class _Calls:
         cut = np.zeros(entries, bool) if ends and cuts_prompts(policy, shape) else None
         rows = None if self.runner.fixed_lanes else counts
         tokens, table = np.zeros((entries, shape.width), np.int32), self._table(entries, pages)
-        given = (table, rows, tokens, counts, cut, self._policy, shape.one_pass, shape.places)
-        return programs.extend, (*self._cached, *given)
+        given = (table, rows, tokens, counts, cut, self.runner.traced_policy)
+        return programs.extend, (*self.runner.cached, *given, shape.one_pass, shape.places)
 
     def decode(self, pages: int, num_steps: int, end_tokens: tuple[int, ...]) -> _Call:
         lanes, table = self._lanes, self._table(len(self._lanes), pages)
         tokens = self.runner.everywhere(lanes)
-        settings = (self._policy, self._rule(num_steps), num_steps, end_tokens)
-        return programs.decode, (*self._cached, table, tokens, lanes, self._seeds, *settings)
+        settings = (self.runner.traced_policy, self._rule(num_steps), num_steps, end_tokens)
+        return programs.decode, (*self.runner.cached, table, tokens, lanes, self._seeds, *settings)
 
     def first_tokens(self) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
@@ -201,7 +191,7 @@ class _Calls:
 
     def clear(self) -> _Call:
         model = self.runner.model
-        settings = (model.config, self._policy, model.dtype)
+        settings = (model.config, self.runner.traced_policy, model.dtype)
         return programs.clear, (self.runner.cache, self._lanes > 0, *settings)
 
     def set_max_lengths(self) -> list[_Call]:

@@ -38,12 +38,9 @@ import dataclasses
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from dms_jax import sharding
 from dms_jax.generation.requests import Request
-from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
 
@@ -102,15 +99,10 @@ class Shapes:
         one_pass: bool,
         layer_size: int,
     ) -> "Shapes":
-        """Returns the shapes for prompts.
+        """Returns the shapes for prompts in chunks of at most `chunk` tokens.
 
         Args:
-          chunk: the most tokens of a prompt in a program.
-          tokens: the most tokens of all prompts in a program.
-          num_lanes: number of lanes.
           few: whether there are few widths, because padding takes little time.
-          unpadded: whether products are computed for tokens without padding.
-          one_pass: see `Shape`.
           layer_size: number of parameters of a layer.
         """
         fractions, passes = ((2,), 1) if few else ((4, 16), 2)
@@ -233,46 +225,6 @@ _NARROWEST = 16
 _LAUNCH = 40_000_000_000
 
 
-def prompt_shapes(
-    model: LanguageModel,
-    policy: Policy,
-    *,
-    num_lanes: int,
-    fixed_lanes: bool,
-    chunk: int,
-    tokens: int,
-) -> PromptShapes:
-    """Returns the shapes for prompts.
-
-    Args:
-      model: the model that reads them.
-      policy: the policy of its cache.
-      num_lanes: number of lanes.
-      fixed_lanes: whether every lane has an entry of its own in every program.
-      chunk: the most tokens of a prompt in a program.
-      tokens: the most tokens of all prompts in a program.
-    """
-    parameters = sum(each.size for each in jax.tree.leaves(model.transformer.layers))
-    with use_mesh(model.mesh):
-        on_mesh = sharding.has_mesh()
-
-    def shapes(one_pass: bool) -> Shapes:
-        # Answers after a prompt in one pass have its shapes: they are seldom read again.
-        few = (one_pass or policy.parallel == "prompts") and not fixed_lanes
-        return Shapes.of(
-            chunk,
-            min(tokens, SATURATING) if one_pass and policy.parallel == "never" else tokens,
-            num_lanes,
-            few=few,
-            unpadded=few and not on_mesh,
-            # A chunk of one token is a step, but of a prompt that no step must see (`in_one_pass`).
-            one_pass=one_pass and (chunk > 1 or policy.parallel == "prompts"),
-            layer_size=parameters // model.config.num_layers,
-        )
-
-    return PromptShapes(one_pass=shapes(True), one_by_one=shapes(False))
-
-
 def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: int) -> int:
     """Returns how many of the next tokens of a sequence attend in one pass.
 
@@ -306,7 +258,7 @@ class Prefill:
       answer: what it had generated when it was preempted, to be recomputed as an answer.
       whole: how many of the tokens of both attend in one pass, the first ones.
       key: what requests have in common that share one prefill; None if it shares nothing.
-      source: the lane that prefills the prompt for it; None if it does so itself.
+      source: the lane that prefills the prompt for it, its own or another one.
       done: tokens that were launched.
     """
 
@@ -315,7 +267,7 @@ class Prefill:
     answer: list[int]
     whole: int
     key: Hashable = None
-    source: int | None = None
+    source: int = -1
     done: int = 0
 
     @property
@@ -352,7 +304,7 @@ class PrefillBatch:
     """The next program of prompts.
 
     Attributes:
-      tokens: lane -> its tokens.
+      tokens: lane -> up to `shape.width` token ids.
       shape: shape of the program.
       prompt: whether they are tokens of prompts.
       ends_prompt: lanes whose prompt they complete.
@@ -361,33 +313,31 @@ class PrefillBatch:
     tokens: dict[int, np.ndarray]
     shape: Shape
     prompt: bool
-    ends_prompt: list[int]
+    ends_prompt: Sequence[int] = ()
 
 
 class PrefillQueue:
     """The lanes that do not decode yet.
 
     Args:
-      shapes: the shapes of programs.
       takes_turns: whether answers are decoded between two programs.
 
     Attributes:
+      shapes: the shapes of programs.
       items: lane -> what it prefills, in the order in which they came.
     """
 
     def __init__(self, shapes: PromptShapes, *, takes_turns: bool):
         self.items: dict[int, Prefill] = {}
-        self._shapes, self._takes_turns = shapes, takes_turns
+        self.shapes, self._takes_turns = shapes, takes_turns
         self._last: tuple[bool, bool, int] | None = None  # class of the last program
         self._first: dict[Hashable, int] = {}  # the first lane of those that share a prompt
 
     def add(self, lane: int, item: Prefill) -> bool:
         """Queues a lane; returns whether it prefills itself, and no other lane for it."""
-        if item.key is not None:
-            first = self._first.setdefault(item.key, lane)
-            item.source = None if first == lane else first
+        item.source = lane if item.key is None else self._first.setdefault(item.key, lane)
         self.items[lane] = item
-        return item.source is None
+        return item.source == lane
 
     def drop_departed(self, running: Mapping[int, Request]) -> None:
         """Drops lanes whose requests have left them."""
@@ -407,9 +357,9 @@ class PrefillQueue:
         left: dict[int, int] = {}
         classes: dict[int, tuple[bool, bool, int]] = {}
         for lane, each in self.items.items():
-            if each.source is None and (count := each.left):
+            if each.source == lane and (count := each.left):
                 one_pass, left[lane] = each.one_pass, count
-                classes[lane] = each.in_prompt, one_pass, self._shapes.of(one_pass).width(count)
+                classes[lane] = each.in_prompt, one_pass, self.shapes.of(one_pass).width(count)
         if not left:
             return None
         present = set(classes.values())
@@ -417,7 +367,7 @@ class PrefillQueue:
             present = {each for each in present if each < self._last} or present
         chosen = max(present)
         prompt, one_pass, _ = chosen
-        lanes, shape = self._shapes.of(one_pass).next_batch(
+        lanes, shape = self.shapes.of(one_pass).next_batch(
             {lane: left[lane] for lane, own in classes.items() if own == chosen}
         )
         tokens = {lane: self.items[lane].next(min(shape.width, left[lane])) for lane in lanes}
@@ -437,7 +387,7 @@ class PrefillQueue:
     @property
     def has_copies(self) -> bool:
         """Whether a prompt is prefilled for several lanes, which then need pages at once."""
-        return any(each.source is not None for each in self.items.values())
+        return any(each.source != lane for lane, each in self.items.items())
 
     def take_complete(self) -> dict[int, int]:
         """Removes the lanes that can decode; returns the lane that prefilled the prompt of each.
@@ -445,9 +395,9 @@ class PrefillQueue:
         Where nothing is decoded meanwhile, they are all lanes, and none before.
         """
         complete = {
-            lane: lane if each.source is None else each.source
+            lane: each.source
             for lane, each in self.items.items()
-            if not self.items[lane if each.source is None else each.source].left
+            if not self.items[each.source].left
         }
         if not self._takes_turns and len(complete) < len(self.items):
             return {}

@@ -17,22 +17,28 @@ prefilled one by one. Pages are copied as they are, because policies overwrite s
 """
 
 import dataclasses
-import functools
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
-from dms_jax.cache.host_values import HostRows, HostValues, Tail
+from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.prefill import PromptShapes, Shape, cuts_prompts, prompt_shapes
+from dms_jax.generation.prefill import (
+    SATURATING,
+    PrefillBatch,
+    PromptShapes,
+    Shape,
+    Shapes,
+    cuts_prompts,
+)
 from dms_jax.generation.programs import Packed, Steps
 from dms_jax.generation.reservation import PromptsInFlight, Reservation
 from dms_jax.generation.sampling import Filter, Given
@@ -45,69 +51,35 @@ BLOCK_BYTES = 2**27  # of pages that are copied at a time, and held twice meanwh
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkBatch:
-    """The tokens of a chunk as arrays with one entry per lane that takes part.
-
-    Attributes:
-      lanes: the lane of each entry; a number beyond the last lane means none.
-      tokens: token ids of each entry, padded with zeros.
-      counts: number of tokens of each entry.
-      ends: whether each entry's tokens complete the prompt of its lane.
-    """
-
-    lanes: Int[np.ndarray, " b"]
-    tokens: Int[np.ndarray, "b T"]
-    counts: Int[np.ndarray, " b"]
-    ends: Bool[np.ndarray, " b"]
-
-
-@dataclasses.dataclass(frozen=True)
 class Extended:
-    """The result of running given tokens through the cache.
+    """A program of prompts in flight.
 
     Attributes:
-      hidden: [b, E] on the device, the hidden state of each entry's last token.
-      lanes: Int[b], the lane of each entry; a number beyond the last lane means none.
-      counts: Int[b], the number of tokens of each entry.
-      before: Int[b] on the device, slots in use before the tokens, summed over L * K rows.
-      totals: Int[b, T] on the device, live slots after each token, summed likewise.
+      results: its results, on the device until they are read.
+      entries: lane -> its entry in the program, and the number of its tokens.
       rows: L * K if the tokens ran in one pass, and so all held a slot in each row at once, else 0.
-      lengths: Int[L, B, K] on the device, slots in use of each row after the cut of whole rows
-        behind the last token; None where the policy makes none.
+      cuts: whether the policy cuts whole rows behind the last token of a prompt.
     """
 
-    hidden: Array
-    lanes: np.ndarray
-    counts: np.ndarray
-    before: Array
-    totals: Array
+    results: programs.Extension
+    entries: dict[int, tuple[int, int]]
     rows: int
-    lengths: Array | None
+    cuts: bool
 
-    @functools.cached_property
-    def live(self) -> dict[int, np.ndarray]:
-        """Live slots by lane, after each of its tokens; waits for the program."""
-        totals = np.asarray(self.totals)
-        return {
-            int(self.lanes[row]): totals[row, : self.counts[row]]
-            for row in np.flatnonzero(self.counts)
-        }
+    def usage(self) -> dict[int, tuple[list[int], int, int]]:
+        """Waits for the program; returns the use of the cache by lane, summed over its rows.
 
-    @functools.cached_property
-    def left(self) -> dict[int, int]:
-        """Slots in use by lane at the end, after any cut, summed likewise; waits for it."""
-        if self.lengths is None:
-            return {lane: int(live[-1]) for lane, live in self.live.items()}
-        totals = np.asarray(self.lengths).sum((0, 2))
-        return {lane: int(totals[lane]) for lane in self.live}
-
-    @functools.cached_property
-    def held(self) -> dict[int, int]:
-        """Slots held at once by lane, summed likewise; 0 if the tokens ran one by one."""
-        if not self.rows:
-            return dict.fromkeys(self.lanes[self.counts > 0].tolist(), 0)
-        held = np.asarray(self.before) + self.rows * self.counts
-        return {int(self.lanes[row]): int(held[row]) for row in np.flatnonzero(self.counts)}
+        That is the live slots after each token, the slots held at once (0 if the tokens ran one by
+        one), and the slots in use at the end, behind any cut.
+        """
+        live, found = np.asarray(self.results.live), {}
+        before = np.asarray(self.results.before) if self.rows else np.zeros(len(live), int)
+        left = np.asarray(self.results.lengths).sum((0, 2)) if self.cuts else None
+        for lane, (entry, count) in self.entries.items():
+            own = live[entry, :count].tolist()
+            held = int(before[entry]) + self.rows * count
+            found[lane] = own, held, own[-1] if left is None else int(left[lane])
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,24 +106,12 @@ class StepsInFlight:
 
 
 def build_batch(
-    tokens: Mapping[int, np.ndarray],
-    *,
-    num_lanes: int,
-    shape: Shape,
-    fixed_lanes: bool,
-    ends_prompt: Container[int],
-) -> ChunkBatch:
-    """Builds the batch of a chunk, one of a few shapes (`prefill.Shape`).
+    tokens: Mapping[int, np.ndarray], *, num_lanes: int, shape: Shape, fixed_lanes: bool
+) -> tuple[Int[np.ndarray, " b"], Int[np.ndarray, "b T"], Int[np.ndarray, " b"]]:
+    """Returns the entries of a program of one of a few shapes: lanes, padded tokens, counts.
 
     It has an entry for each lane if lanes are fixed (on a mesh), otherwise at least one for each
-    lane that has tokens; the others belong to no lane.
-
-    Args:
-      tokens: lane -> up to T token ids.
-      num_lanes: number of lanes (B).
-      shape: shape of the compiled chunk, with another number of entries if lanes are fixed.
-      fixed_lanes: whether every lane has an entry of its own.
-      ends_prompt: lanes whose prompt the tokens complete.
+    lane that has tokens. The others belong to lane `num_lanes`, which is none.
 
     Raises:
       ValueError: there are more tokens than places, where some would be lost.
@@ -164,14 +124,13 @@ def build_batch(
     else:
         lanes = np.full(shape.entries, num_lanes, np.int32)
         lanes[: len(tokens)] = sorted(tokens)
-    batch = np.zeros((len(lanes), shape.width), np.int32)
+    padded = np.zeros((len(lanes), shape.width), np.int32)
     counts = np.zeros(len(lanes), np.int32)
-    for row, lane in enumerate(lanes.tolist()):
+    for entry, lane in enumerate(lanes.tolist()):
         if lane in tokens:
-            counts[row] = len(tokens[lane])
-            batch[row, : counts[row]] = tokens[lane]
-    ends = np.array([lane in ends_prompt for lane in lanes.tolist()])
-    return ChunkBatch(lanes=lanes, tokens=batch, counts=counts, ends=ends)
+            counts[entry] = len(tokens[lane])
+            padded[entry, : counts[entry]] = tokens[lane]
+    return lanes, padded, counts
 
 
 class Runner:
@@ -223,8 +182,8 @@ class Runner:
                 "groups put a layer with values on the device behind one with values on the host."
             )
         with use_mesh(model.mesh):
-            on_mesh = sharding.has_mesh()
-        if self._value_layers < config.num_layers and on_mesh:
+            self._on_mesh = sharding.has_mesh()
+        if self._value_layers < config.num_layers and self._on_mesh:
             raise ConfigError(
                 f"{policy.name}: values in host memory are served on one device, not on a mesh; "
                 "give the policy values='device', or load the model without a mesh."
@@ -367,85 +326,71 @@ class Runner:
 
     def prompt_shapes(self, chunk: int, tokens: int) -> PromptShapes:
         """Returns the shapes for prompts in chunks of at most `chunk` of a program's `tokens`."""
-        return prompt_shapes(
-            self.model,
-            self.policy,
-            num_lanes=len(self.seen),
-            fixed_lanes=self.fixed_lanes,
-            chunk=chunk,
-            tokens=tokens,
-        )
+        parallel, config = self.policy.parallel, self.model.config
+        parameters = sum(each.size for each in jax.tree.leaves(self.model.transformer.layers))
+
+        def shapes(one_pass: bool) -> Shapes:
+            # Answers after a prompt in one pass have its shapes: they are seldom read again.
+            few = (one_pass or parallel == "prompts") and not self.fixed_lanes
+            return Shapes.of(
+                chunk,
+                min(tokens, SATURATING) if one_pass and parallel == "never" else tokens,
+                len(self.seen),
+                few=few,
+                unpadded=few and not self._on_mesh,
+                # A chunk of one token is a step, but of a prompt that no step must see.
+                one_pass=one_pass and (chunk > 1 or parallel == "prompts"),
+                layer_size=parameters // config.num_layers,
+            )
+
+        return PromptShapes(one_pass=shapes(True), one_by_one=shapes(False))
 
     # -- running ----------------------------------------------------------------------------------
 
-    def extend(
-        self,
-        tokens: dict[int, np.ndarray],
-        *,
-        shape: Shape,
-        prompt: bool,
-        ends_prompt: Collection[int] = (),
-    ) -> Extended:
-        """Launches the next tokens of some lanes through the cache (pages must be reserved).
+    @property
+    def cached(self) -> tuple[Any, ...]:
+        """What programs over the cache take first: weights, the cache, values in host memory."""
+        host = None if self.host is None else self.host.rows
+        return self.model.transformer, self.cache, host
 
-        Args:
-          tokens: lane -> up to T token ids.
-          shape: shape of the compiled chunk.
-          prompt: whether the tokens belong to a prompt.
-          ends_prompt: lanes whose prompt the tokens complete.
-        """
-        num_lanes = len(self.seen)
-        # Where no prompt ends, no layer waits to be told that it is left uncut.
-        cuts = cuts_prompts(self.policy, shape) and bool(ends_prompt)
-        batch = build_batch(
-            tokens,
-            num_lanes=num_lanes,
-            shape=shape,
-            fixed_lanes=self.fixed_lanes,
-            ends_prompt=ends_prompt,
+    def extend(self, batch: PrefillBatch) -> Extended:
+        """Launches the next tokens of some lanes through the cache (pages must be reserved)."""
+        num_lanes, shape = len(self.seen), batch.shape
+        lanes, tokens, counts = build_batch(
+            batch.tokens, num_lanes=num_lanes, shape=shape, fixed_lanes=self.fixed_lanes
         )
-        table = self.reservation.table(steps=False)
-        rows = None if self.fixed_lanes else batch.lanes
+        ends = np.zeros(num_lanes + 1, bool)
+        ends[list(batch.ends_prompt)] = True
+        # Where no prompt ends, no layer waits to be told that it is left uncut.
+        cut = ends[lanes] if batch.ends_prompt and cuts_prompts(self.policy, shape) else None
+        rows = None if self.fixed_lanes else lanes
         # A copy: the allocator changes its own while the program runs.
-        table = table[:, np.minimum(batch.lanes, num_lanes - 1)]
-        table[:, batch.lanes == num_lanes] = self.reservation.allocator.no_page
+        table = self.reservation.table(steps=False)[:, np.minimum(lanes, num_lanes - 1)]
+        table[:, lanes == num_lanes] = self.reservation.allocator.no_page
+        given = table, rows, tokens, counts, cut
+        cached = self.cached
         with use_mesh(self.model.mesh):
             self.cache, extension, tail = programs.extend(
-                self.model.transformer,
-                self.cache,
-                self.host_rows,
-                table,
-                rows,
-                batch.tokens,
-                batch.counts,
-                batch.ends if cuts else None,
-                self.traced_policy,
-                shape.one_pass,
-                shape.places,
+                *cached, *given, self.traced_policy, shape.one_pass, shape.places
             )
-            own = np.where(batch.counts > 0, batch.lanes, num_lanes)
+            own = np.where(counts > 0, lanes, num_lanes)
             self.hidden = programs.keep_hidden(self.hidden, extension.hidden, own)
-        counts, ends = np.zeros(num_lanes, np.int64), np.zeros(num_lanes, bool)
-        counts[batch.lanes[batch.counts > 0]] = batch.counts[batch.counts > 0]
-        ends[list(ends_prompt)] = True
+        entries = {
+            int(lanes[entry]): (int(entry), int(counts[entry])) for entry in np.flatnonzero(counts)
+        }
+        added = np.zeros(num_lanes, np.int64)
+        added[lanes[counts > 0]] = counts[counts > 0]
         if self.host is not None:
             assert tail is not None
             self.host.write(tail, table)
-        self.seen = self.seen + counts
+        self.seen = self.seen + added
         if self._keeps_all:
-            self.reservation.add_uniform(counts)
+            self.reservation.add_uniform(added)
         else:
-            prompts = PromptsInFlight(extension.lengths, counts, ends)
-            self.reservation.add_prompts(prompts, prompt=prompt)
-        return Extended(
-            hidden=extension.hidden,
-            lanes=batch.lanes,
-            counts=batch.counts,
-            before=extension.before,
-            totals=extension.live,
-            rows=self.model.config.num_layers * self.model.config.num_kv_heads * shape.one_pass,
-            lengths=extension.lengths if self.policy.shrinks else None,
-        )
+            prompts = PromptsInFlight(extension.lengths, added, ends[:-1])
+            self.reservation.add_prompts(prompts, prompt=batch.prompt)
+        all_rows = self.model.config.num_layers * self.model.config.num_kv_heads
+        return Extended(extension, entries, all_rows * shape.one_pass, self.policy.shrinks)
 
     def decode(
         self,
@@ -468,21 +413,12 @@ class Runner:
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
         """
-        host = self.host_rows
+        cached = self.cached
         table = self.reservation.table(steps=True).copy()  # pages are released while it runs
+        given = table, self.everywhere(tokens), remaining.astype(np.int32), seeds
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
-                self.model.transformer,
-                self.cache,
-                host,
-                table,
-                self.everywhere(tokens),
-                remaining.astype(np.int32),
-                seeds,
-                self.traced_policy,
-                rule,
-                num_steps,
-                end_tokens,
+                *cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
         self.reservation.add_steps(most)
@@ -506,11 +442,6 @@ class Runner:
             assert chunk.tail is not None
             self.host.write(chunk.tail, chunk.table)
         return steps
-
-    @property
-    def host_rows(self) -> HostRows | None:
-        """The values in host memory as programs see them."""
-        return None if self.host is None else self.host.rows
 
     # -- shared prompts ---------------------------------------------------------------------------
 

@@ -42,19 +42,17 @@ class Admission:
       runner: the runner that owns the lanes and pages.
       chunk: number of decode steps between two turns of the loop.
       prefill_chunk: number of prompt tokens per sequence and compiled program.
+      end_tokens: token ids that end an answer.
     """
 
     runner: Runner
     chunk: int
     prefill_chunk: int
+    end_tokens: tuple[int, ...]
     _least: dict[int, int] = dataclasses.field(default_factory=dict)  # by number of tokens
 
-    def check(self, requests: Sequence[Request], *, endless: bool) -> None:
+    def check(self, requests: Sequence[Request]) -> None:
         """Refuses requests that cannot fit even alone, whatever the model generates.
-
-        Args:
-          requests: requests that have not run yet.
-          endless: whether answers end only at their maximum length.
 
         Raises:
           CapacityError: if a request cannot fit; names the first of the largest.
@@ -62,7 +60,7 @@ class Admission:
         for what, slots in (
             ("the prompt", self._prompt_slots),
             ("the first chunk", self._first_slots),
-            ("the sequence to its end", self._all_slots if endless else self._prompt_slots),
+            ("the sequence to its end", self._last_slots),
         ):
             request = max(requests, key=slots, default=None)
             if request is None:
@@ -73,10 +71,10 @@ class Admission:
             if not self.runner.reservation.fits(alone, prompt=True):
                 raise self.too_small(request, what)
 
-    def least_slots(self, request: Request, *, endless: bool) -> int:
+    def least_slots(self, request: Request) -> int:
         """Returns the slots without which no row of a request, alone, comes to its end."""
-        last = self._all_slots(request) if endless and not request.sampling.stop_strings else 0
-        return max(self._prompt_slots(request), self._first_slots(request), last)
+        slots = self._prompt_slots, self._first_slots, self._last_slots
+        return max(each(request) for each in slots)
 
     def slots_alone(self, most: int) -> int:
         """Returns the most slots, up to `most`, that every row of a sequence can hold alone.
@@ -218,9 +216,14 @@ class Admission:
         tokens = len(request.before) + len(request.prompt)
         return tokens if self.runner.reservation.shrinks else self._at_least(tokens)
 
-    def _all_slots(self, request: Request) -> int:
-        """Returns the same by the end of the longest answer, whose last token is not cached."""
+    def _last_slots(self, request: Request) -> int:
+        """Returns the same by the end of the answer, if only its maximum length ends it.
+
+        Its last token is not cached.
+        """
         tokens = len(request.before) + len(request.prompt) + request.max_new_tokens - 1
+        if request.given is None and (self.end_tokens or request.sampling.stop_strings):
+            return self._prompt_slots(request)
         return self._at_least(tokens)
 
     def _at_least(self, tokens: int) -> int:

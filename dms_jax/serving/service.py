@@ -172,7 +172,6 @@ class Service:
         self._admission = self.engine.admission
         self._slots = self._admission.slots_alone(self.max_tokens + self.engine.chunk)
         self._pages = runner.reservation.allocator.pages_per_shard * runner.num_shards
-        self._endless = not model.generation.eos_token_ids
         self._jobs: dict[int, _Job] = {}  # those that have not ended, by index, the oldest first
         self._queue: collections.deque[Request] = collections.deque()  # not polled yet
         self._to_cancel: set[int] = set()  # indices that the engine has not been given yet
@@ -331,7 +330,7 @@ class Service:
             )
 
     def _check_fits(self, request: Request) -> None:
-        slots = self._admission.least_slots(request, endless=self._endless)
+        slots = self._admission.least_slots(request)
         if slots > self._slots:
             raise CapacityError(
                 f"{_describe(request)} needs room for at least {slots:,} tokens in the cache; a "

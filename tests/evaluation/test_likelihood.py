@@ -335,9 +335,9 @@ def test_a_context_is_read_once_for_its_continuations(name, lanes, monkeypatch):
 
     serving, read, extend = dataclasses.replace(serving_of(name), lanes=lanes), [], Runner.extend
 
-    def counted(self, tokens, **options):
-        read.append(sum(map(len, tokens.values())) if options["prompt"] else 0)
-        return extend(self, tokens, **options)
+    def counted(self, batch):
+        read.append(sum(map(len, batch.tokens.values())) if batch.prompt else 0)
+        return extend(self, batch)
 
     alone = [likelihoods(model_for(name), [pair], serving=serving)[0] for pair in SHARED]
     monkeypatch.setattr(Runner, "extend", counted)

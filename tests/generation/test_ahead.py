@@ -8,7 +8,7 @@ import pytest
 
 from dms_jax.generation import programs
 from dms_jax.generation.in_flight import LANES_AHEAD
-from dms_jax.generation.prefill import Shape
+from dms_jax.generation.prefill import PrefillBatch, Shape
 from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.runner import Runner
 from tests.generation.support import (
@@ -144,7 +144,7 @@ def test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it(monk
         runner.reservation.reserve(np.array([8, 5]), prompt=True)
         tokens = {lane: np.asarray(prompts((8, 5))[lane], np.int32) for lane in given}
         shape = Shape(8, entries=2, places=None, one_pass=True)
-        runner.extend(tokens, shape=shape, prompt=True, ends_prompt=given)
+        runner.extend(PrefillBatch(tokens, shape, True, given))
         runner.clear([0])
         assert runner.reservation.slots_held().max((0, 2)).tolist() == [0, 5]
         assert not runner.reservation.lengths_of(0).any()

@@ -258,9 +258,9 @@ def ran(monkeypatch) -> list[int]:
     """Counts the compiled programs that ran over prompts."""
     calls, extend = [], Runner.extend
 
-    def counted(self, tokens, **options):
-        calls.append(len(tokens))
-        return extend(self, tokens, **options)
+    def counted(self, batch):
+        calls.append(len(batch.tokens))
+        return extend(self, batch)
 
     monkeypatch.setattr(Runner, "extend", counted)
     return calls

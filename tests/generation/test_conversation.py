@@ -37,9 +37,9 @@ def fed(monkeypatch) -> list[int]:
     counts = []
     extend = Runner.extend
 
-    def counted(self, tokens, **options):
-        counts.append(sum(map(len, tokens.values())))
-        return extend(self, tokens, **options)
+    def counted(self, batch):
+        counts.append(sum(map(len, batch.tokens.values())))
+        return extend(self, batch)
 
     monkeypatch.setattr(Runner, "extend", counted)
     return counts

@@ -170,7 +170,7 @@ def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
     runner, tracker = host_engine().runner, TextTracker(None, ())
     requests = make_requests(model_for("vanilla").config, [[1, 2]] * 1000, dms_jax.Sampling())
     queue = PrefillQueue(runner.prompt_shapes(8, 64), takes_turns=False)
-    scheduler = Scheduler(Admission(runner, 8, 8), queue, Notifier(tracker), [], keep=False)
+    scheduler = Scheduler(Admission(runner, 8, 8, ()), queue, Notifier(tracker), [], keep=False)
     scheduler.waiting, scheduler.cancelled = Queue(requests), {7}
     scheduler.finish()  # of a cancellation, for which they are
     assert requests[7].finish_reason == "cancelled"

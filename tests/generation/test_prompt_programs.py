@@ -10,7 +10,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, precompile, programs
-from dms_jax.generation.prefill import Shape
+from dms_jax.generation.prefill import PrefillBatch, Shape
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.language_model import LanguageModel
 from tests.generation.support import (
@@ -192,7 +192,7 @@ def test_what_has_no_place_is_refused_before_anything_runs():
     assert shape == (32, 4, 64, True)
     given = {lane: np.asarray(random_tokens(lane, 30), np.int32) for lane in range(3)}
     with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):
-        runner.extend(given, shape=shape, prompt=True)
+        runner.extend(PrefillBatch(given, shape, True))
     assert not runner.seen.any()
 
 

@@ -39,9 +39,9 @@ def ran(monkeypatch) -> list[int]:
     """Records the number of tokens of each call of Runner.extend."""
     counts, extend = [], Runner.extend
 
-    def counted(self, tokens, **options):
-        counts.append(sum(map(len, tokens.values())))
-        return extend(self, tokens, **options)
+    def counted(self, batch):
+        counts.append(sum(map(len, batch.tokens.values())))
+        return extend(self, batch)
 
     monkeypatch.setattr(Runner, "extend", counted)
     return counts

@@ -72,13 +72,14 @@ class Watch:
 
     def _around(self, call, name):
         def watched(runner, *arguments, **options):
-            coming = np.zeros(len(runner.seen), int)
+            coming, whole = np.zeros(len(runner.seen), int), False
             if name == "extend":
-                for lane, tokens in arguments[0].items():
+                (batch,) = arguments
+                for lane, tokens in batch.tokens.items():
                     coming[lane] = len(tokens)
+                whole = runner.policy.shrinks and batch.prompt  # cut afterwards
             else:
                 coming = np.minimum(arguments[1], options["num_steps"])
-            whole = runner.policy.shrinks and options.get("prompt", False)  # cut afterwards
             held = grown(runner, runner.reservation.lengths, runner.reservation.steps_in_flight)
             slots = held + coming[:, None] if whole else grown(runner, held, coming)
             needed = -(-slots // runner.page_size)

@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "generation: the cut behind a prompt is left out where steps ran behind it",
         FOLDER + "runner.py",
-        "lengths=extension.lengths if self.policy.shrinks else None",
-        "lengths=None",
+        "all_rows * shape.one_pass, self.policy.shrinks)",
+        "all_rows * shape.one_pass, False)",
         (
             f"{RUNNING_ON}::test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_"
             "stop_string",
@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "generation: a request that is cancelled while steps run goes on for another chunk",
         FOLDER + "engine.py",
-        "            self._drain()\n            scheduler.finish_and_notify()\n        if takes",
-        "            self.in_flight.collect_prompts()\n            scheduler.finish_and_notify()\n        if takes",
+        "            self._drain()\n            scheduler.finish_and",
+        "            self.in_flight.collect_prompts()\n            scheduler.finish_and",
         (f"{ARRIVALS}::test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk",),
     ),
     Mutant(
@@ -203,8 +203,8 @@ MUTANTS = [
     Mutant(
         "generation: who may be late is told of a chunk before the next one is launched",
         FOLDER + "engine.py",
-        "        if overlap.waits:\n            scheduler.finish_and_notify()\n        else:\n            scheduler.finish()\n",
-        "        scheduler.finish_and_notify()\n",
+        "            scheduler.finish()\n\n    def _stays",
+        "            scheduler.finish_and_notify()\n\n    def _stays",
         (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(

@@ -47,8 +47,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation: prompts have no padding on meshes that split heads alone",
-        FOLDER + "prefill.py",
-        "unpadded=few and not on_mesh,",
+        FOLDER + "runner.py",
+        "unpadded=few and not self._on_mesh,",
         "unpadded=few,",
         (f"{PROMPTS}::test_on_a_mesh_all_entries_have_places",),
     ),
