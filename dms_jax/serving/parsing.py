@@ -1,16 +1,20 @@
-"""`Parser`: request bodies are parsed, small ones in a thread, large ones in worker processes.
+"""`Parser`: request bodies are parsed, small ones in threads, large ones in worker processes.
 
-To parse JSON, render templates and tokenize texts holds Python's lock. So only small bodies are
-parsed in the HTTP process, and one at a time: the event loop competes with one thread for the lock,
-however many clients there are. Large bodies go to a worker and the largest to another, one after
-the other and with a timeout, so that smaller ones do not wait for them. A body whose client has
-left when its turn comes is not parsed.
+To parse JSON, render templates and tokenize texts holds Python's lock, for which the event loop
+competes with the threads. So only small bodies are parsed in the HTTP process. Bodies are of four
+sizes, and one of each size is parsed at a time, so that smaller ones do not wait for larger ones:
+
+    tiny, small    in threads of the HTTP process
+    large, huge    in a worker each, with a timeout
+
+A body whose client has left when its turn comes is not parsed.
 
 A worker starts with its first body. It is sent the `ServedModel` first, then each `RequestBody`,
 and answers with a `CompletionRequest` or an error.
 """
 
 import asyncio
+import bisect
 import dataclasses
 import logging
 import signal
@@ -26,9 +30,10 @@ from dms_jax.errors import DmsJaxError
 from dms_jax.serving.protocol import CompletionRequest, RefusalError, parse_request
 from dms_jax.serving.rpc import ServedModel, pack, portable, receive, receive_async, start_process
 
-SMALL_BODY = 2**15  # bytes: 20 ms of tokenizing
-LARGE_BODY = 2**20  # bytes: half a second
-PARSE_TIMEOUT = 30.0  # seconds for a large body; 16 MB of texts take about ten
+TINY_BODY = 2**12  # bytes: 3 ms of tokenizing
+SMALL_BODY = 2**15  # 20 ms
+LARGE_BODY = 2**20  # half a second
+PARSE_TIMEOUT = 30.0  # seconds for a body in a worker; 16 MB of texts take about ten
 _START_TIMEOUT = 60.0
 
 _logger = logging.getLogger("dms_jax")
@@ -68,7 +73,7 @@ class Parser:
     def __init__(self, served: ServedModel):
         self._served = served
         self._workers = _Worker(served), _Worker(served)
-        parsers = self._parse_here, *(worker.parse for worker in self._workers)
+        parsers = self._parse_here, self._parse_here, *(each.parse for each in self._workers)
         self._parsers = [(parse, asyncio.Lock()) for parse in parsers]
 
     async def parse(
@@ -85,15 +90,15 @@ class Parser:
           RefusalError: parsing takes too long, or the worker has ended.
           DmsJaxError: see `parse_request`.
         """
-        size = len(body.data)
-        parse, turn = self._parsers[(size > SMALL_BODY) + (size > LARGE_BODY)]
+        size = bisect.bisect_left((TINY_BODY, SMALL_BODY, LARGE_BODY), len(body.data))
+        parse, turn = self._parsers[size]
         async with turn:
             if await has_left():
                 raise ClientDisconnect
             return await parse(body)
 
     def close(self) -> None:
-        """Kills the workers; the next large body starts another one."""
+        """Kills the workers."""
         for worker in self._workers:
             worker.close()
 
@@ -139,7 +144,7 @@ class _Worker:
         return parsed
 
     def close(self) -> None:
-        """Kills the worker; the next large body starts another one."""
+        """Kills the process; the next body starts another one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -120,7 +120,8 @@ def test_texts_of_the_longest_words_are_tokenized():
 
 @pytest.fixture
 def parser(monkeypatch) -> Parser:
-    """A parser to which bodies of over 10 bytes are large, and of over 100 very large."""
+    """A parser to which bodies of 1, 10, 100 and 1,000 bytes are of four sizes."""
+    monkeypatch.setattr(parsing, "TINY_BODY", 1)
     monkeypatch.setattr(parsing, "SMALL_BODY", 10)
     monkeypatch.setattr(parsing, "LARGE_BODY", 100)
     return Parser(served(make_service()))
@@ -151,13 +152,13 @@ def test_small_bodies_are_parsed_one_at_a_time(parser, monkeypatch):
     monkeypatch.setattr(RequestBody, "parse", parse)
 
     async def together():
-        await asyncio.gather(*(parser.parse(body_of(size), stays) for size in range(8)))
+        await asyncio.gather(*(parser.parse(body_of(10), stays) for _ in range(8)))
 
     asyncio.run(together())
     assert most == [1] * 8
 
 
-@pytest.mark.parametrize("size", [10, 100, 1000])
+@pytest.mark.parametrize("size", [1, 10, 100, 1000])
 def test_a_body_whose_client_has_left_is_not_parsed(parser, monkeypatch, size):
     parsed = []
     monkeypatch.setattr(RequestBody, "parse", lambda *given: parsed.append(given))
@@ -168,25 +169,22 @@ def test_a_body_whose_client_has_left_is_not_parsed(parser, monkeypatch, size):
 
 
 def test_large_bodies_do_not_hold_up_smaller_ones(parser, monkeypatch):
-    monkeypatch.setattr(RequestBody, "parse", lambda body, served: len(body.data))
+    together, sizes = threading.Barrier(4), [1000, 100, 10, 1]
 
-    async def parse(self, body):
-        if len(body.data) > 100:
-            await asyncio.Event().wait()  # for ever
-        return len(body.data)
+    def parse(self, served):
+        together.wait(20)
+        return len(self.data)
 
-    monkeypatch.setattr(parsing._Worker, "parse", parse)
+    async def parse_in_worker(self, body):
+        return await asyncio.to_thread(body.parse, None)
+
+    async def parse_all():
+        return await asyncio.gather(*(parser.parse(body_of(size), stays) for size in sizes))
+
+    monkeypatch.setattr(RequestBody, "parse", parse)
+    monkeypatch.setattr(parsing._Worker, "parse", parse_in_worker)
     parser = Parser(parser._served)
-
-    async def together():
-        largest = asyncio.create_task(parser.parse(body_of(1000), stays))
-        await asyncio.sleep(0)
-        async with asyncio.timeout(60):
-            assert [await parser.parse(body_of(size), stays) for size in (100, 10)] == [100, 10]
-        assert not largest.done()
-        largest.cancel()
-
-    asyncio.run(together())
+    assert asyncio.run(parse_all()) == sizes
 
 
 def test_the_server_notices_that_a_client_has_left_before_its_turn(client, monkeypatch):
