@@ -454,8 +454,8 @@ def test_there_are_files_for_all_connections():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         most, at_a_time = max_connections(100)
-        assert (most, at_a_time) == (356, 128)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356 + 2 * 128 + 64
+        assert (most, at_a_time) == (356, 16)  # a flood of connections leaves answers their turns
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356 + 2 * 16 + 64
         for files in (200, 80, 20):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
