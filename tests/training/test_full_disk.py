@@ -1,8 +1,12 @@
 """What cannot be written is said in one line, without the pages that Orbax logs of it."""
 
+import asyncio
 import errno
 import logging
 import pathlib
+import sys
+import types
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -32,6 +36,54 @@ def test_orbaxs_pages_are_not_shown_while_checkpoints_are_open(tmp_path):
     assert logger.filter(orbax_error(path="/site-packages/other/file.py"))
     second.close()
     assert logger.filter(orbax_error())
+
+
+def unraisable(error) -> Any:
+    """What Python reports of an error that threads of other languages cannot raise."""
+    return types.SimpleNamespace(
+        exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=None
+    )
+
+
+def test_writes_that_go_on_after_a_failed_checkpoint_are_not_shown(tmp_path, monkeypatch):
+    """They tell an event loop of it that Orbax has closed."""
+    loop, shown = asyncio.new_event_loop(), []
+    loop.close()
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    before = sys.unraisablehook
+    with pytest.raises(RuntimeError, match="closed") as caught:
+        loop.call_soon_threadsafe(print)
+    other = unraisable(caught.value)
+    assert caught.value.__traceback__ is not None
+    late = unraisable(caught.value.with_traceback(caught.value.__traceback__.tb_next))
+    (tmp_path / "checkpoints").mkdir()
+    first, second = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path, keep=1)
+    for told in (late, other):
+        sys.unraisablehook(told)
+    assert shown == [other]
+    first.close()
+    sys.unraisablehook(late)
+    assert shown == [other]
+    second.close()
+    assert sys.unraisablehook == before
+
+
+def test_only_the_first_manager_looks_for_what_a_killed_run_left(tmp_path, monkeypatch):
+    """It does so in a thread for which nobody waits at the end of a run that has failed."""
+    (tmp_path / "checkpoints").mkdir()
+    found = Checkpoints(tmp_path, keep=2)
+    made, make = [], found._orbax.CheckpointManagerOptions
+    monkeypatch.setattr(
+        found._orbax,
+        "CheckpointManagerOptions",
+        lambda **options: made.append(options) or make(**options),
+    )
+    monkeypatch.setattr(checkpoints, "_sum", lambda path: 1 / 0)
+    found.save(1, STATE, {"at": 1})
+    with pytest.raises(CheckpointError, match="step 1"):
+        found.finish()
+    assert [options["cleanup_tmp_directories"] for options in made] == [False]
+    found.close()
 
 
 def test_a_full_disk_is_one_line_and_with_space_again_the_run_goes_on(tmp_path, monkeypatch):
