@@ -115,6 +115,12 @@ def test_a_lock_for_which_there_is_no_room_is_named(tmp_path, monkeypatch):
         run_lock.RunLock(tmp_path)
 
 
+def test_a_log_that_never_ends_is_not_read(tmp_path):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"log\.jsonl, .*: It is a device or a pipe"):
+        RunDirectory(tmp_path, settings=SETTINGS, resume=True, restart_from=None, keep=1)
+
+
 @pytest.mark.parametrize("name", ["log.jsonl", ".lock", "checkpoints"])
 def test_a_name_that_is_taken_by_something_else_is_named(tmp_path: pathlib.Path, name):
     out = tmp_path / "run"
