@@ -533,7 +533,7 @@ def test_an_error_in_what_ends_a_request_ends_the_engine_too(monkeypatch):
 def test_the_server_ends_with_the_reason_and_its_clients_are_told(monkeypatch):
     from dms_jax.errors import EngineFailedError
     from dms_jax.serving.server import Server, take_address
-    from tests.serving.support import Client, served
+    from tests.serving.support import Client
 
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
         port = taken.getsockname()[1]
