@@ -11,6 +11,7 @@ the older ones stay, since they are removed only after a newer one is complete.
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ import pathlib
 import re
 import shutil
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,10 +45,12 @@ Meta = dict[str, Any]
 class _Quiet(logging.Filter):
     """Drops what is printed of an error that Orbax then raises: hundreds of lines of frames.
 
-    It is raised to whoever waits for the checkpoint, and said in one line there. Orbax logs it. The
-    other files of the checkpoint are still being written, by threads of TensorStore: that the event
-    loop which they report to is closed goes to `sys.unraisablehook`, once for each.
+    It is raised to whoever waits for the checkpoint, and said in one line there. Orbax logs it. Of
+    the other arrays of the checkpoint, asyncio logs those that failed too. TensorStore is still
+    writing others: that the event loop which it reports to is closed goes to `sys.unraisablehook`.
     """
+
+    _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
     def __init__(self):
         super().__init__()
@@ -55,7 +59,8 @@ class _Quiet(logging.Filter):
     def begin(self) -> None:
         """Begins to filter, for one more user of Orbax."""
         self._open += 1
-        logging.getLogger("absl").addFilter(self)
+        for logger in self._LOGGERS:
+            logger.addFilter(self)
         if sys.unraisablehook != self._on_unraisable:
             self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
 
@@ -63,12 +68,17 @@ class _Quiet(logging.Filter):
         """Ends it with the last one."""
         self._open = max(self._open - 1, 0)
         if not self._open:
-            logging.getLogger("absl").removeFilter(self)
+            for logger in self._LOGGERS:
+                logger.removeFilter(self)
             if sys.unraisablehook == self._on_unraisable:
                 sys.unraisablehook = self._hook
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and "orbax" in pathlib.PurePath(record.pathname).parts)
+        if not record.exc_info:
+            return True
+        frames = traceback.walk_tb(record.exc_info[2])
+        files = record.pathname, *(frame.f_code.co_filename for frame, _ in frames)
+        return not any("orbax" in pathlib.PurePath(file).parts for file in files)
 
     def _on_unraisable(self, told: Any) -> None:
         trace = told.exc_traceback
@@ -178,14 +188,19 @@ class Checkpoints:
           CheckpointError: it could not be written.
         """
         self.wait()
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
+        if (problem := self._take_problem()) is not None:
             raise CheckpointError(problem)
 
     def _warn(self) -> None:
-        if self._problem is not None:
-            warnings.warn(self._problem, stacklevel=3)
-            self._problem = None
+        if (problem := self._take_problem()) is not None:
+            warnings.warn(problem, stacklevel=3)
+
+    def _take_problem(self) -> str | None:
+        """Returns what could not be written, once; collects its tasks, which log, while quiet."""
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            gc.collect()
+        return problem
 
     def _failed(self, error: Exception) -> None:
         """Notes what is wrong, removes what was written in part, and goes on without it."""
