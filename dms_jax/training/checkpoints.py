@@ -48,6 +48,7 @@ class _Quiet(logging.Filter):
     It is raised to whoever waits for the checkpoint, and said in one line there. Orbax logs it. Of
     the other arrays of the checkpoint, asyncio logs those that failed too. TensorStore is still
     writing others: that the event loop which it reports to is closed goes to `sys.unraisablehook`.
+    Python warns of those that were not begun; that filter stays.
     """
 
     _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
@@ -61,6 +62,7 @@ class _Quiet(logging.Filter):
         self._open += 1
         for logger in self._LOGGERS:
             logger.addFilter(self)
+        warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
         if sys.unraisablehook != self._on_unraisable:
             self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
 

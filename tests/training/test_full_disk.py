@@ -7,6 +7,7 @@ import logging
 import pathlib
 import sys
 import types
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -91,6 +92,18 @@ def test_writes_that_failed_with_the_first_are_not_shown(tmp_path, monkeypatch, 
         found.close()
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_writes_that_never_began_are_not_shown(tmp_path):
+    name = "coroutine 'async_serialize_from_host.<locals>.write_fragment'"
+    (tmp_path / "checkpoints").mkdir()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = Checkpoints(tmp_path, keep=2)
+        warnings.warn(f"{name} was never awaited", RuntimeWarning, stacklevel=1)
+        warnings.warn("coroutine 'other' was never awaited", RuntimeWarning, stacklevel=1)
+        found.close()
+    assert [str(each.message) for each in told] == ["coroutine 'other' was never awaited"]
 
 
 def test_only_the_first_manager_looks_for_what_a_killed_run_left(tmp_path, monkeypatch):
