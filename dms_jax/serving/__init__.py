@@ -19,13 +19,13 @@ The processes and threads of a server, and the way of a request (1 to 9):
     thread pool: parses small bodies
        |
        | socket
-    parsing worker (parsing.py): large bodies
+    two parsing workers (parsing.py): large bodies
 
 Why HTTP has a process of its own: one thread at a time holds Python's lock, and to write the events
 of hundreds of streams takes as long as the steps of a small model. 256 clients of a model of half a
 billion parameters on an H100 received 21,000 to 22,000 tokens a second from one process, and 46,000
-to 49,000 from two. The parsing worker is there for the same reason: a body of 16 MB takes ten
-seconds to tokenize. It starts with the first body of more than 32 kB.
+to 49,000 from two. The parsing workers are there for the same reason: a body of 16 MB takes ten
+seconds to tokenize. One starts with the first body of more than 32 kB, one with that of 1 MB.
 
 Why the engine has a thread of its own: nothing else touches it. It polls the queue of the service
 between two chunks of steps, and notifies listeners while the next programs run. A listener only
@@ -40,7 +40,7 @@ thread `Service.cancel`, and the engine thread hands it over at the next poll.
     http_process.py    uvicorn, with limits on connections
     app.py             the endpoints, what each error is to a client, metrics
     access.py          API keys, hosts, web pages
-    parsing.py         bodies are parsed, in a thread or in the worker
+    parsing.py         bodies are parsed, in a thread or in a worker
     protocol.py        the JSON of requests and of answers
 
 `Service` serves from Python too. The rest needs the extra `serve`.

@@ -145,7 +145,8 @@ class _Api:
         seed = self._seeds.getrandbits(32)
         with self._body_counter() as count:
             data = await _receive_body(request, count)
-            parsed = await self._parser.parse(RequestBody(data, chat, seed))
+            body = RequestBody(data, chat, seed)
+            parsed = await self._parser.parse(body, request.is_disconnected)
         prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.choices)]
         deltas, begun = _DeltaQueue(len(prompts)), set()
 

@@ -36,6 +36,9 @@ from dms_jax.serving.server import BACKLOG
 HEAD_TIMEOUT = 20.0
 WRITE_TIMEOUT = 120.0
 SPARE_CONNECTIONS = 256  # beside those of the requests that can run or wait
+# Connections accepted in a turn of the event loop. Answers take several turns, each as long as it
+# takes to accept them; and of clients that leave at once, those of about four turns are open.
+_AT_A_TIME = 16
 _OTHER_FILES = 64  # file descriptors for everything but connections
 _TIMEOUTS = {"head": HEAD_TIMEOUT, "writing": WRITE_TIMEOUT, "closing": WRITE_TIMEOUT}
 
@@ -124,7 +127,7 @@ def max_connections(requests: int) -> tuple[int, int]:
     Args:
       requests: the most that can run or wait.
     """
-    wanted, at_a_time = requests + SPARE_CONNECTIONS, 128
+    wanted, at_a_time = requests + SPARE_CONNECTIONS, _AT_A_TIME
     try:
         import resource
     except ImportError:  # not on Windows

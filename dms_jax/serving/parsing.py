@@ -1,27 +1,39 @@
-"""`Parser`: request bodies are parsed, small ones in a thread, large ones in a worker process.
+"""`Parser`: request bodies are parsed, small ones in threads, large ones in worker processes.
 
-To parse JSON, render templates and tokenize texts holds Python's lock. So only small bodies are
-parsed in the HTTP process. Large ones go to a worker, one after the other and with a timeout, so
-that no other request waits for them. The worker starts with the first of them. It is sent the
-`ServedModel` first, then each `RequestBody`, and answers with a `CompletionRequest` or an error.
+To parse JSON, render templates and tokenize texts holds Python's lock, for which the event loop
+competes with the threads. So only small bodies are parsed in the HTTP process. Bodies are of four
+sizes, and one of each size is parsed at a time, so that smaller ones do not wait for larger ones:
+
+    tiny, small    in threads of the HTTP process
+    large, huge    in a worker each, with a timeout
+
+A body whose client has left when its turn comes is not parsed.
+
+A worker starts with its first body. It is sent the `ServedModel` first, then each `RequestBody`,
+and answers with a `CompletionRequest` or an error.
 """
 
 import asyncio
+import bisect
 import dataclasses
 import logging
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from dms_jax.errors import DmsJaxError
 from dms_jax.serving.protocol import CompletionRequest, RefusalError, parse_request
 from dms_jax.serving.rpc import ServedModel, pack, portable, receive, receive_async, start_process
 
-SMALL_BODY = 2**15  # bytes: 20 ms of tokenizing
-PARSE_TIMEOUT = 30.0  # seconds for a large body; 16 MB of texts take about ten
+TINY_BODY = 2**12  # bytes: 3 ms of tokenizing
+SMALL_BODY = 2**15  # 20 ms
+LARGE_BODY = 2**20  # half a second
+PARSE_TIMEOUT = 30.0  # seconds for a body in a worker; 16 MB of texts take about ten
 _START_TIMEOUT = 60.0
 
 _logger = logging.getLogger("dms_jax")
@@ -59,49 +71,80 @@ class Parser:
     """Parses bodies, for the coroutines of one event loop."""
 
     def __init__(self, served: ServedModel):
-        self._served, self._lock = served, asyncio.Lock()
+        self._served = served
+        self._workers = _Worker(served), _Worker(served)
+        parsers = self._parse_here, self._parse_here, *(each.parse for each in self._workers)
+        self._parsers = [(parse, asyncio.Lock()) for parse in parsers]
+
+    async def parse(
+        self, body: RequestBody, has_left: Callable[[], Awaitable[bool]]
+    ) -> CompletionRequest:
+        """Returns what a body asks for.
+
+        Args:
+          body: the body.
+          has_left: whether its client has disconnected; asked when its turn comes.
+
+        Raises:
+          ClientDisconnect: it has.
+          RefusalError: parsing takes too long, or the worker has ended.
+          DmsJaxError: see `parse_request`.
+        """
+        size = bisect.bisect_left((TINY_BODY, SMALL_BODY, LARGE_BODY), len(body.data))
+        parse, turn = self._parsers[size]
+        async with turn:
+            if await has_left():
+                raise ClientDisconnect
+            return await parse(body)
+
+    def close(self) -> None:
+        """Kills the workers."""
+        for worker in self._workers:
+            worker.close()
+
+    async def _parse_here(self, body: RequestBody) -> CompletionRequest:
+        return await run_in_threadpool(body.parse, self._served)
+
+
+class _Worker:
+    """A process that parses one body at a time."""
+
+    def __init__(self, served: ServedModel):
+        self._served = served
         self._process: subprocess.Popen[bytes] | None = None
 
     async def parse(self, body: RequestBody) -> CompletionRequest:
-        """Returns what a body asks for.
-
-        Raises:
-          RefusalError: it takes too long, or the worker has ended.
-          DmsJaxError: see `parse_request`.
-        """
-        if len(body.data) <= SMALL_BODY:
-            return await run_in_threadpool(body.parse, self._served)
-        async with self._lock:
-            try:
-                if self._process is None:
-                    async with asyncio.timeout(_START_TIMEOUT):
-                        await self._start_worker()
-                async with asyncio.timeout(PARSE_TIMEOUT):
-                    self._writer.write(pack(body))
-                    await self._writer.drain()
-                    parsed = await receive_async(self._reader)
-            except TimeoutError:
-                self.close()
-                raise RefusalError(
-                    f"Parsing this request takes more than {PARSE_TIMEOUT:g} seconds. Send shorter "
-                    "prompts, or fewer.",
-                ) from None
-            except (EOFError, OSError):
-                self.close()
-                raise RefusalError(
-                    "The process that parses large requests has ended, perhaps for lack of memory. "
-                    "Send shorter prompts, or fewer.",
-                    status=503,
-                ) from None
-            except BaseException:  # its answer may still come
-                self.close()
-                raise
+        """Returns what a body asks for; raises the errors of `Parser.parse`."""
+        try:
+            if self._process is None:
+                async with asyncio.timeout(_START_TIMEOUT):
+                    await self._start_worker()
+            async with asyncio.timeout(PARSE_TIMEOUT):
+                self._writer.write(pack(body))
+                await self._writer.drain()
+                parsed = await receive_async(self._reader)
+        except TimeoutError:
+            self.close()
+            raise RefusalError(
+                f"Parsing this request takes more than {PARSE_TIMEOUT:g} seconds. Send shorter "
+                "prompts, or fewer.",
+            ) from None
+        except (EOFError, OSError):
+            self.close()
+            raise RefusalError(
+                "The process that parses large requests has ended, perhaps for lack of memory. "
+                "Send shorter prompts, or fewer.",
+                status=503,
+            ) from None
+        except BaseException:  # its answer may still come
+            self.close()
+            raise
         if isinstance(parsed, Exception):
             raise parsed
         return parsed
 
     def close(self) -> None:
-        """Kills the worker; the next large body starts another one."""
+        """Kills the process; the next body starts another one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

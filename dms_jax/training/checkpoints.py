@@ -11,12 +11,15 @@ the older ones stay, since they are removed only after a newer one is complete.
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
 import pathlib
 import re
 import shutil
+import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,28 +43,50 @@ Meta = dict[str, Any]
 
 
 class _Quiet(logging.Filter):
-    """Drops what Orbax logs of an error that it then raises: hundreds of lines of its frames.
+    """Drops what is printed of an error that Orbax then raises: hundreds of lines of frames.
 
-    It is raised to whoever waits for the checkpoint, and said in one line there.
+    It is raised to whoever waits for the checkpoint, and said in one line there. Orbax logs it. Of
+    the other arrays of the checkpoint, asyncio logs those that failed too. TensorStore is still
+    writing others: that the event loop which it reports to is closed goes to `sys.unraisablehook`.
+    Python warns of those that were not begun; that filter stays.
     """
+
+    _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
     def __init__(self):
         super().__init__()
-        self._open = 0
+        self._open, self._hook = 0, sys.unraisablehook
 
     def begin(self) -> None:
         """Begins to filter, for one more user of Orbax."""
         self._open += 1
-        logging.getLogger("absl").addFilter(self)
+        for logger in self._LOGGERS:
+            logger.addFilter(self)
+        warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
+        if sys.unraisablehook != self._on_unraisable:
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
 
     def end(self) -> None:
         """Ends it with the last one."""
         self._open = max(self._open - 1, 0)
         if not self._open:
-            logging.getLogger("absl").removeFilter(self)
+            for logger in self._LOGGERS:
+                logger.removeFilter(self)
+            if sys.unraisablehook == self._on_unraisable:
+                sys.unraisablehook = self._hook
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and "orbax" in pathlib.PurePath(record.pathname).parts)
+        if not record.exc_info:
+            return True
+        frames = traceback.walk_tb(record.exc_info[2])
+        files = record.pathname, *(frame.f_code.co_filename for frame, _ in frames)
+        return not any("orbax" in pathlib.PurePath(file).parts for file in files)
+
+    def _on_unraisable(self, told: Any) -> None:
+        trace = told.exc_traceback
+        first = "" if trace is None else trace.tb_frame.f_code.co_name
+        if first != "call_soon_threadsafe" or not isinstance(told.exc_value, RuntimeError):
+            self._hook(told)
 
 
 _quiet = _Quiet()
@@ -83,13 +108,13 @@ class Checkpoints:
         self._problem: str | None = None
         _quiet.begin()
         try:
-            self._manager: Any = self._open()
+            self._manager: Any = self._open(clean=True)
         except BaseException:
             _quiet.end()
             raise
 
-    def _open(self) -> Any:
-        """Returns Orbax's manager, which removes what a killed run left half written."""
+    def _open(self, *, clean: bool) -> Any:
+        """Returns Orbax's manager; `clean`: it removes what a killed run left half written."""
         import orbax.checkpoint as ocp
 
         self._orbax = ocp
@@ -97,7 +122,7 @@ class Checkpoints:
             self._path,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep,
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=clean,
                 async_options=ocp.options.AsyncOptions(
                     post_finalization_callback=self._add_sums,
                     # In the background a directory that cannot be made is waited for in vain.
@@ -165,14 +190,19 @@ class Checkpoints:
           CheckpointError: it could not be written.
         """
         self.wait()
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
+        if (problem := self._take_problem()) is not None:
             raise CheckpointError(problem)
 
     def _warn(self) -> None:
-        if self._problem is not None:
-            warnings.warn(self._problem, stacklevel=3)
-            self._problem = None
+        if (problem := self._take_problem()) is not None:
+            warnings.warn(problem, stacklevel=3)
+
+    def _take_problem(self) -> str | None:
+        """Returns what could not be written, once; collects its tasks, which log, while quiet."""
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            gc.collect()
+        return problem
 
     def _failed(self, error: Exception) -> None:
         """Notes what is wrong, removes what was written in part, and goes on without it."""
@@ -183,7 +213,7 @@ class Checkpoints:
         with contextlib.suppress(Exception):  # its threads; what it could not write was said
             self._manager.close()
         with contextlib.suppress(OSError):  # the directory is gone: the next save says so again
-            self._manager = self._open()
+            self._manager = self._open(clean=False)
         left = [each for each in self.steps if each != step]
         last = f" The last one is of step {left[-1]}." if left else ""
         self._problem = (

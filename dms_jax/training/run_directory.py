@@ -258,6 +258,8 @@ def _check_log(path: pathlib.Path) -> None:
         if path.exists():
             with path.open("r+b"):
                 pass
+            if not path.is_file():
+                raise OSError("It is a device or a pipe")
     except OSError as error:
         raise CheckpointError(
             f"The log of the run, {path}, cannot be read and written: {error.strerror or error}. "

@@ -1,5 +1,6 @@
 """Clients that send too much, too slowly, or never finish: others are still answered."""
 
+import asyncio
 import contextlib
 import gc
 import http.client
@@ -13,14 +14,24 @@ import threading
 import time
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 import dms_jax
 from dms_jax.errors import DataError, TooLongError
 from dms_jax.generation import requests
 from dms_jax.serving import app, http_process, parsing
 from dms_jax.serving.http_process import LogRateLimit, max_connections
+from dms_jax.serving.parsing import Parser, RequestBody
 from dms_jax.serving.service import DrainingError
-from tests.serving.support import MAX_TOKENS, hold_steps, make_service, serving, stories, wait_until
+from tests.serving.support import (
+    MAX_TOKENS,
+    hold_steps,
+    make_service,
+    served,
+    serving,
+    stories,
+    wait_until,
+)
 from tests.support.instances import further
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -104,24 +115,126 @@ def test_texts_of_the_longest_words_are_tokenized():
     assert len(requests.encode_prompt(own, text)) <= 512
 
 
+# -- bodies in turn ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parser(monkeypatch) -> Parser:
+    """A parser to which bodies of 1, 10, 100 and 1,000 bytes are of four sizes."""
+    monkeypatch.setattr(parsing, "TINY_BODY", 1)
+    monkeypatch.setattr(parsing, "SMALL_BODY", 10)
+    monkeypatch.setattr(parsing, "LARGE_BODY", 100)
+    return Parser(served(make_service()))
+
+
+def body_of(size):
+    return RequestBody(b"a" * size, chat=False, seed=0)
+
+
+async def stays():
+    return False
+
+
+async def leaves():
+    return True
+
+
+def test_small_bodies_are_parsed_one_at_a_time(parser, monkeypatch):
+    """Of many threads that want Python's lock, the one that answers others would be one."""
+    running, most = [], []
+
+    def parse(self, served):
+        running.append(self)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.remove(self)
+
+    monkeypatch.setattr(RequestBody, "parse", parse)
+
+    async def together():
+        await asyncio.gather(*(parser.parse(body_of(10), stays) for _ in range(8)))
+
+    asyncio.run(together())
+    assert most == [1] * 8
+
+
+@pytest.mark.parametrize("size", [1, 10, 100, 1000])
+def test_a_body_whose_client_has_left_is_not_parsed(parser, monkeypatch, size):
+    parsed = []
+    monkeypatch.setattr(RequestBody, "parse", lambda *given: parsed.append(given))
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(parser.parse(body_of(size), leaves))
+    assert not parsed
+    assert all(worker._process is None for worker in parser._workers)
+
+
+def test_large_bodies_do_not_hold_up_smaller_ones(parser, monkeypatch):
+    together, sizes = threading.Barrier(4), [1000, 100, 10, 1]
+
+    def parse(self, served):
+        together.wait(20)
+        return len(self.data)
+
+    async def parse_in_worker(self, body):
+        return await asyncio.to_thread(body.parse, None)
+
+    async def parse_all():
+        return await asyncio.gather(*(parser.parse(body_of(size), stays) for size in sizes))
+
+    monkeypatch.setattr(RequestBody, "parse", parse)
+    monkeypatch.setattr(parsing._Worker, "parse", parse_in_worker)
+    parser = Parser(parser._served)
+    assert asyncio.run(parse_all()) == sizes
+
+
+def test_the_server_notices_that_a_client_has_left_before_its_turn(client, monkeypatch):
+    go_on, parsed, parse = threading.Event(), [], RequestBody.parse
+
+    def held_up(self, served):
+        parsed.append(self.data)
+        assert go_on.wait(60)
+        return parse(self, served)
+
+    monkeypatch.setattr(RequestBody, "parse", held_up)
+    bodies = [json.dumps(dict(prompt="a", max_tokens=2, user=name)).encode() for name in "abc"]
+    answers = []
+
+    def ask(body):
+        answers.append(client.send(body).status)
+
+    threads = [threading.Thread(target=ask, args=[body]) for body in bodies[::2]]
+    threads[0].start()
+    wait_until(lambda: parsed)
+    with connected(client) as leaving:
+        leaving.sendall(head(size=len(bodies[1])) + bodies[1])
+        wait_until(lambda: held(client) == 2 * len(bodies[0]))
+    threads[1].start()
+    wait_until(lambda: held(client) == 3 * len(bodies[0]))
+    go_on.set()
+    for each in threads:
+        each.join(60)
+    assert answers == [200, 200]
+    assert parsed == bodies[::2]
+
+
 # -- large bodies --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def with_worker():
-    """A client of a server whose worker parses bodies of over 100 bytes, and its parser."""
+    """A client of a server whose worker parses bodies of over 100 bytes, and that worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsing, "SMALL_BODY", 100)
-        parsers, init = [], parsing.Parser.__init__
+        parsers, init = [], Parser.__init__
 
         def kept(self, served):
             parsers.append(self)
             init(self, served)
 
-        patch.setattr(parsing.Parser, "__init__", kept)
+        patch.setattr(Parser, "__init__", kept)
         with serving() as made:
             assert made.get("/health")[0] == 200  # it has begun
-            yield made, parsers[0]
+            yield made, parsers[0]._workers[0]
 
 
 LARGE = dict(prompt="Once upon a time", max_tokens=3, temperature=0, user="me" * 100)
@@ -341,8 +454,8 @@ def test_there_are_files_for_all_connections():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         most, at_a_time = max_connections(100)
-        assert (most, at_a_time) == (356, 128)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356 + 2 * 128 + 64
+        assert (most, at_a_time) == (356, 16)  # a flood of connections leaves answers their turns
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356 + 2 * 16 + 64
         for files in (200, 80, 20):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
@@ -420,7 +533,7 @@ def test_an_error_in_what_ends_a_request_ends_the_engine_too(monkeypatch):
 def test_the_server_ends_with_the_reason_and_its_clients_are_told(monkeypatch):
     from dms_jax.errors import EngineFailedError
     from dms_jax.serving.server import Server, take_address
-    from tests.serving.support import Client, served
+    from tests.serving.support import Client
 
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
         port = taken.getsockname()[1]

@@ -1,8 +1,14 @@
 """What cannot be written is said in one line, without the pages that Orbax logs of it."""
 
+import asyncio
 import errno
+import gc
 import logging
 import pathlib
+import sys
+import types
+import warnings
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -34,6 +40,90 @@ def test_orbaxs_pages_are_not_shown_while_checkpoints_are_open(tmp_path):
     assert logger.filter(orbax_error())
 
 
+def unraisable(error) -> Any:
+    """What Python reports of an error that threads of other languages cannot raise."""
+    return types.SimpleNamespace(
+        exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=None
+    )
+
+
+def test_writes_that_go_on_after_a_failed_checkpoint_are_not_shown(tmp_path, monkeypatch):
+    """They tell an event loop of it that Orbax has closed."""
+    loop, shown = asyncio.new_event_loop(), []
+    loop.close()
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    before = sys.unraisablehook
+    with pytest.raises(RuntimeError, match="closed") as caught:
+        loop.call_soon_threadsafe(print)
+    other = unraisable(caught.value)
+    assert caught.value.__traceback__ is not None
+    late = unraisable(caught.value.with_traceback(caught.value.__traceback__.tb_next))
+    (tmp_path / "checkpoints").mkdir()
+    first, second = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path, keep=1)
+    for told in (late, other):
+        sys.unraisablehook(told)
+    assert shown == [other]
+    first.close()
+    sys.unraisablehook(late)
+    assert shown == [other]
+    second.close()
+    assert sys.unraisablehook == before
+
+
+def test_writes_that_failed_with_the_first_are_not_shown(tmp_path, monkeypatch, caplog):
+    """Orbax raises the error of one; asyncio logs those of the others, when they are collected."""
+    made: dict[str, Any] = {}
+    source = "async def write():\n    raise ValueError('No space left on device')"
+    exec(compile(source, "/site-packages/orbax/checkpoint/writing.py", "exec"), made)
+
+    def write_all(path):
+        loop = asyncio.new_event_loop()
+        try:
+            writes = [loop.create_task(made["write"]()) for _ in range(3)]
+            loop.run_until_complete(writes[0])
+        finally:
+            loop.close()
+
+    (tmp_path / "checkpoints").mkdir()
+    found = Checkpoints(tmp_path, keep=2)
+    monkeypatch.setattr(checkpoints, "_sum", write_all)
+    found.save(1, STATE, {"at": 1})
+    with pytest.warns(UserWarning, match="step 1 cannot be written .*: No space left on device"):
+        found.close()
+    gc.collect()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_writes_that_never_began_are_not_shown(tmp_path):
+    name = "coroutine 'async_serialize_from_host.<locals>.write_fragment'"
+    (tmp_path / "checkpoints").mkdir()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = Checkpoints(tmp_path, keep=2)
+        warnings.warn(f"{name} was never awaited", RuntimeWarning, stacklevel=1)
+        warnings.warn("coroutine 'other' was never awaited", RuntimeWarning, stacklevel=1)
+        found.close()
+    assert [str(each.message) for each in told] == ["coroutine 'other' was never awaited"]
+
+
+def test_only_the_first_manager_looks_for_what_a_killed_run_left(tmp_path, monkeypatch):
+    """It does so in a thread for which nobody waits at the end of a run that has failed."""
+    (tmp_path / "checkpoints").mkdir()
+    found = Checkpoints(tmp_path, keep=2)
+    made, make = [], found._orbax.CheckpointManagerOptions
+    monkeypatch.setattr(
+        found._orbax,
+        "CheckpointManagerOptions",
+        lambda **options: made.append(options) or make(**options),
+    )
+    monkeypatch.setattr(checkpoints, "_sum", lambda path: 1 / 0)
+    found.save(1, STATE, {"at": 1})
+    with pytest.raises(CheckpointError, match="step 1"):
+        found.finish()
+    assert [options["cleanup_tmp_directories"] for options in made] == [False]
+    found.close()
+
+
 def test_a_full_disk_is_one_line_and_with_space_again_the_run_goes_on(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     found = Checkpoints(tmp_path, keep=2)
@@ -61,6 +151,12 @@ def test_a_lock_for_which_there_is_no_room_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock.json, "dumps", full)
     with pytest.raises(CheckpointError, match=r"cannot be written to .*: No space left on device"):
         run_lock.RunLock(tmp_path)
+
+
+def test_a_log_that_never_ends_is_not_read(tmp_path):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"log\.jsonl, .*: It is a device or a pipe"):
+        RunDirectory(tmp_path, settings=SETTINGS, resume=True, restart_from=None, keep=1)
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", ".lock", "checkpoints"])

@@ -32,7 +32,11 @@ That is containment. Against an answer that pretends to be right:
 - results cross over as plain values, so that an object which equals everything is a failure.
 
 Not defended: an answer that computes the expected outputs by a means that was not meant (a table of
-answers learned by heart), and faults of the kernel itself.
+answers learned by heart), and faults of the kernel itself. Nor a test that works out what it
+expects from an argument after the call: an answer that empties `x` and returns `[]` passes
+`assert candidate(x) == sorted(x)`, as in the original HumanEval. What an answer does to its
+arguments is done to those of the test, because tests of functions that sort or remove in place look
+at them; tests of other functions give a copy, or write down what they expect.
 """
 
 from dms_jax.evaluation.sandbox.confined import Call, Run, Sandbox, side_by_side
