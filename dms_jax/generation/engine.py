@@ -498,12 +498,12 @@ class Engine:
                 call.close()
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """Ends requests of the running call, before its next chunk: call it from `on_tokens`.
+        """Ends requests of the running call; call it from `on_tokens` or `Source.incoming`.
 
-        They keep what they have generated, if anything, their finish reason becomes "cancelled",
-        and their pages are freed. Requests that wait end too. Each has a last update, and is a
-        completion like any other. Indices of requests that have ended, or that are not in the
-        call, are ignored.
+        They end before the next chunk, or behind it where that was launched already. They keep what
+        they have generated, if anything, their finish reason becomes "cancelled", and their pages
+        are freed. Requests that wait end too. Each has a last update, and is a completion like any
+        other. Indices of requests that have ended, or that are not in the call, are ignored.
 
         Raises:
           ConfigError: there is no sequence of indices, or one is not a whole number.
@@ -536,5 +536,5 @@ class Engine:
         """
         self.runner.recover()
         longest = max((request.max_length for request in requests), default=1)
-        self.runner.reservation.raise_max_length(longest)
+        self.runner.reservation.allow_length(longest)
         self.admission.check(requests)

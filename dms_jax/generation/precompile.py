@@ -28,7 +28,7 @@ from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, Given, LanesFilter
 from dms_jax.model.language_model import use_mesh
 
-# A program (jitted, or a `compiling.Program`) and the arguments that it is compiled for.
+# A program (jitted, or a `programs.Program`) and the arguments that it is compiled for.
 _Call = tuple[Any, tuple[Any, ...]]
 
 

@@ -72,7 +72,7 @@ class Reservation:
         self._page_bytes = page_bytes
         self._max_length = 0  # tokens of the longest sequence so far
         self._slot_limit: int | None = None
-        self.raise_max_length(1)
+        self.allow_length(1)
         self.reset(allocator)
 
     def reset(self, allocator: PageAllocator) -> None:
@@ -165,7 +165,7 @@ class Reservation:
         """Sets the lengths of lanes to those of the lanes whose sequences they copy."""
         self.lengths[:, list(source_of)] = self.lengths[:, list(source_of.values())]
 
-    def release(self, lanes: list[int]) -> None:
+    def release_lanes(self, lanes: list[int]) -> None:
         """Empties lanes and frees their pages, whatever is in flight for them."""
         self._lengths[:, lanes] = 0
         self.steps_in_flight[lanes] = 0
@@ -179,8 +179,8 @@ class Reservation:
 
     # -- slots and pages --------------------------------------------------------------------------
 
-    def raise_max_length(self, tokens: int) -> None:
-        """Raises the maximum length of sequences, before pages are reserved for them."""
+    def allow_length(self, tokens: int) -> None:
+        """Allows sequences of so many tokens, before pages are reserved for them."""
         if tokens > self._max_length:
             self._max_length = tokens
             self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most

@@ -1,8 +1,8 @@
 """The device side of generation: a cache, and the compiled programs that run over its lanes.
 
 No work on the host scales with the number of tokens: pages are reserved before each program
-(`runner.reservation`), a chunk of C decode steps is one program, and only its tokens and the rows'
-lengths are copied back. A program is launched, and collected later, when others are in flight.
+(`runner.reservation`), C decode steps are one program, and only their tokens and the rows' lengths
+are copied back. A program is launched, and collected later, when others are in flight.
 
 A prompt that several requests share is prefilled in one lane, whose sequence is copied to the
 lanes of the others:
@@ -84,11 +84,11 @@ class Extended:
 
 @dataclasses.dataclass(frozen=True)
 class StepsInFlight:
-    """A chunk of decode steps in flight.
+    """A program of decode steps in flight.
 
     Attributes:
       steps: its results, on the device (`programs.Steps`).
-      newest: Int[B], mostly on the device, the newest token of each lane after it.
+      newest: Int[B] on the device, the newest token of each lane after it.
       most: Int[B], the most tokens that each lane takes.
       end_tokens: token ids that end an answer.
       tail: the values that the host must write, if it holds any.
@@ -97,7 +97,7 @@ class StepsInFlight:
     """
 
     steps: Packed
-    newest: np.ndarray | Array
+    newest: Array
     most: Int[np.ndarray, " B"]
     end_tokens: tuple[int, ...]
     tail: Tail | None
@@ -297,7 +297,7 @@ class Runner:
 
     def clear(self, lanes: list[int]) -> None:
         """Empties lanes and releases their pages."""
-        self.reservation.release(lanes)
+        self.reservation.release_lanes(lanes)
         self.seen[lanes] = 0
         mask = np.zeros(len(self.seen), bool)
         mask[lanes] = True
@@ -308,7 +308,7 @@ class Runner:
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
         """Sets the maximum length of lanes, from which a compression ratio's budget follows."""
-        self.reservation.raise_max_length(max(tokens.values()))
+        self.reservation.allow_length(max(tokens.values()))
         if self.policy.for_length(1) is self.policy:
             return
         self._max_lengths[list(tokens)] = list(tokens.values())
@@ -426,7 +426,7 @@ class Runner:
         return StepsInFlight(steps, newest, most, end_tokens, tail, table, epochs)
 
     def collect(self, chunk: StepsInFlight) -> Steps:
-        """Waits for the oldest chunk in flight; returns its steps but those of released lanes."""
+        """Waits for the oldest program in flight; returns its steps but those of released lanes."""
         steps = chunk.steps.read()
         current = chunk.epochs == self.reservation.epochs
         steps = steps.replace(ran=steps.ran & current)

@@ -5,7 +5,7 @@ prefilled in chunks, and decodes in chunks until it ends (`requests.State`):
 
     WAITING --admit--> PREFILL --its prompt is complete--> DECODE --finish--> DONE
        ^                  |                                   |
-       +----preempt-------+-----------------------------------+       cancel: from any to DONE
+       +--preempt, or no room for a copy of a shared prompt---+       cancel: from any to DONE
 
 The pages that a program may need are reserved before it runs. If they do not fit, the youngest
 running request is preempted: it returns to the front of the queue with its tokens and is recomputed
@@ -40,7 +40,7 @@ class Admission:
 
     Attributes:
       runner: the runner that owns the lanes and pages.
-      chunk: number of decode steps between two turns of the loop.
+      chunk: number of decode steps of a turn of the loop.
       prefill_chunk: number of prompt tokens per sequence and compiled program.
       end_tokens: token ids that end an answer.
     """
@@ -277,7 +277,7 @@ class Scheduler:
     def accept(self, requests: Sequence[Request]) -> None:
         """Lets requests wait that came while others run."""
         for request in requests:
-            self.runner.reservation.raise_max_length(request.max_length)
+            self.runner.reservation.allow_length(request.max_length)
             self.waiting.append(request)
 
     # -- admission --------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ class Scheduler:
                 request.finish_reason = "cancelled"  # unless its last tokens ended it themselves
             elif request.state is State.PREFILL or not request.has_new_tokens:
                 continue
-            self.notifier.add(request)
+            self.notifier.settle(request)
             if request.finish_reason is not None:
                 request.state = State.DONE
                 ended.append(lane)
@@ -428,10 +428,11 @@ class Scheduler:
         return set() if self.runner.reservation.steps_in_flight.any() else self.to_cancel
 
     def _finish_waiting(self, cancelled: set[int]) -> None:
-        """Does the same for those that wait; chains that left their lane have a first token.
+        """Ends and queues updates of those that wait and were cancelled, or have unreported tokens.
 
-        What was preempted in this call waits before all others, of which there may be thousands. It
-        used what it held before, or a chain what its copy of the prompt would have.
+        Only what left a lane has such tokens (`slots` is set): it waits before all others, of which
+        there may be thousands. Its usage is what it held, or what its copy of a shared prompt would
+        have held.
         """
         preempted = itertools.takewhile(lambda each: each.slots is not None, self.waiting)
         changed = [each for each in preempted if each.has_new_tokens]
@@ -442,7 +443,7 @@ class Scheduler:
             if not request.has_new_tokens:
                 changed.append(request)
         for request in changed:
-            self.notifier.add(request)
+            self.notifier.settle(request)
             if request.finish_reason is not None:
                 request.state = State.DONE
                 held = dict(cache_bytes=0, host_bytes=0)  # it never began
@@ -480,7 +481,7 @@ class _Pending:
 
 @dataclasses.dataclass
 class Notifier:
-    """Makes the texts of requests, records their usage, and calls back.
+    """Says which requests have ended, makes their texts, records their usage, and calls back.
 
     What ended frees its lane at once (`Scheduler.finish`). This takes longer, and can wait until
     the device is busy with the next programs.
@@ -497,8 +498,8 @@ class Notifier:
     _ended: list[tuple[Request, dict[str, Any]]] = dataclasses.field(default_factory=list)
     _pending: list[_Pending] = dataclasses.field(default_factory=list)
 
-    def add(self, request: Request) -> None:
-        """Queues the update of a request; whether it has ended is known then."""
+    def settle(self, request: Request) -> None:
+        """Sets the finish reason of a request whose new tokens end it, and queues its update."""
         text = None
         if self.on_tokens is None or request.sampling.stop_strings:  # its text may be its end
             text = self.tracker.update(request)

@@ -168,7 +168,7 @@ class Service:
         self.engine = Engine(model, policy, **dataclasses.asdict(limits))
         runner = self.engine.runner
         # Once, for all requests to come: page tables keep their widths, and nothing recompiles.
-        runner.reservation.raise_max_length(self.max_tokens)
+        runner.reservation.allow_length(self.max_tokens)
         self._admission = self.engine.admission
         self._slots = self._admission.slots_alone(self.max_tokens + self.engine.chunk)
         self._pages = runner.reservation.allocator.pages_per_shard * runner.num_shards
