@@ -21,7 +21,7 @@ QUICK := tests/oracles tests/cache tests/data/test_sources.py tests/evaluation/t
 SHARDS ?= 6
 # What `make steady` runs the gate under: options of tests/conftest.py, joined by commas.
 VARIATIONS ?= --reseed=1 --reseed=2 --compiler=optimized --compiler=new-emitter --compiler=level-0 \
-  --compiler=sse4 --compiler=avx2 --cores=1,--compiler=one-thread
+  --compiler=avx2 --cores=1,--compiler=one-thread
 
 .PHONY: help demo docs notebooks check quick test nightly costs release mutants steady wheel \
   gpu-compiler newest lint format lock install clean

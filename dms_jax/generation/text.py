@@ -121,7 +121,7 @@ class _Stream:
     """The state of decoding one request.
 
     Attributes:
-      before: a token of the prompt, or none.
+      before: the end of the prompt, or none.
       start, committed: s and c of the module docstring; s is -1 if the window begins with `before`.
       prefix: length of the text of tokens[s:c].
       stops: the stop strings in its text.
@@ -229,7 +229,7 @@ class TextTracker:
 
     def begin(self, prompt: list[int], stops: tuple[str, ...] = ()) -> _Stream:
         """Returns the state before the first token behind a prompt."""
-        before = self._last_with_text(prompt)
+        before = self._context(prompt)
         return _Stream(
             before,
             start=-len(before),
@@ -242,18 +242,22 @@ class TextTracker:
         self._commit(stream, tokens, len(tokens))
         return len(stream.text) + len(self._behind(stream, tokens, len(tokens)))
 
-    def _last_with_text(self, prompt: list[int]) -> list[int]:
-        """Returns the last token of a prompt that has a text of its own; none behind a special one.
+    def _context(self, prompt: list[int]) -> list[int]:
+        """Returns the end of a prompt whose text goes on in an answer; none behind a special token.
 
-        A byte has none: with those of an answer it may be no character.
+        It is the last token that has a text of its own. A byte has none (with those of an answer it
+        may be no character), but a prompt of nothing else may.
         """
+        bytes_behind: list[int] = []
         for token in prompt[: -_MOST_PENDING - 1 : -1]:
             text = self._text_of(token)
             if not text and self._tokenizer.decode([token], skip_special_tokens=False):
-                return []
+                break
             if self._length_alone(token):
                 return [token]
-        return []
+            bytes_behind.insert(0, token)
+        text = self._decode(bytes_behind)
+        return bytes_behind if text and _INCOMPLETE not in text else []
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

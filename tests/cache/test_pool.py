@@ -100,7 +100,8 @@ def test_a_token_that_is_rotated_as_it_is_written(policy, dtype):
         return want, pool.rotate_and_store(table, slots, q, k, v, rotation, zeroed=zeroed)
 
     want, got = both()
-    chex.assert_trees_all_equal(got, want)
+    eps = float(jnp.finfo(dtype).eps)  # compilers differ in the last bit
+    chex.assert_trees_all_close(got, want, rtol=eps, atol=4 * eps)
     # Zero in the queries are the neurons that are borrowed, and no other number.
     zero = {(head, dim) for head, dim in policy.borrowed(group, head_dim) if head < group}
     found = np.argwhere(np.asarray(got[1] == 0).reshape(-1, group, head_dim))

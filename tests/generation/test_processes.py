@@ -8,8 +8,10 @@ import pytest
 
 import dms_jax
 from dms_jax import compilation
+from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine
+from dms_jax.model.language_model import LanguageModel
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -27,8 +29,8 @@ def test_a_forked_process_in_which_programs_would_hang_refuses(monkeypatch):
         try:
             for call in (
                 compilation.prepare,
-                lambda: dms_jax.initialize(None),
-                lambda: dms_jax.to_grouped_query(None, 1),
+                lambda: dms_jax.initialize(object.__new__(ModelConfig)),
+                lambda: dms_jax.to_grouped_query(object.__new__(LanguageModel), 1),
                 object.__new__(Engine).warm,
                 lambda: dms_jax.load("nothing"),
             ):

@@ -61,12 +61,15 @@ def test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to(monkeypa
 
 
 def test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_stop_string():
-    """Nobody listens, so that steps ran behind it, whose rows are not those of the answer."""
+    """Nobody listens, so that steps ran behind it, whose rows are not those of the answer.
+
+    While others wait the first of them are collected before the answer is known to have ended.
+    """
     engine, prompt = host_engine("cuts"), SIX[2]
     stop = text_behind(prompt, answer(prompt, name="cuts").tokens[:1])
     assert stop.strip()
     sampling = dataclasses.replace(GREEDY, stop=stop)
-    found = engine.generate([prompt] * 2, sampling=sampling)  # a prompt, and a copy of it
+    found = engine.generate([prompt] * 4, sampling=sampling)  # a prompt and a copy of it, twice
     told = engine.generate([prompt] * 2, sampling=sampling, on_tokens=lambda update: None)
     for one in (*found, *told):
         answer(prompt, sampling, "cuts").check(one)

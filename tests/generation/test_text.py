@@ -100,6 +100,22 @@ def test_an_answer_goes_on_where_its_prompt_ends(kind):
         assert later.text == want
 
 
+def test_an_answer_goes_on_behind_a_prompt_of_nothing_but_bytes():
+    """A line end of byte fallback: the space of the first word behind it is part of the answer."""
+    own = tokenizer("stories260k")
+    byte, half = (own.backend.token_to_id(piece) for piece in ("<0x0A>", "<0xC3>"))
+    tokens = own.encode("her", add_special_tokens=False)
+
+    def text_behind(prompt):
+        tracker = TextTracker(own, ())
+        return tracker._text(tracker.begin(prompt), tokens, len(tokens))
+
+    for prompt in ([byte], [byte, byte], [own.bos_token_id, byte]):
+        assert own.decode([*prompt, *tokens], skip_special_tokens=True).endswith("\n her")
+        assert text_behind(prompt) == " her"
+    assert text_behind([half]) == "her"  # no character without another byte
+
+
 def test_behind_a_special_token_a_text_begins():
     tokens = tokenizer("mistral").encode("Sure thing", False)
     begin = tokenizer("mistral").bos_token_id

@@ -16,6 +16,7 @@ from pallas_kernels.update.reference import write_pages_xla
 from tests.pallas_kernels.support import as_arrays, interpret_quickly, tpu_interpreters
 from tests.pallas_kernels.update.support import (
     assert_agrees,
+    assert_rounded_alike,
     assert_same_bits,
     operands,
     write_inputs,
@@ -46,7 +47,7 @@ def main(implementation, names):
         results = run(implementation, case, arrays)
         assert_agrees(case, inputs, results)
         # A rotation too, which the oracle does not round as float32 does.
-        assert_same_bits(results, write_pages_xla(*operands(arrays), zeroed=case.zeroed))
+        assert_rounded_alike(results, write_pages_xla(*operands(arrays), zeroed=case.zeroed))
         print(json.dumps({"case": name}), flush=True)
 
 

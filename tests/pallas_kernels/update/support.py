@@ -138,6 +138,16 @@ def assert_same_bits(got, want):
     chex.assert_trees_all_equal(*bits)
 
 
+def assert_rounded_alike(got, want):
+    """Asserts that arrays are equal but for the last bit, in which compilers differ; NaN too."""
+    for one, other in zip(got, want, strict=True):
+        dtype = np.asarray(one).dtype
+        chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
+        eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0
+        one, other = (np.asarray(x).astype(np.float64) for x in (one, other))
+        chex.assert_trees_all_close(one, other, rtol=eps, atol=4 * eps if eps < 0.05 else 0)
+
+
 def write_structs(case, sharding=None):
     """Shapes and dtypes of a case's inputs, with no arrays behind them."""
 
