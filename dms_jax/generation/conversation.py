@@ -201,7 +201,7 @@ class Conversation:
         with unless_busy(self._lock, "The conversation"):
             engine, history = self._engine, self._history
             require(
-                len(engine.runner.seen) > 1,
+                engine.runner.num_lanes > 1,
                 "Conversation.ask needs room for copies of the cache: give Conversation the number "
                 "of questions to answer at a time (branches=).",
             )

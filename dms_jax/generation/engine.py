@@ -12,10 +12,12 @@ Programs are prompts, the first tokens after them, and chunks of steps; a long c
 programs. What of a chunk stays in flight when its turn ends, to be collected behind the launch of
 the next one:
 
-    requests of a closed list, none of which wait           all programs
+    a listener may cancel, or a stop string end a           none
+    sequence that stays, before the next chunk
+    fewer lanes than `LANES_AHEAD`, which may all end       none
     requests wait for a lane, or may come at any time       the last one: lanes that ended in those
                                                             before it are given away meanwhile
-    a listener may cancel before the next chunk             none
+    else                                                    all programs
 
 Updates of a chunk are sent when the next one is launched, except to such a listener. Equal prompts
 that are admitted together are prefilled once, and the sequence is copied to the lanes of the others
@@ -156,7 +158,7 @@ class Overlap:
         answer waits for more than a chunk of another's prompt. Not with a policy that cuts dense
         prompts, whose steps have page tables of the cut rows alone.
       waits: whether the updates of a chunk are sent before the next one is launched, as a listener
-        may cancel.
+        may cancel, or a stop string ends a sequence that stays.
       hands_over: whether requests may come at any time, so that the last program of each chunk runs
         while lanes that ended in those before it are given away. Else it does while requests wait.
     """
@@ -201,7 +203,7 @@ class Call:
         self.scheduler = Scheduler(
             engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
         )
-        self._filter = LanesFilter(len(self.runner.seen))  # of requests with their own sampling
+        self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
     def step(self) -> bool:
         """Takes one turn of the loop; returns False when there is nothing left to do."""
@@ -271,7 +273,8 @@ class Call:
     # -- collect ----------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Waits for everything in flight."""
+        """Sends what is to be sent, and waits for everything in flight."""
+        self._notifier.notify()  # before answers grow beyond it
         self.in_flight.collect_steps()
         self.in_flight.collect_prompts()
 
@@ -281,6 +284,7 @@ class Call:
         Nothing is cancelled: prompts and first tokens stay in flight.
         """
         if self.in_flight.programs:
+            self._notifier.notify()  # before answers grow beyond it
             self.in_flight.collect_steps()
             self.scheduler.finish(cancel=False)
 
@@ -290,7 +294,7 @@ class Call:
         """Launches the next program of prompts, and the draws behind those that are complete."""
         scheduler, runner = self.scheduler, self.runner
         while batch := self._prefill.next_batch():
-            extra = np.zeros(len(runner.seen), np.int64)
+            extra = np.zeros(runner.num_lanes, np.int64)
             for lane, tokens in batch.tokens.items():
                 extra[lane] = len(tokens)
             if not self._reserve_or_preempt(extra, prompt=batch.prompt):
@@ -302,15 +306,16 @@ class Call:
             requests = {lane: scheduler.running[lane] for lane in batch.tokens}
             self.in_flight.add_prefill(extended, requests)
             break
-        if self._prefill.has_copies:  # they need pages at once
-            self._finish_steps()
         if not (source_of := self._prefill.take_complete()):
             return
+        shared = {lane: source for lane, source in source_of.items() if lane != source}
+        if shared:  # copies need pages at once
+            self._finish_steps()
         for lane in source_of:
             scheduler.running[lane].state = State.DECODE
         running, seeds = scheduler.running, scheduler.seeds
         self.in_flight.launch_first_tokens(source_of, running, seeds, self._rule())
-        if shared := {lane: source for lane, source in source_of.items() if lane != source}:
+        if shared:
             scheduler.fork(shared)
 
     def _reserve_or_preempt(self, extra: np.ndarray, *, prompt: bool) -> bool:

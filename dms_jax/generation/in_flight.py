@@ -48,7 +48,7 @@ class InFlight:
     _records: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        self.last_tokens = np.zeros(len(self.runner.seen), np.int32)
+        self.last_tokens = np.zeros(self.runner.num_lanes, np.int32)
 
     def collect_prompts(self) -> None:
         """Waits for prompts and first tokens, and records them in order.
@@ -64,7 +64,7 @@ class InFlight:
 
     def remaining(self, running: Mapping[int, Request]) -> Int[np.ndarray, " B"]:
         """Returns the most tokens that each lane may generate after what was launched."""
-        remaining = np.zeros(len(self.runner.seen), np.int64)
+        remaining = np.zeros(self.runner.num_lanes, np.int64)
         for lane, request in running.items():
             remaining[lane] = request.remaining - (lane in self.drawn)
         return remaining - np.minimum(self.runner.reservation.steps_in_flight, remaining)

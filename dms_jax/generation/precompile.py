@@ -57,7 +57,7 @@ def compile_first(
     """
     if not requests or any(request.seen or request.before for request in requests):
         return
-    num_lanes = len(runner.seen)
+    num_lanes = runner.num_lanes
     # Equal prompts are read once; those of chains are mostly one list.
     first = {id(request.prompt): request for request in requests[:num_lanes]}
     unique = {tuple(request.prompt): request for request in first.values()}
@@ -112,7 +112,7 @@ def compile_all(
 
     See `compile_first`; the maximum length of the runner is that of the longest sequence.
     """
-    num_lanes = len(runner.seen)
+    num_lanes = runner.num_lanes
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
     policy, most = runner.policy, runner.max_tokens
     whole = tokens_in_one_pass(policy, seen=0, prompt=most, max_length=most)
@@ -142,15 +142,15 @@ class _Calls:
     rule: Filter | None
 
     def _rule(self, count: int) -> Filter | Given:
-        return self.rule or Given(np.zeros((count, len(self.runner.seen)), np.int32))
+        return self.rule or Given(np.zeros((count, self.runner.num_lanes), np.int32))
 
     @property
     def _lanes(self) -> np.ndarray:
-        return np.zeros(len(self.runner.seen), np.int32)
+        return np.zeros(self.runner.num_lanes, np.int32)
 
     @property
     def _seeds(self) -> np.ndarray:
-        return np.zeros((len(self.runner.seen), 2), np.uint32)
+        return np.zeros((self.runner.num_lanes, 2), np.uint32)
 
     def _table(self, entries: int, pages: int) -> np.ndarray:
         num_layers, _, num_kv_heads = self.runner.reservation.allocator.reserved.shape

@@ -384,11 +384,6 @@ class PrefillQueue:
         for lane, tokens in batch.tokens.items():
             self.items[lane].done += len(tokens)
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether a prompt is prefilled for several lanes, which then need pages at once."""
-        return any(each.source != lane for lane, each in self.items.items())
-
     def take_complete(self) -> dict[int, int]:
         """Removes the lanes that can decode; returns the lane that prefilled the prompt of each.
 

@@ -136,7 +136,7 @@ class Reservation:
         ended: Bool[np.ndarray, " B"],
         current: Bool[np.ndarray, " B"],
     ) -> None:
-        """Takes the lengths after the oldest chunk of steps.
+        """Takes the lengths after the oldest program of steps.
 
         Args:
           lengths: the slots in use of each row after it.

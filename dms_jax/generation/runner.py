@@ -1,8 +1,8 @@
 """The device side of generation: a cache, and the compiled programs that run over its lanes.
 
 No work on the host scales with the number of tokens: pages are reserved before each program
-(`runner.reservation`), C decode steps are one program, and only their tokens and the rows' lengths
-are copied back. A program is launched, and collected later, when others are in flight.
+(`runner.reservation`), C decode steps are one program, and what the host reads of them is copied
+back at once. A program is launched, and collected later, when others are in flight.
 
 A prompt that several requests share is prefilled in one lane, whose sequence is copied to the
 lanes of the others:
@@ -137,6 +137,7 @@ class Runner:
     """A cache of B lanes (one sequence each) and the programs that run over it.
 
     Attributes:
+      num_lanes: number of lanes (B).
       traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
       num_shards: number of devices with pages of their own.
@@ -162,7 +163,7 @@ class Runner:
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
         self.traced_policy = jax.tree.map(self.everywhere, jax.device_put(policy))
-        self._kv_dtype = kv_dtype
+        self.num_lanes, self._kv_dtype = num_lanes, kv_dtype
         positions = model.config.max_position_embeddings
         self.max_tokens = max_tokens or positions
         whole = policy.footprint(positions, page_size=page_size)
@@ -227,7 +228,7 @@ class Runner:
             make = programs.make_cache(
                 config,
                 jax.tree.structure(self.policy),
-                len(self.seen),
+                self.num_lanes,
                 num_pages,
                 self.page_size,
                 self.model.dtype,
@@ -250,7 +251,7 @@ class Runner:
                 dtype=self.cache.k_pages.dtype,
             )
         self.hidden = self.everywhere(
-            np.zeros((len(self.seen), config.hidden_size), self.model.dtype)
+            np.zeros((self.num_lanes, config.hidden_size), self.model.dtype)
         )
         self.dirty = False
 
@@ -299,7 +300,7 @@ class Runner:
         """Empties lanes and releases their pages."""
         self.reservation.release_lanes(lanes)
         self.seen[lanes] = 0
-        mask = np.zeros(len(self.seen), bool)
+        mask = np.zeros(self.num_lanes, bool)
         mask[lanes] = True
         with use_mesh(self.model.mesh):
             self.cache = programs.clear(
@@ -335,7 +336,7 @@ class Runner:
             return Shapes.of(
                 chunk,
                 min(tokens, SATURATING) if one_pass and parallel == "never" else tokens,
-                len(self.seen),
+                self.num_lanes,
                 few=few,
                 unpadded=few and not self._on_mesh,
                 # A chunk of one token is a step, but of a prompt that no step must see.
@@ -355,7 +356,7 @@ class Runner:
 
     def extend(self, batch: PrefillBatch) -> Extended:
         """Launches the next tokens of some lanes through the cache (pages must be reserved)."""
-        num_lanes, shape = len(self.seen), batch.shape
+        num_lanes, shape = self.num_lanes, batch.shape
         lanes, tokens, counts = build_batch(
             batch.tokens, num_lanes=num_lanes, shape=shape, fixed_lanes=self.fixed_lanes
         )
@@ -425,22 +426,22 @@ class Runner:
         epochs = self.reservation.epochs
         return StepsInFlight(steps, newest, most, end_tokens, tail, table, epochs)
 
-    def collect(self, chunk: StepsInFlight) -> Steps:
+    def collect(self, program: StepsInFlight) -> Steps:
         """Waits for the oldest program in flight; returns its steps but those of released lanes."""
-        steps = chunk.steps.read()
-        current = chunk.epochs == self.reservation.epochs
+        steps = program.steps.read()
+        current = program.epochs == self.reservation.epochs
         steps = steps.replace(ran=steps.ran & current)
         counts = steps.ran.sum(0)
         # A lane without steps was idle, with the end token of its last answer perhaps, and may have
         # been taken since.
-        ended = np.isin(steps.tokens[-1], chunk.end_tokens) & (chunk.most > 0)
+        ended = np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)
         self.reservation.collect_steps(
-            steps.lengths, ran=counts > 0, most=chunk.most, ended=ended, current=current
+            steps.lengths, ran=counts > 0, most=program.most, ended=ended, current=current
         )
         self.seen = self.seen + counts
         if self.host is not None:
-            assert chunk.tail is not None
-            self.host.write(chunk.tail, chunk.table)
+            assert program.tail is not None
+            self.host.write(program.tail, program.table)
         return steps
 
     # -- shared prompts ---------------------------------------------------------------------------
@@ -466,7 +467,7 @@ class Runner:
         pairs = self.reservation.allocator.copies(source_of)
         if self.host is not None:  # then there is one shard
             self.host.copy(pairs[0])
-        lanes = np.arange(len(self.seen), dtype=np.int32)
+        lanes = np.arange(self.num_lanes, dtype=np.int32)
         lanes[targets] = sources
         longest = max(each.shape[1] for each in pairs)
         block = self.no_pages().shape[-1]

@@ -9,7 +9,8 @@ prefilled in chunks, and decodes in chunks until it ends (`requests.State`):
 
 The pages that a program may need are reserved before it runs. If they do not fit, the youngest
 running request is preempted: it returns to the front of the queue with its tokens and is recomputed
-later, the prompt as a prompt and the answer as an answer, so that every policy decides as before.
+later. Its answer is recomputed as an answer where the policy treats that differently from a prompt,
+so that it decides as before.
 
 Some requests are known before they run not to fit (`Admission.check`): every row holds the first
 chunk of a prompt, a prompt with full attention is in the pool in full, and a policy without
@@ -172,11 +173,11 @@ class Admission:
         """Returns every free lane if one device holds them all, else none."""
         if self.runner.data_shards > 1:
             return []
-        return [lane for lane in range(len(self.runner.seen)) if lane not in taken]
+        return [lane for lane in range(self.runner.num_lanes) if lane not in taken]
 
     def _open_lanes(self, taken: Container[int]) -> list[int]:
         """Returns one free lane of each device that has one, the emptiest device first."""
-        num_lanes = len(self.runner.seen)
+        num_lanes = self.runner.num_lanes
         per_shard = num_lanes // self.runner.data_shards
         lanes = []
         for start in range(0, num_lanes, per_shard):
@@ -265,7 +266,7 @@ class Scheduler:
         self.waiting = collections.deque(requests)
         self.running: dict[int, Request] = {}
         self.cancelled: set[int] = set()
-        self.seeds = np.zeros((len(self.runner.seen), 2), np.uint32)
+        self.seeds = np.zeros((self.runner.num_lanes, 2), np.uint32)
         self._bases = {each.base for each in requests if each.base is not None}
         self._keep = keep
 
@@ -288,7 +289,7 @@ class Scheduler:
         Raises:
           CapacityError: the first one does not fit, and nothing runs.
         """
-        if not self.waiting or len(self.running) == len(self.runner.seen):
+        if not self.waiting or len(self.running) == self.runner.num_lanes:
             return
         extra = self.admission.extra(self.running, self.prefill.items)
         taken = self.running.keys() | self._bases
@@ -323,7 +324,7 @@ class Scheduler:
         never been in the cache.
         """
         policy, prompt, answer = self.runner.policy, request.before + request.prompt, []
-        key = None  # a preempted request shares its prompt with none, nor one that has none
+        key = None  # what has no prompt, or an answer behind it, shares it with none
         if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)
             key = prompt_key(policy, shard, prompt, request.max_length, request.base)
@@ -376,11 +377,10 @@ class Scheduler:
     # -- ends -------------------------------------------------------------------------------------
 
     def finish(self, *, cancel: bool = True) -> None:
-        """Sends the updates so far, ends what has ended, frees its lanes, and queues its updates.
+        """Ends what has ended, frees its lanes and pages, and queues its updates.
 
         Without `cancel` nothing ends early: prompts or first tokens may be in flight.
         """
-        self.notifier.notify()
         self.runner.reservation.trim()
         cancelled = self._cancelled_now() if cancel else set()
         self.cancelled -= cancelled

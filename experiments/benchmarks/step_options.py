@@ -146,8 +146,8 @@ def using(
     look_up = tuned.lookup
     drawn: list[np.ndarray] = []
 
-    def collect(self, chunk):
-        steps = before[-1](self, chunk)
+    def collect(self, program):
+        steps = before[-1](self, program)
         drawn.append(np.asarray(steps.tokens))
         return steps
 

@@ -90,7 +90,7 @@ def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(
 
 def serve_at_random(engine, pending, choose):
     """Serves requests, of which some come at each look; sometimes others are cancelled."""
-    indices = range(len(pending))
+    indices, known = range(len(pending)), list(pending)
     share = choose.choice((0, 0, 0.05, 0.2))
 
     def perhaps_cancel():
@@ -105,4 +105,10 @@ def serve_at_random(engine, pending, choose):
         came, pending[:count] = pending[:count], []
         return came
 
-    engine.serve(Source([], GREEDY, on_tokens=lambda _: perhaps_cancel(), incoming=incoming))
+    def hear(update):
+        """Its tokens are the last ones that the request has, of which a server gives logprobs."""
+        generated = known[update.index].generated
+        assert generated[len(generated) - len(update.tokens) :] == update.tokens
+        perhaps_cancel()
+
+    engine.serve(Source([], GREEDY, on_tokens=hear, incoming=incoming))

@@ -388,8 +388,8 @@ MUTANTS = [
     Mutant(
         "generation: a lane that had no steps has ended with the last answer in it",
         FOLDER + "runner.py",
-        "np.isin(steps.tokens[-1], chunk.end_tokens) & (chunk.most > 0)",
-        "np.isin(steps.tokens[-1], chunk.end_tokens)",
+        "np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)",
+        "np.isin(steps.tokens[-1], program.end_tokens)",
         (
             "tests/generation/test_pages_in_flight.py::test_an_idle_lane_that_is_taken_behind_a_chunk_keeps_its_unread_steps",
         ),

@@ -17,6 +17,13 @@ RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_oth
 
 MUTANTS = [
     Mutant(
+        "generation: an answer grows before its updates are sent",
+        FOLDER + "engine.py",
+        'in flight."""\n        self._notifier.notify()',
+        'in flight."""\n        pass',
+        (AT_RANDOM,),
+    ),
+    Mutant(
         "generation: the device is idle between two chunks of a closed list",
         FOLDER + "engine.py",
         "return 0 if scheduler.cancelled else len(in_flight.programs)",
@@ -85,8 +92,8 @@ MUTANTS = [
     Mutant(
         "generation: first tokens wait for the steps that run on",
         FOLDER + "engine.py",
-        "if self._prefill.has_copies:",
-        "if True:",
+        "if shared:  # copies",
+        "if True:  # copies",
         (TURNS, f"{RUNNING_ON}::{RUN_ON}"),
     ),
     Mutant(
