@@ -248,14 +248,10 @@ def _prefill(engine: Engine, turn: Turn, seen: int) -> None:
     Raises:
       CapacityError: the pool does not hold it.
     """
-    # A prompt as one with an answer of a token, which is not in the cache; an answer as one that
-    # was preempted behind its last token.
-    one = Sampling(max_new_tokens=1)
-    request = make_request(engine.model.config, [], one, past=Past(seen=seen))
-    if turn.prompt:
-        request.prompt = turn.tokens
-    else:
-        request.generated = [*turn.tokens, 0]
-        request.max_new_tokens = len(request.generated)
-    request.max_length = turn.max_length
-    engine.serve(Source([request], one, keep=True))
+    # As a request that was preempted behind its last token, which is not in the cache.
+    sampling = Sampling(max_new_tokens=1)
+    request = make_request(engine.model.config, [], sampling, past=Past(seen=seen))
+    request.prompt, answer = (turn.tokens, []) if turn.prompt else ([], turn.tokens)
+    request.generated = [*answer, 0]
+    request.max_new_tokens, request.max_length = len(request.generated), turn.max_length
+    engine.serve(Source([request], sampling, keep=True))

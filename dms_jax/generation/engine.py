@@ -229,6 +229,12 @@ class Call:
             self._notifier.notify()
         return True
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether requests wait or run, or programs are in flight."""
+        scheduler = self.scheduler
+        return bool(scheduler.waiting or scheduler.running or self.in_flight.programs)
+
     def close(self) -> None:
         """Sends the updates that are left, also after an error."""
         self._notifier.notify()
@@ -485,7 +491,8 @@ class Engine:
         """Begins a call whose turns the caller takes: `with engine.open(source) as call`.
 
         `call.step()` is one turn of the loop. Between two turns the caller may look at requests,
-        and give more through `source.incoming`. Raises as `serve` does.
+        and give more through `source.incoming`. Requests that have not ended when the caller leaves
+        stay as they are. Raises as `serve` does.
         """
         compilation.check_process()
         requests, sampling = list(source.requests), source.sampling
@@ -498,6 +505,8 @@ class Engine:
                 with self.runner.working():
                     call.compile_first(self._compiled)
                     yield call
+                if call.unfinished:  # the caller has left: what is in the cache is nobody's
+                    self.runner.release()
                 self._call = None  # its requests belong to the caller
             finally:
                 call.close()

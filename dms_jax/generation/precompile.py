@@ -80,8 +80,10 @@ def compile_first(
     ]
     reservation = runner.reservation
     pages, pages_of_steps = reservation.table_width(1), reservation.table_width(1, steps=True)
+    drawn = any(not each.generated for each in requests)
+    steps = any(each.remaining > (not each.generated) for each in requests)
     form = jax.tree.structure(rule)
-    key = (form, num_steps, end_tokens, pages, pages_of_steps, *batches)
+    key = (form, drawn, steps, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:
         return
     compiled.add(key)
@@ -90,8 +92,8 @@ def compile_first(
         runner,
         (
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
-            calls.decode(pages_of_steps, num_steps, end_tokens),
-            calls.first_tokens(),
+            *([calls.decode(pages_of_steps, num_steps, end_tokens)] if steps else []),
+            *([calls.first_tokens()] if drawn else []),
         ),
     )
 

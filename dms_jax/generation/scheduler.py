@@ -268,6 +268,7 @@ class Scheduler:
         self.cancelled: set[int] = set()
         self.seeds = np.zeros((self.runner.num_lanes, 2), np.uint32)
         self._bases = {each.base for each in requests if each.base is not None}
+        self._uncopied: dict[int, np.ndarray] = {}  # by lane, slots of a prompt; see `fork`
         self._keep = keep
 
     @property
@@ -340,10 +341,16 @@ class Scheduler:
     def fork(self, source_of: dict[int, int]) -> None:
         """Copies shared prompts to lanes, as far as they fit; the others wait again.
 
+        Requests that end with their first token need no copy.
+
         Args:
           source_of: lane -> the lane that prefilled its prompt.
         """
         lengths = self.runner.reservation.lengths  # waits for the prompts
+        for lane in [lane for lane in source_of if self.running[lane].max_new_tokens == 1]:
+            self._uncopied[lane] = lengths[:, source_of.pop(lane)].copy()
+        if not source_of:
+            return
         extra = self.admission.extra(self.running, self.prefill.items)
         for lane, source in source_of.items():
             extra[:, lane] += lengths[:, source]
@@ -394,7 +401,9 @@ class Scheduler:
             if request.finish_reason is not None:
                 request.state = State.DONE
                 ended.append(lane)
-                slots = self.runner.reservation.lengths_of(lane)
+                slots = self._uncopied.pop(lane, None)
+                if slots is None:
+                    slots = self.runner.reservation.lengths_of(lane)
                 usage = dict(cached=int(self.runner.seen[lane]), live=int(slots.sum()))
                 usage |= self.runner.reservation.bytes_of(slots)
                 self.notifier.add_usage(request, usage)

@@ -256,8 +256,10 @@ class TextTracker:
             if self._length_alone(token):
                 return [token]
             bytes_behind.insert(0, token)
-        text = self._decode(bytes_behind)
-        return bytes_behind if text and _INCOMPLETE not in text else []
+        for cut in range(min(4, len(bytes_behind))):  # perhaps in the middle of a character
+            if _INCOMPLETE not in self._decode(bytes_behind[cut:]):
+                return bytes_behind[cut:]
+        return []
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -269,8 +271,12 @@ class TextTracker:
     def _behind(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the part of the text of tokens[:end] that is not committed."""
         window = tokens[max(stream.start, 0) : end]
-        window = stream.before + window if stream.start < 0 else window
-        return self._decode(window)[stream.prefix :]
+        if stream.start >= 0:
+            return self._decode(window)[stream.prefix :]
+        text, before = self._decode(stream.before + window), self._decode(stream.before)
+        if text.startswith(before):
+            return text[len(before) :]
+        return self._decode(window)  # its bytes and those of the prompt together are no characters
 
     def _commit(self, stream: _Stream, tokens: list[int], most: int) -> None:
         """Commits every one of tokens[:most] whose text cannot change any more."""

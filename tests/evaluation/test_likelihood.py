@@ -348,6 +348,19 @@ def test_a_context_is_read_once_for_its_continuations(name, lanes, monkeypatch):
     assert sum(read) == contexts
 
 
+def test_options_of_one_token_take_no_copy_of_their_context(monkeypatch):
+    """The letters of a multiple-choice question, of which one goes on."""
+    copied, fork = [], Runner.fork
+    monkeypatch.setattr(
+        Runner, "fork", lambda self, lanes: copied.append(len(lanes)) or fork(self, lanes)
+    )
+    pairs = [(PAIRS[1][0], each) for each in ([3], [7], [9], [3, 4])]
+    found = likelihoods(stories(), pairs, serving=SERVING)
+    assert_as_plain_passes(found, by_plain_passes("vanilla", pairs))
+    assert [each.peak_tokens for each in found] == [27, 27, 27, 28]
+    assert sum(copied) <= 1
+
+
 @pytest.mark.nightly
 def test_a_share_of_the_length_is_taken_of_a_shared_context_too():
     policy = dms_jax.TOVA(compression_ratio=2)

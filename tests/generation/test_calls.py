@@ -14,6 +14,8 @@ from dms_jax.cache.accounting import Meter
 from dms_jax.errors import BusyError, CapacityError
 from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Generation
+from dms_jax.generation.engine import Source
+from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
 from dms_jax.interrupts import keep_finished
@@ -248,6 +250,22 @@ def test_an_evaluation_carries_the_answers_that_could_not_be_judged():
     with pytest.raises(Enough) as caught:
         evaluated(Unjust())
     assert sorted(caught.value.finished) == list(range(6))
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_a_call_that_its_caller_leaves_early_leaves_nothing_behind(turns):
+    """Steps in flight, lanes and pages; the next call is served as by a new engine."""
+    engine, given = host_engine(), prompts((5, 9, 13))
+    requests = make_requests(engine.model.config, given, GREEDY)
+    with engine.open(Source(requests, GREEDY)) as call:
+        for _ in range(turns):
+            assert call.step()
+    assert any(each.usage is None for each in requests)
+    check(engine.generate(given, sampling=SHORT), given)
+    with pytest.raises(Enough), engine.open(Source(requests[:1], GREEDY)):
+        raise Enough
+    check(engine.generate(given, sampling=SHORT), given)
 
 
 # -- what is known not to fit is refused -------------------------------------------------------

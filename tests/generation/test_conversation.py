@@ -394,3 +394,14 @@ def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
     conversation.read(context)
     found = conversation.say(question, sampling=SHORT)
     assert found.tokens == answer(context + question, SHORT, "evicts").tokens
+
+
+def test_a_text_may_fill_the_whole_pool():
+    """Nothing can be answered then, which the next turn says."""
+    conversation = dms_jax.Conversation(
+        model_for("vanilla", ends=False), max_tokens=32, page_size=16, chunk=8, prefill_chunk=16
+    )
+    for _ in range(2):
+        conversation.read([5] * 16)
+    with pytest.raises(CapacityError):
+        conversation.say([6], sampling=GREEDY)

@@ -17,7 +17,15 @@ from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.scheduler import Scheduler
-from tests.generation.support import SHAPE, answer, host_engine, model_for, prompts, squeezed
+from tests.generation.support import (
+    GREEDY,
+    SHAPE,
+    answer,
+    host_engine,
+    model_for,
+    prompts,
+    squeezed,
+)
 from tests.support.fake_programs import ENDS
 
 SAMPLED = dms_jax.Sampling(temperature=1.0, max_new_tokens=9, seed=5, logprobs=True)
@@ -255,3 +263,17 @@ def test_the_pool_is_copied_nowhere(name, optimized):
     assert four_pools == 4 * pool
     assert large.alias_size_in_bytes >= four_pools
     assert large.temp_size_in_bytes - small.temp_size_in_bytes < pool / 50
+
+
+@fakes
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
+def test_who_ends_with_its_first_token_used_what_a_copy_would_have(name):
+    """It has none: nothing reads it."""
+    engine, (prompt,) = host_engine(name, 4), prompts((30,))
+    one = dataclasses.replace(GREEDY, max_new_tokens=1)
+    first, *others = engine.generate([prompt] * 3, sampling=one)
+    answer(prompt, one, name).check(first)
+    for each in others:
+        assert each.usage.cache_bytes == first.usage.cache_bytes > 0
+        figures = dict(prefilled_tokens=30, peak_cache_bytes=first.usage.peak_cache_bytes)
+        assert dataclasses.replace(each.usage, **figures) == first.usage

@@ -114,6 +114,12 @@ def test_an_answer_goes_on_behind_a_prompt_of_nothing_but_bytes():
         assert own.decode([*prompt, *tokens], skip_special_tokens=True).endswith("\n her")
         assert text_behind(prompt) == " her"
     assert text_behind([half]) == "her"  # no character without another byte
+    e_acute = [own.backend.token_to_id(piece) for piece in ("<0xC3>", "<0xA9>")]
+    assert text_behind(40 * e_acute) == " her"  # of which a window begins in the middle
+    assert text_behind([0, *39 * e_acute, e_acute[1]]) == "her"
+    broken = own.backend.token_to_id("<0xFF>")
+    tokens.insert(0, broken)  # a run of bytes is text as a whole or not at all
+    assert text_behind(e_acute) == text_behind([byte]) == "\ufffd her"
 
 
 def test_behind_a_special_token_a_text_begins():

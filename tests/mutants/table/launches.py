@@ -17,6 +17,22 @@ RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_oth
 
 MUTANTS = [
     Mutant(
+        "generation: a call that is left early leaves its steps to the next one",
+        FOLDER + "engine.py",
+        "if call.unfinished:  # the caller",
+        "if False:  # the caller",
+        (
+            "tests/generation/test_calls.py::test_a_call_that_its_caller_leaves_early_leaves_nothing_behind",
+        ),
+    ),
+    Mutant(
+        "generation: what has no copy of its prompt used none of the cache",
+        FOLDER + "scheduler.py",
+        "slots = self._uncopied.pop(lane, None)",
+        "slots = None",
+        ("tests/generation/test_shared_prompts.py",),
+    ),
+    Mutant(
         "generation: an answer grows before its updates are sent",
         FOLDER + "engine.py",
         'in flight."""\n        self._notifier.notify()',
