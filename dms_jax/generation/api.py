@@ -94,10 +94,10 @@ def generate(
 ) -> Generation:
     """Completes prompts from a paged cache that holds only what the policy keeps.
 
-    Equal prompts are read once, and their chains differ from the first token on (they draw with
-    seeds of their own). Answers and figures are those of prompts that are read one by one, except
+    Equal prompts are prefilled once, and their chains differ from the first token on: they draw
+    with seeds of their own. Answers and figures are those of prompts prefilled one by one, except
     `Usage.prefilled_tokens`; those that start later than the first ones, for want of lanes or
-    memory, read the prompt again.
+    memory, prefill it again.
 
     The random draws of a request do not depend on the rest of the batch, nor on memory, lanes or
     chunks. Its logits do, through the rounding of sums, which can change an answer where two next

@@ -189,7 +189,7 @@ class Conversation:
     ) -> list[Completion]:
         """Answers questions, each as if it were said next; the conversation stays as it is.
 
-        What the conversation holds is not read again: each question continues a copy of its cache,
+        What the conversation holds is not recomputed: each question continues a copy of its cache,
         `branches` of them at a time.
 
         Raises:

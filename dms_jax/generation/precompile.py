@@ -58,7 +58,7 @@ def compile_first(
     if not requests or any(request.seen or request.before for request in requests):
         return
     num_lanes = runner.num_lanes
-    # Equal prompts are read once; those of chains are mostly one list.
+    # Equal prompts are prefilled once; those of chains are mostly one list.
     first = {id(request.prompt): request for request in requests[:num_lanes]}
     unique = {tuple(request.prompt): request for request in first.values()}
     refilled = len(requests) > num_lanes
@@ -118,7 +118,7 @@ def compile_all(
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
     policy, most = runner.policy, runner.max_tokens
     whole = tokens_in_one_pass(policy, seen=0, prompt=most, max_length=most)
-    # Behind a prompt in one pass any number of tokens of an answer is read again.
+    # Behind a prompt in one pass any number of tokens of an answer is recomputed.
     rest = {"always": 0, "prompts": most, "never": most - whole}[policy.parallel]
     every = _programs(runner, shapes.one_pass.every(whole) | shapes.one_by_one.every(rest))
     prompts = [

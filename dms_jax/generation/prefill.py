@@ -45,7 +45,7 @@ from dms_jax.policies import Policy
 
 
 class Shape(NamedTuple):
-    """The shape of a program that reads prompts.
+    """The shape of a program that prefills.
 
     Attributes:
       width: tokens of an entry (T).
@@ -67,11 +67,11 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes of programs that read tokens in one pass, or of those that read them one by one.
+    """The shapes of programs whose tokens attend in one pass, or of those where they go one by one.
 
     Attributes:
       widths: numbers of tokens of an entry, the largest first.
-      passes: the most chunks of a narrower width that a prompt is read in.
+      passes: the most chunks of a narrower width that a prompt is cut into.
       tokens: the most tokens of a program, unless a single entry has more.
       num_lanes: number of lanes, and the most entries of a program.
       launch: what a program takes besides its tokens, in tokens.
@@ -132,11 +132,10 @@ class Shapes:
         return chosen, shape
 
     def batches(self, counts: Iterable[int], *, refilled: bool) -> set[tuple[Shape, bool]]:
-        """Returns the shapes of the programs that read prompts, each with whether it ends any.
+        """Returns the shapes of the programs that prefill, each with whether it ends any.
 
         Args:
-          counts: numbers of tokens of the prompts that are read together at first, in the order of
-            their lanes.
+          counts: numbers of tokens of the prompts that are prefilled together at first, by lane.
           refilled: whether others like them come later, a few at a time.
         """
         if refilled:
@@ -201,7 +200,7 @@ class Shapes:
 
 
 class PromptShapes(NamedTuple):
-    """The shapes in which an engine reads prompts, and answers that it had before.
+    """The shapes in which an engine prefills prompts, and answers that it had before.
 
     Attributes:
       one_pass: of tokens that attend in one pass.

@@ -331,7 +331,7 @@ class Runner:
         parameters = sum(each.size for each in jax.tree.leaves(self.model.transformer.layers))
 
         def shapes(one_pass: bool) -> Shapes:
-            # Answers after a prompt in one pass have its shapes: they are seldom read again.
+            # Answers after a prompt in one pass have its shapes: they are seldom recomputed.
             few = (one_pass or parallel == "prompts") and not self.fixed_lanes
             return Shapes.of(
                 chunk,
