@@ -20,8 +20,8 @@ the next one:
     else                                                    all programs
 
 Updates of a chunk are sent when the next one is launched, except to such a listener. Equal prompts
-that are admitted together are prefilled once, and the sequence is copied to the lanes of the others
-as far as the pool holds the copies.
+that are admitted together are prefilled once, and their sequence is copied to the other lanes.
+Requests whose copies do not fit into the pool wait again.
 """
 
 import contextlib

@@ -372,7 +372,7 @@ def _next_tokens(
     rule: Filter | Given,
     given: Int[Array, " B"] | None,
 ) -> Steps:
-    """Returns the next token of each row, drawn unless it is given, and what is known of it."""
+    """Draws or looks up the next token of each row; returns it with its log-probability."""
     if given is not None:
         return Steps(given, *look_up(logits, given), are_numbers(logits))
     assert isinstance(rule, Filter)

@@ -410,7 +410,7 @@ class Runner:
             is an end token is idle.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
           seeds: see `programs.request_keys`.
-          rule: sampling settings, or the tokens in place of those that would be drawn.
+          rule: sampling settings, or the tokens to look up instead of drawing.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
         """

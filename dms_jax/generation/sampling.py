@@ -43,7 +43,7 @@ from dms_jax.ranking import least_kept, sums_of_some
 SMALLEST = float(np.finfo(np.float32).tiny)
 # More tokens than any vocabulary has.
 _ALL = 2**31 - 1
-# The least top-p for which the few tokens that are tried are enough (`try_tokens`).
+# The smallest top-p for which `try_tokens` needs few trials.
 _LEAST_TRIED = 0.75
 
 

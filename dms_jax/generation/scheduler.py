@@ -439,9 +439,9 @@ class Scheduler:
     def _finish_waiting(self, cancelled: set[int]) -> None:
         """Ends and queues updates of those that wait and were cancelled, or have unreported tokens.
 
-        Only what left a lane has such tokens (`slots` is set): it waits before all others, of which
-        there may be thousands. Its usage is what it held, or what its copy of a shared prompt would
-        have held.
+        Only requests that left a lane have such tokens. Their `slots` are set, and they come first
+        in the queue, which may hold thousands. Their usage is what they held, or what their copy of
+        a shared prompt would have held.
         """
         preempted = itertools.takewhile(lambda each: each.slots is not None, self.waiting)
         changed = [each for each in preempted if each.has_new_tokens]

@@ -25,7 +25,8 @@ Why HTTP has a process of its own: one thread at a time holds Python's lock, and
 of hundreds of streams takes as long as the steps of a small model. 256 clients of a model of half a
 billion parameters on an H100 received 21,000 to 22,000 tokens a second from one process, and 46,000
 to 49,000 from two. The parsing workers are there for the same reason: a body of 16 MB takes ten
-seconds to tokenize. One starts with the first body of more than 32 kB, one with that of 1 MB.
+seconds to tokenize. One starts with the first body of more than 32 kB, the other with the first of
+more than 1 MB.
 
 Why the engine has a thread of its own: nothing else touches it. It polls the queue of the service
 between two chunks of steps, and notifies listeners while the next programs run. A listener only

@@ -1,8 +1,8 @@
 """`Parser`: request bodies are parsed, small ones in threads, large ones in worker processes.
 
-To parse JSON, render templates and tokenize texts holds Python's lock, for which the event loop
-competes with the threads. So only small bodies are parsed in the HTTP process. Bodies are of four
-sizes, and one of each size is parsed at a time, so that smaller ones do not wait for larger ones:
+Parsing JSON, rendering templates and tokenizing hold Python's lock, which the event loop needs too.
+So only small bodies are parsed in the HTTP process. Bodies are sorted into four sizes. One of each
+size is parsed at a time, so that small ones do not wait for large ones:
 
     tiny, small    in threads of the HTTP process
     large, huge    in a worker each, with a timeout
@@ -98,7 +98,7 @@ class Parser:
             return await parse(body)
 
     def close(self) -> None:
-        """Kills the workers."""
+        """Kills the worker processes; the next large body starts another one."""
         for worker in self._workers:
             worker.close()
 

@@ -349,7 +349,7 @@ def test_a_context_is_read_once_for_its_continuations(name, lanes, monkeypatch):
 
 
 def test_options_of_one_token_take_no_copy_of_their_context(monkeypatch):
-    """The letters of a multiple-choice question, of which one goes on."""
+    """Letters of a multiple-choice question, and one longer option."""
     copied, fork = [], Runner.fork
     monkeypatch.setattr(
         Runner, "fork", lambda self, lanes: copied.append(len(lanes)) or fork(self, lanes)

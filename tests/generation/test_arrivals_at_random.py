@@ -106,7 +106,7 @@ def serve_at_random(engine, pending, choose):
         return came
 
     def hear(update):
-        """Its tokens are the last ones that the request has, of which a server gives logprobs."""
+        """An update has the newest tokens of its request, where a server finds their logprobs."""
         generated = known[update.index].generated
         assert generated[len(generated) - len(update.tokens) :] == update.tokens
         perhaps_cancel()

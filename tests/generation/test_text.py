@@ -115,7 +115,7 @@ def test_an_answer_goes_on_behind_a_prompt_of_nothing_but_bytes():
         assert text_behind(prompt) == " her"
     assert text_behind([half]) == "her"  # no character without another byte
     e_acute = [own.backend.token_to_id(piece) for piece in ("<0xC3>", "<0xA9>")]
-    assert text_behind(40 * e_acute) == " her"  # of which a window begins in the middle
+    assert text_behind(40 * e_acute) == " her"  # the last 64 begin within a character
     assert text_behind([0, *39 * e_acute, e_acute[1]]) == "her"
     broken = own.backend.token_to_id("<0xFF>")
     tokens.insert(0, broken)  # a run of bytes is text as a whole or not at all

@@ -120,7 +120,7 @@ def _append(transformer, cache, table, tokens, active, policy: Policy):
 
 
 def _draw(read, positions, seeds, rule, given, broken):
-    """Returns the next tokens, drawn unless they are given, and what is known of them."""
+    """Draws or looks up the next tokens; returns them with their log-probabilities."""
     finite = ~(broken & _breaks(seeds[:, 0]))
     if isinstance(rule, Given):
         drawn = _draw(read, positions, seeds, GREEDY, None, broken)

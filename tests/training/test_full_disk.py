@@ -107,7 +107,7 @@ def test_writes_that_never_began_are_not_shown(tmp_path):
 
 
 def test_only_the_first_manager_looks_for_what_a_killed_run_left(tmp_path, monkeypatch):
-    """It does so in a thread for which nobody waits at the end of a run that has failed."""
+    """It looks in a thread, and a run that has failed does not wait for that thread."""
     (tmp_path / "checkpoints").mkdir()
     found = Checkpoints(tmp_path, keep=2)
     made, make = [], found._orbax.CheckpointManagerOptions
