@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -37,6 +37,8 @@ MOST_BYTES = 8 * 10**9
 LEAST_SECONDS = 0.2
 # Calls that compile for less time say nothing.
 REPORTED_SECONDS = 3.0
+# Compilations that take less time are not counted on the terminal.
+COUNTED_SECONDS = 1.0
 
 _logger = logging.getLogger("dms_jax")
 _listening = threading.Event()
@@ -177,6 +179,35 @@ def reported(what: str) -> Iterator[None]:
             _logger.info(line)
             if sys.stderr.isatty():
                 print(line, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def counted(total: int) -> Iterator[Callable[[], None]]:
+    """Gives a function to call, from any thread, when one of `total` programs is compiled.
+
+    After a second, standard error says how many are, where that is a terminal; the line goes when
+    the context ends.
+    """
+    start, stream, lock = time.monotonic(), sys.stderr, threading.Lock()
+    done = written = 0
+
+    def count() -> None:
+        nonlocal done, written
+        with lock:
+            done += 1
+            if stream.isatty() and time.monotonic() - start >= COUNTED_SECONDS:
+                line = f"Compiling: {done} of {_counted(total)}"
+                stream.write(f"\r{line}")
+                stream.flush()
+                written = len(line)
+
+    try:
+        yield count
+    finally:
+        with lock:
+            if written:
+                stream.write(f"\r{' ' * written}\r")
+                stream.flush()
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

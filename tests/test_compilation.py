@@ -1,5 +1,7 @@
 """Compiled programs are kept where the user wants them, and their seconds are said."""
 
+import io
+import itertools
 import logging
 import pathlib
 import pwd
@@ -139,3 +141,36 @@ def test_programs_that_compile_at_the_same_time_take_their_time_once():
     assert compilation.covered([(0.0, 4.0), (1.0, 5.0)]) == 5.0
     assert compilation.covered([(6.0, 7.0), (0.0, 4.0), (1.0, 2.0)]) == 5.0
     assert compilation.covered([]) == 0.0
+
+
+class Terminal(io.StringIO):
+    """Standard error that is a terminal, or is not."""
+
+    def __init__(self, *, is_terminal: bool):
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+def count_to_three(monkeypatch, *, is_terminal: bool, seconds: float) -> str:
+    """Returns what is written where three programs compile, each behind so many seconds."""
+    stream, now = Terminal(is_terminal=is_terminal), itertools.count(0.0, seconds)
+    monkeypatch.setattr(compilation.sys, "stderr", stream)
+    monkeypatch.setattr(compilation.time, "monotonic", lambda: next(now))
+    with compilation.counted(3) as count:
+        for _ in range(3):
+            count()
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_how_many_programs_are_compiled(monkeypatch):
+    written = count_to_three(monkeypatch, is_terminal=True, seconds=0.6)
+    lines = written.split("\r")[1:]
+    assert lines == ["Compiling: 2 of 3 programs", "Compiling: 3 of 3 programs", " " * 26, ""]
+
+
+@pytest.mark.parametrize(("is_terminal", "seconds"), [(False, 0.6), (True, 0.1)])
+def test_a_file_or_a_short_wait_shows_nothing(monkeypatch, is_terminal, seconds):
+    assert count_to_three(monkeypatch, is_terminal=is_terminal, seconds=seconds) == ""

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dms_jax import compilation
 from dms_jax.generation import programs
 from dms_jax.generation.prefill import (
     PromptShapes,
@@ -217,9 +218,16 @@ def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
     """
     calls = list(calls)
     threads = max(4, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool, use_mesh(runner.model.mesh):
+    with (
+        compilation.counted(len(calls)) as count,
+        concurrent.futures.ThreadPoolExecutor(threads) as pool,
+        use_mesh(runner.model.mesh),
+    ):
         try:
-            running = [pool.submit(program.lower(*given).compile) for program, given in calls]
+            running = []
+            for program, given in calls:
+                running.append(pool.submit(program.lower(*given).compile))
+                running[-1].add_done_callback(lambda _: count())
             for each in concurrent.futures.as_completed(running):
                 each.result()
         except BaseException:
