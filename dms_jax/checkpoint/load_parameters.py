@@ -1,11 +1,13 @@
 """Load the parameters of a model from the tensors of a checkpoint.
 
 Every missing, unexpected and mis-shaped tensor is named in one message before any data is read.
-Then the parameters are loaded one at a time, tensor by tensor. With a mesh, each device's slice is
+Then the parameters are loaded one at a time, the tensors of each in threads. With a mesh, each device's slice is
 read directly from the files. Thus there is never a second copy of the model in memory.
 """
 
+import concurrent.futures
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -24,6 +26,8 @@ from dms_jax.policies.values import AdapterShape
 
 # The most tensors that a message lists: two for each layer of a model of 80 layers.
 _MOST_PROBLEMS = 160
+# Threads that read, transpose and check tensors.
+_THREADS = 8
 
 
 def load_parameters(
@@ -172,13 +176,17 @@ def _read_parameter(
         chosen = range(layers)[index[0]]
         sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
         out = np.empty(sizes, dtype)
-        for piece in pieces:  # concatenated along an axis that is never sharded
+
+        def fill(piece: names.Piece, row: int) -> None:
             piece_shape = piece.shape(shape[1:])
-            within = piece.index(len(piece_shape))
-            for row, layer in enumerate(chosen):
-                out[row][within] = read_tensor(
-                    weights, piece.layout, layer, piece_shape, index[1:], dtype
-                )
+            within = piece.index(len(piece_shape))  # along an axis that is never sharded
+            read = read_tensor(weights, piece.layout, chosen[row], piece_shape, index[1:], dtype)
+            out[row][within] = read
+
+        each = itertools.product(pieces, range(len(chosen)))
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(lambda one: fill(*one), each):  # raises what the first one raises
+                pass
         return out
 
     if place is None:
