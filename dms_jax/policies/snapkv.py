@@ -59,13 +59,14 @@ class SnapKV(Scorer):
         """Writes the chunk's last queries into the ring."""
         ring = state.rows
         batch, num_kv_heads, _, group, head_dim = ring.shape
-        index = jnp.arange(seen.q.shape[1])[None]
-        last = chunk.count[:, None]
-        keep = (index < last) & (index >= last - self.window)
-        place = jnp.where(keep, chunk.tokens.positions % self.window, self.window)  # or dropped
-        grouped = seen.q.reshape(batch, -1, num_kv_heads, group, head_dim)
+        size = min(seen.q.shape[1], self.window)
+        index = chunk.count[:, None] - size + jnp.arange(size)
+        place = jnp.where(index >= 0, (chunk.first[:, None] + index) % self.window, self.window)
+        last = jnp.take_along_axis(seen.q, jnp.maximum(index, 0)[..., None, None], axis=1)
+        grouped = last.reshape(batch, -1, num_kv_heads, group, head_dim)
         ring = ring.at[jnp.arange(batch)[:, None], :, place].set(
-            grouped.astype(ring.dtype), mode="drop"
+            grouped.astype(ring.dtype),
+            mode="drop",  # beyond the ring: before the chunk
         )
         return dataclasses.replace(state, rows=ring)
 
