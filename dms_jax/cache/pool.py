@@ -287,9 +287,10 @@ def store(
     """
     num_pages, page_size = pages.shape[:2]
     page = _page_of(page_table, slots, num_pages, page_size)
-    return pages.at[page, slots % page_size].set(
-        jnp.swapaxes(values, 1, 2).astype(pages.dtype), mode="drop"
-    )
+    new = jnp.swapaxes(values, 1, 2).astype(pages.dtype)
+    # Made before the scatter, in which every number of a vector would compute where it goes.
+    page, offset, new = jax.lax.optimization_barrier((page, slots % page_size, new))
+    return pages.at[page, offset].set(new, mode="drop", unique_indices=True)
 
 
 def _page_of(
@@ -352,7 +353,7 @@ def compact(
             moved = pool.at[from_page, source % page_size].get(mode="clip")
             # A page number out of range is dropped.
             to = jnp.where(target < lengths[..., None], to_page, pool.shape[0])
-            return pool.at[to, target % page_size].set(moved, mode="drop")
+            return pool.at[to, target % page_size].set(moved, mode="drop", unique_indices=True)
 
         return jax.tree.map(move, pools)
 
