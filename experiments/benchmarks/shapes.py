@@ -13,7 +13,7 @@ from dms_jax.policies import Policy
 from dms_jax.sharding import DECODING_RULES
 from dms_jax.training.parameters import add_adapter, rebuilder, shardings
 
-Shape = Literal["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen2.5-0.5b", "tiny"]
+Shape = Literal["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen2.5-0.5b", "qwen2.5-1.5b", "tiny"]
 SHAPES: dict[Shape, dict[str, Any]] = {
     "llama-3.1-8b": dict(
         model_type="llama",
@@ -53,6 +53,16 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         intermediate_size=4864,
         num_hidden_layers=24,
         num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "qwen2.5-1.5b": dict(
+        model_type="qwen2",
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
         num_key_value_heads=2,
         tie_word_embeddings=True,
     ),
