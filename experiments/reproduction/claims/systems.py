@@ -6,7 +6,6 @@ several *measures*.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import dms_jax
@@ -219,8 +218,8 @@ class Free:
     seeds: int | None = None
 
 
-def _ratios(make: Any, ratios: tuple[float, ...] = FREE_RATIOS) -> tuple[tuple[str, Policy], ...]:
-    return tuple((f"{ratio:g}", make(compression_ratio=ratio)) for ratio in ratios)
+def _ratios(make: Any, **options: Any) -> tuple[tuple[str, Policy], ...]:
+    return tuple((f"{ratio:g}", make(compression_ratio=ratio, **options)) for ratio in FREE_RATIOS)
 
 
 def _grid() -> tuple[tuple[str, Policy], ...]:
@@ -232,7 +231,7 @@ def _grid() -> tuple[tuple[str, Policy], ...]:
 
 
 # As the DMS paper ran them (appendix G.1): a prompt takes no more than the budget.
-_BY_TOKEN: Any = dict(prefill="evict_past_budget")
+_BY_TOKEN = dict(prefill="evict_past_budget")
 _DRAWN = dataclasses.replace(POLICY, decisions="bernoulli")
 FREE = {
     free.name: free
@@ -240,20 +239,20 @@ FREE = {
         Free(VANILLA, (("1", dms_jax.Vanilla()),), (*FRONTIER, *TABLE, *LONGER)),
         Free(
             "tova",
-            _ratios(functools.partial(dms_jax.TOVA, **_BY_TOKEN)),
+            _ratios(dms_jax.TOVA, **_BY_TOKEN),
             (*FRONTIER, *TABLE, *LONGER),
             seeds=1,
         ),
         Free("quest", _ratios(dms_jax.Quest), (*FRONTIER, *TABLE, *LONGER), seeds=1),
         Free(
             "streaming",
-            _ratios(functools.partial(dms_jax.StreamingLLM, **_BY_TOKEN)),
+            _ratios(dms_jax.StreamingLLM, **_BY_TOKEN),
             (*FRONTIER, *TABLE),
             seeds=1,
         ),
         Free(
             "h2o",
-            _ratios(functools.partial(dms_jax.H2O, **_BY_TOKEN)),
+            _ratios(dms_jax.H2O, **_BY_TOKEN),
             (*FRONTIER, *TABLE, *LONGER),
             seeds=1,
         ),
