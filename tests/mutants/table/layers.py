@@ -106,7 +106,10 @@ MUTANTS = [
         POLICIES + "streaming.py",
         "& (not chunk.static.one_pass)",
         "& True",
-        (layer_law("StreamingLLM-compression_ratio=2.7-"),),
+        (
+            "tests/policies/test_observing.py"
+            "::test_a_window_by_ratio_appends_a_later_prompt_and_cuts_it",
+        ),
     ),
     Mutant(
         "layers: StreamingLLM cuts a prompt to its most recent tokens, without the sinks",
