@@ -1,4 +1,4 @@
-"""Every cache policy with its options and their defaults.
+"""Every cache policy: how it takes a prompt, its options and their defaults.
 
     dms-jax policies
     dms-jax policies DMS Quest
@@ -17,7 +17,7 @@ from dms_jax.policies import POLICIES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Show cache policies with their options and defaults."""
+    """Show cache policies: how they take a prompt, their options and defaults."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Policies to show, by name; all of them unless given."""

@@ -1,5 +1,6 @@
 """Every cache policy with its options, from the dataclasses themselves: for --help and the pages.
 
+How it takes a prompt is told from its own properties (`Policy.parallel`, `shrinks`, `kept_whole`).
 What an option means stands in the docstring of its class, below "Attributes:"; "see `Scorer`"
 there points to another class of the same family, whose words are then taken.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dms_jax.policies import POLICIES, Policy
+from dms_jax.policies.budget import LONGEST, BudgetedPolicy
 
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 _ENTRY = re.compile(r"^ {2}((?:\w+, )*\w+): ", re.MULTILINE)
@@ -45,12 +47,14 @@ class Described:
       name: as it is written on a command line.
       does: a sentence.
       paper: its number at arXiv; empty for controls.
+      prompts: how it takes a prompt, and with which option in another way.
       options: in the order of the dataclass.
     """
 
     name: str
     does: str
     paper: str
+    prompts: str
     options: tuple[Option, ...]
 
 
@@ -69,7 +73,42 @@ def described() -> Iterator[Described]:
             for field in dataclasses.fields(policy)
         )
         does = (policy.__doc__ or name).strip().splitlines()[0]
-        yield Described(name, does, paper[1] if paper else "", options)
+        yield Described(name, does, paper[1] if paper else "", _prompts_of(policy), options)
+
+
+def prompts(policy: Policy) -> str:
+    """How a policy takes a prompt.
+
+    # In: TOVA()  Out: "full attention in one pass, then a cut"
+    """
+    if policy.parallel == "always":
+        return "in one pass, exactly as token by token"
+    if policy.parallel == "prompts":
+        then = "a cut" if policy.shrinks else "nothing is cut"
+        return f"full attention in one pass, then {then}"
+    if policy.kept_whole(LONGEST):
+        return "in one pass up to the budget, then token by token"
+    return "token by token"
+
+
+def _prompts_of(kind: type[Policy]) -> str:
+    """How a kind of policy takes a prompt, and with which options in another way."""
+    usual = prompts(kind())
+    told = {usual: usual}
+    for option, values in _other_options(kind):
+        other = prompts(kind(**values))
+        told.setdefault(other, f"with {option}: {other}")
+    return "; ".join(told.values())
+
+
+def _other_options(kind: type[Policy]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Options that could change how a prompt is taken: in words, and as arguments."""
+    for field in dataclasses.fields(kind):
+        if typing.get_origin(field.type) is typing.Literal:
+            for value in typing.get_args(field.type):
+                yield f"{field.name}={value}", {field.name: value}
+    if issubclass(kind, BudgetedPolicy):
+        yield "a compression_ratio", {"compression_ratio": 4}
 
 
 def meaning(policy: type[Policy], option: str) -> str:
@@ -103,6 +142,8 @@ def text(names: Sequence[str] = ()) -> str:
         lines.append(f"{policy.name}: {policy.does}")
         if policy.paper:
             lines.append(f"    paper: https://arxiv.org/abs/{policy.paper}")
+        told = f"prompts: {policy.prompts}"
+        lines += textwrap.wrap(told, 76, initial_indent=" " * 4, subsequent_indent=" " * 8)
         for option in policy.options:
             head = f"    {option.name}={option.default}  ({option.kind})"
             body = textwrap.wrap(option.meaning, 72)
@@ -130,6 +171,7 @@ def markdown() -> str:
     for policy in described():
         paper = f" ([{policy.paper}](https://arxiv.org/abs/{policy.paper}))" if policy.paper else ""
         parts.append(f"### {policy.name}\n\n{policy.does}{paper}\n")
+        parts.append(f"Prompts: {policy.prompts}.\n")
         if policy.options:
             rows = [
                 f"| `{option.name}` | {option.kind} | `{option.default}` | {option.meaning} |"

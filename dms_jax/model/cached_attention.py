@@ -204,6 +204,7 @@ def _observe(
 
 def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """Attends with all queries in one pass, over the earlier tokens and over the chunk."""
+    chunk = dataclasses.replace(chunk, static=dataclasses.replace(chunk.static, one_pass=True))
     written = _write(policy, cache, chunk, host)
     # A prompt that will be cut is appended, so that its earlier tokens are still where they were,
     # but for the last victim, whose place its first token may take: that is masked. Read from the

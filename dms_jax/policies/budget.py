@@ -10,7 +10,7 @@ Programs take either as an argument (`Divisor` for the ratio), so one serves eve
 
 import dataclasses
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +92,46 @@ class BudgetedPolicy(Policy):
         if self.compression_ratio is None:
             return policy
         return dataclasses.replace(policy, budget=self.budget_for(tokens), compression_ratio=None)
+
+
+Prefill = Literal["dense_then_evict", "evict_past_budget"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvictionByToken(BudgetedPolicy):
+    """Base of policies that evict one token per step once the budget is full.
+
+    Prompts are taken in one of two ways:
+
+    * `prefill="dense_then_evict"`, the default, as in the authors' code of TOVA, H2O and
+      StreamingLLM and in kvpress: a prompt gets full attention, each chunk in one pass, and one cut
+      at its end leaves the budget and releases the freed pages. Until then the cache holds all of
+      the prompt;
+    * `prefill="evict_past_budget"`: the tokens of a prompt are treated like generated ones, as the
+      DMS paper ran its baselines (arXiv 2506.05345, appendix G.1), and no row holds more than
+      budget + 1 tokens. What the budget holds of a prompt runs in one pass, which evicts nothing;
+      the tokens beyond it run one by one, which takes many times as long.
+
+    Attributes:
+      prefill: dense_then_evict gives a prompt full attention and one cut at its end;
+        evict_past_budget runs its tokens beyond the budget one by one, like those of an answer.
+    """
+
+    prefill: Prefill = dataclasses.field(default="dense_then_evict", kw_only=True)
+
+    @property
+    def shrinks(self) -> bool:
+        """See `Policy.shrinks`: rows are cut after a dense prompt."""
+        return self.prefill == "dense_then_evict"
+
+    @property
+    def parallel(self):
+        """See `Policy.parallel`: dense prompts; otherwise each token decides what the next sees."""
+        return "prompts" if self.shrinks else "never"
+
+    def kept_whole(self, tokens: int) -> int:
+        """See `Policy.kept_whole`: the budget."""
+        return self.budget_for(tokens)
 
 
 def shares(chunk: Chunk, compression_ratio: float | int | Divisor) -> Int[Array, "B 1"]:

@@ -13,7 +13,7 @@ training serves every budget.
 What differs from the publication, of which we know the abstract: its scorer carries a recurrent
 state over the window (an xLSTM), for which `late` stands here; and it trains all weights.
 
-A prompt is run like an answer, or gets full attention and one cut (`victims.py`).
+A prompt gets full attention and one cut, or is run like an answer (`victims.py`).
 """
 
 import dataclasses

@@ -10,19 +10,23 @@ a model reads beyond the positions that it was trained for, and here it does not
 with KeyRerotationPress alone). Keys are stored after rotation, and the distance of a sink would
 differ between the queries of a pass. The tokens that stay are the same.
 
-With a budget in tokens the lifetime of every key is known in advance: delayed eviction. With a
-compression ratio the budget differs between sequences, and between turns of a conversation, so
-tokens beyond the budget are processed one by one: each takes the slot of the oldest token that is
-not a sink.
+With a budget in tokens the lifetime of every key is known in advance: delayed eviction, and a
+prompt runs in one pass in which each token sees its window alone. With a compression ratio the
+budget differs between sequences, and between turns of a conversation. Then a prompt gets full
+attention and is cut to the sinks and the most recent tokens at its end, as in the authors' code and
+in kvpress, and each token of an answer takes the slot of the oldest token that is not a sink. With
+`prefill="evict_past_budget"` tokens of a prompt do so too, one by one beyond the budget: what they
+see is the window again.
 """
 
 import dataclasses
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from dms_jax.checks import Whole, require
 from dms_jax.policies import budget as budgets
-from dms_jax.policies.budget import BudgetedPolicy, bounded
+from dms_jax.policies.budget import EvictionByToken, bounded, highest
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import (
@@ -33,19 +37,23 @@ from dms_jax.policies.values import (
     Footprint,
     Placement,
     PolicyState,
+    Rows,
     Tokens,
     place,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(BudgetedPolicy, DelayedEviction):
+class StreamingLLM(EvictionByToken, DelayedEviction):
     """Keeps the attention sinks and a window of recent tokens.
 
     Attributes:
       budget: number of live tokens per row, including the current one.
       compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
         each request instead, and at least one token more than the sinks.
+      prefill: with a compression ratio, whether a prompt gets full attention and one cut at its end
+        (dense_then_evict), or its tokens beyond the budget run one by one (evict_past_budget). With
+        a budget in tokens a prompt always runs in one pass, in which each token sees its window.
       sinks: number of first tokens that are never evicted.
     """
 
@@ -66,18 +74,19 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
         return self.sinks + 1
 
     @property
+    def shrinks(self) -> bool:
+        """See `Policy.shrinks`: with a compression ratio, after a dense prompt."""
+        return self.compression_ratio is not None and super().shrinks
+
+    @property
     def parallel(self):
-        """See `Policy.parallel`: only where the window is the same for every sequence."""
-        return "always" if self.compression_ratio is None else "never"
+        """See `Policy.parallel`: always where the window is the same for every sequence."""
+        return "always" if self.compression_ratio is None else super().parallel
 
     @property
     def visible_window(self) -> int:
         """See `Policy.visible_window`: the recent tokens without the current one."""
         return self.budget - self.sinks - 1
-
-    def kept_whole(self, tokens: int) -> int:
-        """See `Policy.kept_whole`: the budget."""
-        return self.budget_for(tokens)
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """Returns a footprint of at most the budget."""
@@ -101,7 +110,7 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives a token beyond the budget the slot of the oldest token that is not a sink.
 
-        With a compression ratio a chunk of several tokens lies within the budget.
+        A chunk in one pass is appended: it lies within the budget, or in a prompt that is cut.
         """
         if self.compression_ratio is None:
             return super().write(state, chunk)
@@ -109,7 +118,7 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
         held = jnp.arange(chunk.num_slots) < chunk.lengths[..., None]
         leaves = jnp.where(held & (positions >= self.sinks), positions, FOREVER)
         oldest = jnp.argmin(leaves, -1, keepdims=True).astype(jnp.int32)
-        full = (chunk.lengths >= self.budget_of(chunk))[..., None]
+        full = (chunk.lengths >= self.budget_of(chunk))[..., None] & (not chunk.static.one_pass)
         live = chunk.lengths[..., None] + jnp.cumsum(chunk.valid & ~full, -1, dtype=jnp.int32)
         return state, place(chunk, jnp.where(full, oldest, live - 1), live)
 
@@ -120,3 +129,9 @@ class StreamingLLM(BudgetedPolicy, DelayedEviction):
         positions = jnp.broadcast_to(chunk.tokens.positions[:, None], placement.slots.shape)
         pages = put_slots(state.pages, chunk.page_table, placement.slots, positions)
         return dataclasses.replace(state, pages=pages)
+
+    def survivors(self, state, chunk: Chunk, rows: Rows, q) -> Bool[Array, "B K S"]:
+        """Keeps the sinks and the most recent tokens, within the budget."""
+        positions = slot_values(state.pages, chunk.page_table)
+        worth = jnp.where(positions < self.sinks, jnp.inf, positions)
+        return highest(jnp.where(rows.live, worth, -jnp.inf), self.budget_of(chunk))

@@ -80,6 +80,7 @@ class Static:
       frequencies: rotation frequencies in radians per position, one for each of the D/2 planes.
       head_axis: mesh axis over which the KV heads are sharded, if any: a mean over the heads of a
         layer needs a `jax.lax.pmean` over it.
+      one_pass: whether the chunk's tokens attend in one pass.
     """
 
     page_size: int = 1
@@ -87,6 +88,7 @@ class Static:
     num_layers: int = 1
     frequencies: tuple[float, ...] = ()
     head_axis: str | None = None
+    one_pass: bool = False
 
 
 @no_type_check  # jax also builds it from shapes and from partitions

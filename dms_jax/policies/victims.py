@@ -4,23 +4,18 @@ Up to the budget everything is kept. Beyond it, after the attention of each toke
 the slot with the lowest score. The next token overwrites it in place, so a row holds budget + 1
 slots while a query attends, and nothing is moved.
 
-Prompts are processed in one of two ways:
-
-* `prefill="evict_past_budget"`: the tokens of a prompt are treated like generated ones, as the DMS
-  paper ran these baselines (arXiv 2506.05345, appendix G.1): memory never exceeds the budget. What
-  the budget holds of a prompt is run in one pass, which evicts nothing, the rest token by token;
-* `prefill="dense_then_evict"`: a prompt gets full attention, each chunk in one pass, as in the
-  published code; one cut after it leaves the budget and releases the freed pages.
+By default a prompt gets full attention and one cut at its end, as in the authors' code. With
+`prefill="evict_past_budget"` its tokens are treated like generated ones, as in the DMS paper's
+tables: memory never exceeds the budget, and tokens beyond it run one by one (`EvictionByToken`).
 """
 
 import dataclasses
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.policies.attention_weights import query_weights
-from dms_jax.policies.budget import BudgetedPolicy, bounded, highest
+from dms_jax.policies.budget import EvictionByToken, bounded, highest
 from dms_jax.policies.values import (
     NOT_STORED,
     CacheShape,
@@ -33,37 +28,19 @@ from dms_jax.policies.values import (
     place,
 )
 
-Prefill = Literal["evict_past_budget", "dense_then_evict"]
-
 
 @dataclasses.dataclass(frozen=True)
-class VictimEviction(BudgetedPolicy):
-    """Base of policies that evict one token per step.
+class VictimEviction(EvictionByToken):
+    """Base of policies whose attention, or learned score, selects the token to evict.
 
     Attributes:
       budget: number of tokens kept after each query; one more is live while it attends.
       compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
         each request instead.
-      prefill: whether eviction starts inside the prompt or after it.
+      prefill: see `EvictionByToken`.
     """
 
-    prefill: Prefill = "evict_past_budget"
-
     observes_weights = True
-
-    @property
-    def shrinks(self) -> bool:
-        """See `Policy.shrinks`: rows are cut after a dense prompt."""
-        return self.prefill == "dense_then_evict"
-
-    @property
-    def parallel(self):
-        """See `Policy.parallel`: the victim depends on attention, except in a dense prompt."""
-        return "prompts" if self.shrinks else "never"
-
-    def kept_whole(self, tokens: int) -> int:
-        """See `Policy.kept_whole`: the budget."""
-        return self.budget_for(tokens)
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """Returns a footprint of at most the budget and one token that is to be evicted."""

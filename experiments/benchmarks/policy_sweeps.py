@@ -26,8 +26,12 @@ from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
 
 SWEEPS: dict[str, list[Policy]] = {
-    "TOVA, ten budgets": [TOVA(budget=40 + 2 * step) for step in range(10)],
-    "TOVA, ten ratios": [TOVA(compression_ratio=2 + step / 8) for step in range(10)],
+    "TOVA, ten budgets": [
+        TOVA(budget=40 + 2 * step, prefill="evict_past_budget") for step in range(10)
+    ],
+    "TOVA, ten ratios": [
+        TOVA(compression_ratio=2 + step / 8, prefill="evict_past_budget") for step in range(10)
+    ],
     "DMS, five offsets": [
         DMS(window=16, alpha_offset=offset) for offset in (-50.0, -5.0, 0.0, 5.0, 50.0)
     ],

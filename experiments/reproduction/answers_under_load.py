@@ -45,7 +45,7 @@ from dms_jax.policies import Policy
 POLICIES: dict[str, tuple[str, Policy | None, dict[str, Any]]] = {
     "Vanilla": ("stories260k", dms_jax.Vanilla(), {}),
     "DMS": ("reasoner-11m-dms", None, {}),  # its own
-    "TOVA": ("stories260k", dms_jax.TOVA(budget=48), {}),
+    "TOVA": ("stories260k", dms_jax.TOVA(budget=48, prefill="evict_past_budget"), {}),
     "Quest": ("stories260k", dms_jax.Quest(budget=48), {}),
     "SnapKV": ("stories260k", dms_jax.SnapKV(budget=48, window=16, interval=32), {}),
     "KCache": ("stories260k", dms_jax.KCache(top=16), {}),

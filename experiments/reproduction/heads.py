@@ -37,6 +37,7 @@ from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.data.tasks import Needle, Task, WordChain
 from dms_jax.policies import Policy
+from dms_jax.policies.budget import Prefill
 from dms_jax.training import Recipe, Stage, recipes
 from experiments.reproduction.heads_verdicts import report
 from experiments.reproduction.heads_verdicts import write_page as write_readme
@@ -141,11 +142,12 @@ def retrofits(
 def untrained(budget: int) -> dict[str, Policy]:
     """Returns policies that need no training and hold about `budget` tokens a head at the end."""
     scorer = dms_jax.SnapKV(budget=budget - 8, window=16, interval=16)
+    prefill: Prefill = "evict_past_budget"  # prompts take no more than the budget
     return {
         "AdaKV": dms_jax.AdaKV(scorer),
         "PyramidKV": dms_jax.PyramidKV(scorer),
-        "H2O": dms_jax.H2O(budget=budget - 1),
-        "TOVA": dms_jax.TOVA(budget=budget - 1),
+        "H2O": dms_jax.H2O(budget=budget - 1, prefill=prefill),
+        "TOVA": dms_jax.TOVA(budget=budget - 1, prefill=prefill),
         "StreamingLLM": dms_jax.StreamingLLM(budget=budget),
     }
 

@@ -229,6 +229,24 @@ def test_policies_are_shown_with_defaults(capsys):
     assert "policies snapkv (did you mean SnapKV?): there are " in capsys.readouterr().err
 
 
+def test_every_policy_tells_how_it_takes_a_prompt(capsys):
+    exact, cut = "in one pass, exactly as token by token", "full attention in one pass, then a cut"
+    by_token = "in one pass up to the budget, then token by token"
+    victims = f"{cut}; with prefill=evict_past_budget: {by_token}"
+    want = dict.fromkeys(("TOVA", "H2O", "KVpop"), victims)
+    want["StreamingLLM"] = f"{exact}; with a compression_ratio: {cut}"
+    want |= dict.fromkeys(("Vanilla", "DMS", "DMC", "KVzap", "RandomEviction"), exact)
+    want |= dict.fromkeys(("SnapKV", "AdaKV", "RandomSelection"), cut)
+    want["Quest"] = want["KCache"] = "full attention in one pass, then nothing is cut"
+    found = {each.name: each.prompts for each in policy_options.described()}
+    assert found | want == found
+    assert all(told.startswith((exact, "full attention")) for told in found.values())
+    assert policy_options.prompts(dms_jax.TOVA(prefill="evict_past_budget")) == by_token
+    assert main(["policies", "TOVA"]) == 0
+    assert f"    prompts: {cut}; with\n        prefill=evict" in capsys.readouterr().out
+    assert f"Prompts: {victims}.\n" in policy_options.markdown()
+
+
 def test_every_policy_names_its_own_paper(capsys):
     papers = {
         "DMS": "2506.05345",

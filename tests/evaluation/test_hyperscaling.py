@@ -171,9 +171,10 @@ def test_a_share_of_the_request_is_run_length_by_length(monkeypatch):
 
 def test_systems_of_one_name_share_a_frontier():
     """Another checkpoint of a system is a further point; so is another ratio."""
+    fewer = dms_jax.TOVA(budget=6, prefill="evict_past_budget")
     systems = [
         System("TOVA", TOVA, compression_ratio=2),
-        System("TOVA", dms_jax.TOVA(budget=6), model=stories(), compression_ratio=4),
+        System("TOVA", fewer, model=stories(), compression_ratio=4),
     ]
     result = run(systems, lengths=(5,), chains=(1,), seeds=(0,))
     assert result.systems == ("TOVA",)

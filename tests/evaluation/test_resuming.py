@@ -80,7 +80,8 @@ def test_all_problems_share_one_queue(monkeypatch, whole):
 
 def test_prompts_that_run_token_by_token_start_together(monkeypatch):
     sizes = calls_of(monkeypatch)
-    run(policy=dms_jax.TOVA(budget=20), sampling=dataclasses.replace(SAMPLING, max_new_tokens=1))
+    policy = dms_jax.TOVA(budget=20, prefill="evict_past_budget")
+    run(policy=policy, sampling=dataclasses.replace(SAMPLING, max_new_tokens=1))
     assert sizes == [2, 2, 2, 2]
 
 

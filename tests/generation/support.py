@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,12 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from tests.support.fake_programs import Answer, answer_of
 
+BY_TOKEN: Any = dict(prefill="evict_past_budget")
 POLICIES = {
     "vanilla": dms_jax.Vanilla(),
     "dms": dms_jax.DMS(window=10, alpha_offset=0.0),
     "dmc": dms_jax.DMC(offset=0.0),
-    "tova": dms_jax.TOVA(budget=20),
+    "tova": dms_jax.TOVA(budget=20, **BY_TOKEN),
     "quest": dms_jax.Quest(budget=32, dense_layers=1),
 }
 # Each way to keep a cache small: these run on the real engine, alone and put back.
@@ -63,9 +65,9 @@ def engine_for(name: str) -> Engine:
 ROWS_OF = {
     "keeps": dms_jax.Vanilla(),
     "evicts": dms_jax.RandomEviction(window=10, rate=0.6),
-    "bounded": dms_jax.TOVA(budget=20),
-    "served": dms_jax.TOVA(budget=24),
-    "large budget": dms_jax.TOVA(budget=28),
+    "bounded": dms_jax.TOVA(budget=20, **BY_TOKEN),
+    "served": dms_jax.TOVA(budget=24, **BY_TOKEN),
+    "large budget": dms_jax.TOVA(budget=28, **BY_TOKEN),
     "cuts": dms_jax.SnapKV(budget=8, window=4),
     "cuts often": dms_jax.SnapKV(budget=8, window=4, interval=4),
     # It might evict, as far as admission knows, and keeps every token.

@@ -17,10 +17,13 @@ SAMPLING = Sampling(temperature=0, max_new_tokens=16, logprobs=True)
 PROMPTS = [list(range(3, 3 + length)) for length in (24, 7, 40)]
 SHARED = dict(page_size=8, chunk=8, prefill_chunk=16)
 KINDS = {
-    "tova": functools.partial(dms_jax.TOVA),
-    "h2o": functools.partial(dms_jax.H2O, prefill="dense_then_evict"),
+    "tova": functools.partial(dms_jax.TOVA, prefill="evict_past_budget"),
+    "h2o": dms_jax.H2O,
     "snapkv": functools.partial(dms_jax.SnapKV, window=4, interval=5),
     "streaming": functools.partial(dms_jax.StreamingLLM, sinks=2),
+    "streaming by token": functools.partial(
+        dms_jax.StreamingLLM, sinks=2, prefill="evict_past_budget"
+    ),
 }
 READS = {
     "quest": functools.partial(dms_jax.Quest, dense_layers=1),
@@ -50,6 +53,8 @@ def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
     policy, (one, other) = kind(compression_ratio=2), PROMPTS[1:]
     together = answers(policy, [one, other])
     fixed = kind(budget=(len(other) + SAMPLING.max_new_tokens) // 2)
+    if fixed.parallel == "always" and policy.shrinks:  # a window in tokens is that of prompts, too
+        fixed = policy
     separate = [*answers(policy, [one]), *answers(fixed, [other])]
     for completion, alone in zip(together, separate, strict=True):
         assert completion.tokens == alone.tokens
@@ -190,7 +195,8 @@ def test_the_pool_is_sized_by_what_a_share_can_come_to():
     sized = functools.partial(
         pool_pages, stories(), num_lanes=2, max_tokens=128, page_size=8, memory=None
     )
-    assert sized(dms_jax.TOVA(compression_ratio=4)) == sized(dms_jax.TOVA(budget=32))
-    assert sized(dms_jax.TOVA(compression_ratio=4)) < sized(dms_jax.Vanilla())
-    whole = dms_jax.TOVA(compression_ratio=4, prefill="dense_then_evict")
-    assert sized(whole) == sized(dms_jax.Vanilla())  # the whole prompt is in it
+    tova = functools.partial(dms_jax.TOVA, prefill="evict_past_budget")
+    assert sized(tova(compression_ratio=4)) == sized(tova(budget=32))
+    assert sized(tova(compression_ratio=4)) < sized(dms_jax.Vanilla())
+    for whole in (dms_jax.TOVA(compression_ratio=4), dms_jax.StreamingLLM(compression_ratio=4)):
+        assert sized(whole) == sized(dms_jax.Vanilla())  # the whole prompt is in it

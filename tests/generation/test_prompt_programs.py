@@ -126,7 +126,7 @@ def test_a_prompt_compiles_the_programs_that_it_runs_and_no_other(length, needed
 
 
 @pytest.mark.parametrize(
-    ("policy", "few"), [(dms_jax.Quest(budget=20), True), (dms_jax.TOVA(budget=20), False)]
+    ("policy", "few"), [(dms_jax.Quest(budget=20), True), (MECHANISMS["tova"], False)]
 )
 def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
     """But for answers that are read again, which have the programs of prompts."""
@@ -138,7 +138,12 @@ def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
 
 @pytest.mark.parametrize(
     ("policy", "one_pass"),
-    [(dms_jax.Vanilla(), False), (dms_jax.TOVA(budget=20), False), (dms_jax.Quest(), True)],
+    [
+        (dms_jax.Vanilla(), False),
+        (MECHANISMS["tova"], False),
+        (dms_jax.TOVA(), True),
+        (dms_jax.Quest(), True),
+    ],
     ids=lambda each: getattr(each, "name", str(each)),
 )
 def test_a_chunk_of_one_token_is_a_step_unless_prompts_are_told_from_answers(policy, one_pass):

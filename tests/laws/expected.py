@@ -74,10 +74,11 @@ def simulate(
     row: Row, weights: transformer.Weights, tokens, prompt_length: int, page_size: int
 ) -> transformer.Pass:
     """Runs one sequence through the NumPy model, each layer under the row's simulation."""
+    policy = in_tokens(row.policy, len(tokens))
     return transformer.run(
         weights,
         tokens,
-        lambda layer: simulate_layer(row.policy, layer, prompt_length, page_size),
+        lambda layer: simulate_layer(policy, layer, prompt_length, page_size),
         STORED[row.kv_dtype],
     )
 

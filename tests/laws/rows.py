@@ -22,7 +22,7 @@ from tests.oracles import scored
 from tests.oracles.trace import Trace
 from tests.support.models import random_model, tiny_config
 
-DENSE = "dense_then_evict"
+BY_TOKEN = "evict_past_budget"
 PLENTY = 64  # longer than every sequence of the tests
 LOW_OFFSET = dict(alpha_scale=2.0, alpha_offset=0.5)
 # Options by mechanism. Numbers alone are varied where no further program is needed for them.
@@ -36,6 +36,7 @@ OPTIONS = {
         dms_jax.DMS(window=2, decisions="bernoulli", seed=3, **LOW_OFFSET),
         dms_jax.StreamingLLM(budget=8, sinks=2),
         dms_jax.StreamingLLM(compression_ratio=2.7, sinks=2),
+        dms_jax.StreamingLLM(compression_ratio=3.1, sinks=1, prefill=BY_TOKEN),
         dms_jax.RandomEviction(window=3, rate=0.7, spread=0.2, seed=7),
         dms_jax.KVzap(window=4, threshold=-5.5, sinks=1),
     ],
@@ -47,13 +48,13 @@ OPTIONS = {
         dms_jax.FixedPooling(every=3),
     ],
     "victim": [
-        dms_jax.TOVA(budget=8),
-        dms_jax.TOVA(budget=6, per="head", prefill=DENSE),
-        dms_jax.H2O(budget=7),
-        dms_jax.H2O(compression_ratio=2.4, prefill=DENSE),
-        dms_jax.KVpop(budget=8, window=3),
-        dms_jax.KVpop(budget=9, window=4, prefill=DENSE),
-        dms_jax.KVpop(budget=2, window=0),
+        dms_jax.TOVA(budget=8, prefill=BY_TOKEN),
+        dms_jax.TOVA(budget=6, per="head"),
+        dms_jax.H2O(budget=7, prefill=BY_TOKEN),
+        dms_jax.H2O(compression_ratio=2.4),
+        dms_jax.KVpop(budget=8, window=3, prefill=BY_TOKEN),
+        dms_jax.KVpop(budget=9, window=4),
+        dms_jax.KVpop(budget=2, window=0, prefill=BY_TOKEN),
     ],
     "cut": [
         *(
@@ -122,7 +123,10 @@ class Row:
         """When rows are cut right after a token's attention."""
         if isinstance(self.policy, PeriodicEviction):
             return "always"
-        return "after the prompt" if getattr(self.policy, "prefill", None) == DENSE else "never"
+        if in_one_pass_by_its_window(self.policy):
+            return "never"
+        dense = getattr(self.policy, "prefill", None) == "dense_then_evict"
+        return "after the prompt" if dense else "never"
 
     @property
     def selects(self) -> bool:
@@ -142,6 +146,11 @@ class Row:
         forms = [value for value in (self.kv_dtype, self.prompts, self.answers) if value]
         forms = forms if (self.prompts, self.answers) != ("chunks", "steps") else forms[:-2]
         return "-".join([self.policy.name, *_options(self.policy), *sizes, *forms])
+
+
+def in_one_pass_by_its_window(policy: Policy) -> bool:
+    """Returns whether each token of a prompt sees a window of the same size, whatever `prefill`."""
+    return isinstance(policy, dms_jax.StreamingLLM) and policy.compression_ratio is None
 
 
 INNER = {"over": "over", "scorer": "of"}  # fields that hold another policy
@@ -252,7 +261,7 @@ MODEL_ROWS = [
     Row(dms_jax.Vanilla(), 1, 3),
     Row(dms_jax.DMS(window=4, source="adapter"), 2, 5),
     Row(dms_jax.DMC(offset=0.4, neuron="first", window=2), 2, 4),
-    Row(dms_jax.TOVA(budget=8), 4, 5),
+    Row(dms_jax.TOVA(budget=8, prefill=BY_TOKEN), 4, 5),
     Row(dms_jax.SnapKV(budget=9, interval=4, window=3), 2, 4),
     Row(dms_jax.Quest(budget=8, dense_layers=1), 8, 4),
     Row(dms_jax.KCache(top=3, first_layers=0), 2, 5),

@@ -17,7 +17,7 @@ import dms_jax
 from dms_jax.policies import draws
 from dms_jax.policies.merging import Merging
 from dms_jax.policies.periodic_eviction import PeriodicEviction, Scorer
-from tests.laws.rows import PLENTY
+from tests.laws.rows import BY_TOKEN, PLENTY, in_one_pass_by_its_window
 from tests.oracles import (
     dmc,
     dms,
@@ -57,6 +57,8 @@ def in_tokens(policy: dms_jax.Policy, length: int) -> dms_jax.Policy:
     if hasattr(policy, "scorer"):
         return dataclasses.replace(policy, scorer=in_tokens(policy.scorer, length))
     ratio = getattr(policy, "compression_ratio", None)
+    if in_one_pass_by_its_window(policy):  # as if each token had run by itself
+        return dataclasses.replace(policy, prefill=BY_TOKEN)
     if ratio is None:
         return policy
     field = "top" if isinstance(policy, dms_jax.KCache) else "budget"
@@ -105,7 +107,8 @@ def _(policy: dms_jax.DMS, layer, prompt_length, page_size):
 @simulate.register
 def _(policy: dms_jax.StreamingLLM, layer, prompt_length, page_size):
     recent = policy.budget - policy.sinks
-    return streaming.simulate(*layer.rotated, sinks=policy.sinks, recent=recent)
+    options = dict(sinks=policy.sinks, recent=recent, prefill=policy.prefill)
+    return streaming.simulate(*layer.rotated, prompt_length, **options)
 
 
 @functools.cache

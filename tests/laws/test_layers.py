@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from dms_jax.model.attention import attend_sequences
-from dms_jax.policies import DMC, DMS, POLICIES, Policy, Vanilla
+from dms_jax.policies import DMC, DMS, POLICIES, Policy, StreamingLLM, Vanilla
 from dms_jax.policies.values import Static, Tokens
 from tests.laws.expected import (
     HEAD_DIM,
@@ -134,6 +134,14 @@ def test_what_is_kept_whole_of_a_prompt_attends_in_one_pass(row, record_property
     parts = [*ragged_parts(8, LENGTHS, prompts, width=WIDTH, whole=whole)]
     assert any(part.whole and part.counts.max() > 1 for part in parts)
     record_property("largest", check_run(row, prompts, parts, seed=6))
+
+
+@pytest.mark.parametrize("prompts", ["chunks", "tokens"])
+def test_prompts_in_parts_are_cut_to_a_window_by_ratio_at_their_end(prompts, record_property):
+    """The rows above take this policy's prompts whole."""
+    row = Row(StreamingLLM(compression_ratio=2.7, sinks=2), 2, 4, prompts=prompts)
+    parts = parts_of(row, SPLITS[0], 9)
+    record_property("largest", check_run(row, SPLITS[0], parts, seed=9))
 
 
 @functools.partial(jax.jit, static_argnames="static")

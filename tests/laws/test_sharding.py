@@ -25,7 +25,7 @@ from dms_jax.policies.values import PolicyState
 from dms_jax.sharding import DECODING_RULES, axes
 from dms_jax.training.parameters import parameters, rebuilder, shardings
 from tests.laws.expected import LOGITS_PAGE_SIZE, Difference, simulate
-from tests.laws.rows import DENSE, Row
+from tests.laws.rows import BY_TOKEN, Row
 from tests.laws.serving import ALMOST_GREEDY, check_completion, check_score, engine_of
 from tests.laws.test_shared_prompts import LONG, SAMPLED, one_by_one, prefilled
 from tests.laws.test_shared_prompts import PROMPTS as CHAINS
@@ -34,7 +34,7 @@ from tests.support.models import oracle_weights, random_model, random_tokens, ti
 
 ROWS = [
     Row(dms_jax.DMS(window=3, shift=2), 2, 8),
-    Row(dms_jax.TOVA(budget=5), 2, 8),
+    Row(dms_jax.TOVA(budget=5, prefill=BY_TOKEN), 2, 8),
     Row(dms_jax.AdaKV(dms_jax.SnapKV(budget=6, interval=3, window=3), alpha=0.4), 2, 3),
     Row(dms_jax.Quest(budget=8, over=dms_jax.DMS(window=3), dense_layers=0), 2, 4),
     Row(dms_jax.Vanilla(), 2, 8),
@@ -44,7 +44,7 @@ ROWS = [
     Row(dms_jax.FixedPooling(every=3), 2, 8),
     Row(dms_jax.StreamingLLM(budget=6, sinks=2), 2, 8),
     Row(dms_jax.RandomEviction(window=2, rate=0.6), 2, 8),
-    Row(dms_jax.H2O(budget=5, prefill=DENSE), 2, 3),
+    Row(dms_jax.H2O(budget=5), 2, 3),
     Row(dms_jax.RandomSelection(budget=5, interval=2), 2, 3),
     Row(dms_jax.ExpectedAttention(budget=6, interval=3, sinks=2), 2, 3),
     Row(dms_jax.KCache(top=3, first_layers=1, values="device"), 2, 8),

@@ -117,7 +117,7 @@ def test_a_budget_that_suffices_is_vanilla(prefill, length):
     for trace in (
         tova.simulate(q, k, v, 5, budget=length, prefill=prefill),
         h2o.simulate(q, k, v, 5, heavy=4, recent=length - 4, prefill=prefill),
-        streaming.simulate(q, k, v, sinks=2, recent=length - 2),
+        streaming.simulate(q, k, v, 5, sinks=2, recent=length - 2, prefill=prefill),
         quest.simulate(q, k, v, 5, budget=16, page_size=4),
         kcache.simulate(q, k, v, 5, top=length),
     ):
@@ -139,6 +139,23 @@ def test_streaming_keeps_sinks_and_recent():
     ]
     weights = softmax(k[[0, 4, 5, 6], 1] @ q[6, 2] / np.sqrt(6))
     chex.assert_trees_all_close(trace.outputs[6, 2], weights @ v[[0, 4, 5, 6], 1], rtol=1e-7)
+
+
+def test_streaming_cuts_a_dense_prompt_once():
+    q, k, v = tensors(11, length=7)
+    trace = streaming.simulate(q, k, v, 5, sinks=1, recent=3, prefill="dense_then_evict")
+    live = [step[0] for step in trace.live]
+    assert live == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+        [0, 3, 4, 5],
+        [0, 4, 5, 6],
+    ]
+    assert trace.kept[4] == [[0, 2, 3, 4]] * 2
+    chex.assert_trees_all_close(trace.outputs[4], vanilla.simulate(q, k, v).outputs[4], rtol=1e-7)
 
 
 def test_quest_bound_is_above_every_score_and_takes_the_partial_page():

@@ -1,4 +1,4 @@
-"""TOVA, H2O and Quest without a model: evicted tokens, accumulated weights, page bounds."""
+"""TOVA, H2O, StreamingLLM and Quest without a model: evicted tokens, weights, page bounds."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
-from dms_jax.policies import DMS, H2O, TOVA, Quest, RandomEviction, Vanilla
+from dms_jax.policies import DMS, H2O, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
 from dms_jax.policies.quest import PageBounds
-from dms_jax.policies.values import NOT_STORED, Chunk, Decisions, PolicyState
+from dms_jax.policies.values import FOREVER, NOT_STORED, Chunk, Decisions, PolicyState, Rows
 from tests.oracles import quest
 from tests.support.chunks import chunk_of, observed, read, state_of, tokens_of, write
 from tests.support.instances import further
@@ -176,6 +176,27 @@ def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
         placement.past_until < 0, np.array([[[s == 1 for s in range(8)], [False] * 8]])
     )
     chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
+
+
+def test_a_window_by_ratio_appends_a_later_prompt_and_cuts_it():
+    """Checks the next prompt of a conversation, behind a row whose slots were reused."""
+    policy = StreamingLLM(compression_ratio=2, sinks=1)  # a budget of four
+    old = PolicyState(pages=jnp.asarray([[0, 5, 3, 4], [9, 9, 9, 9]], jnp.int32))
+    rows = dict(page_table=[[[0, 1]]], lengths=[[4]], page_size=4, first=6, max_lengths=[8])
+    step = rows_chunk(np.zeros((1, 1, 1, 2)), [1], **rows)
+    _, placement = policy.write(old, step)
+    assert placement.slots.tolist() == [[[2]]]  # of token 3
+    prompt = rows_chunk(np.zeros((1, 3, 1, 2)), [2], **rows, one_pass=True)
+    state, placement = policy.write(old, prompt)
+    assert placement.slots.tolist() == [[[4, 5, NOT_STORED]]]
+    assert placement.live.tolist() == [[[5, 6, 6]]]
+    assert (placement.past_until == FOREVER).all()
+    assert not placement.evicted.any()
+    state = policy.written(state, prompt, placement, None)
+    empty = jnp.zeros((1, 1, 8, 2))
+    held = Rows(k=empty, v=empty, lengths=placement.lengths)
+    keep = policy.survivors(state, prompt, held, None)
+    assert keep.astype(int).tolist() == [[[1, 1, 0, 0, 1, 1, 0, 0]]]  # tokens 0, 5, 6, 7
 
 
 def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():

@@ -10,6 +10,7 @@ import pytest
 import dms_jax
 from dms_jax import policies
 from dms_jax.errors import ConfigError
+from dms_jax.generation.prefill import tokens_in_one_pass
 from dms_jax.policies import (
     DMC,
     DMS,
@@ -190,6 +191,35 @@ def test_options_that_make_no_sense_are_refused(policy, field, value):
     object.__setattr__(policy, field, value)
     with pytest.raises(ConfigError, match=f"{policy.name}: .*{field}"):
         policy.__post_init__()
+
+
+PROMPT = dict(seen=0, prompt=4096, max_length=8192)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        TOVA(budget=64),
+        H2O(compression_ratio=8),
+        KVpop(budget=200),
+        StreamingLLM(compression_ratio=8),
+    ],
+    ids=repr,
+)
+def test_how_prompts_are_taken(policy):
+    """In one pass and cut at their end, unless their tokens are to run one by one."""
+    assert (policy.parallel, policy.shrinks) == ("prompts", True)
+    assert tokens_in_one_pass(policy, **PROMPT) == 4096
+    by_token = dataclasses.replace(policy, prefill="evict_past_budget")
+    assert (by_token.parallel, by_token.shrinks) == ("never", False)
+    assert tokens_in_one_pass(by_token, **PROMPT) == policy.kept_whole(8192) < 4096
+
+
+@pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])
+def test_a_window_in_tokens_takes_prompts_in_one_pass_without_a_cut(prefill):
+    policy = StreamingLLM(budget=64, prefill=prefill)
+    assert (policy.parallel, policy.shrinks) == ("always", False)
+    assert policy.footprint(8192, page_size=16).at_most == 64
 
 
 def test_shares_are_given_by_name():

@@ -38,7 +38,10 @@ def stories() -> dms_jax.LanguageModel:
     return dataclasses.replace(model, generation=type(model.generation)())
 
 
-def make_service(policy: dms_jax.Policy = dms_jax.TOVA(budget=24), **more) -> Service:
+BOUNDED = dms_jax.TOVA(budget=24, prefill="evict_past_budget")  # rows never hold more
+
+
+def make_service(policy: dms_jax.Policy = BOUNDED, **more) -> Service:
     """A service over that model, which nobody has started."""
     options = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, max_waiting=8, **SHAPE)
     return Service(stories(), policy, **options | more)

@@ -355,7 +355,7 @@ def test_what_cannot_fit_is_refused_with_numbers():
 def test_a_prompt_that_is_cut_afterwards_must_fit_in_full():
     options, asked = dict(memory=200_000, max_tokens=460), ([[1] * 200], Sampling(), print)
     assert make_service(**options).submit(*asked) == [0]
-    cut = make_service(dms_jax.TOVA(budget=24, prefill="dense_then_evict"), **options)
+    cut = make_service(dms_jax.TOVA(budget=24), **options)
     with pytest.raises(CapacityError, match=r"at least 200 .* has room for 144"):
         cut.submit(*asked)  # the 25 slots that are left of it would fit
 

@@ -52,7 +52,9 @@ SETTINGS = {
         page_size=4,
         prefill_chunk=16,
     ),
-    "TOVA": Setting(dms_jax.TOVA(budget=24), 88, page_size=8, prefill_chunk=64),
+    "TOVA": Setting(
+        dms_jax.TOVA(budget=24, prefill="evict_past_budget"), 88, page_size=8, prefill_chunk=64
+    ),
 }
 
 

@@ -16,8 +16,8 @@ and the sampling alone.
 
 Policies keep what `_grows` says, whatever they keep with the programs of the library: Vanilla and
 Quest everything, RandomEviction its window and `1 - rate` of the rest, DMS its window and half,
-TOVA and StreamingLLM their budget; SnapKV cuts a prompt to its budget, and an answer adds no more
-than its interval. Values in host memory and meshes are not served.
+TOVA and StreamingLLM their budget; SnapKV no more than its interval beside it. A policy that
+shrinks cuts a prompt to its budget. Values in host memory and meshes are not served.
 """
 
 import contextlib
@@ -301,7 +301,7 @@ def answer_of(
     reason, broken = "length", None
     for position in itertools.count():
         newest, read, in_prompt = tokens[position], 0, position < len(prompt)
-        rule = Vanilla() if in_prompt and isinstance(policy, SnapKV) else policy
+        rule = Vanilla() if in_prompt and policy.shrinks else policy
         for number, row in enumerate(rows):
             if _grows(rule, len(row), _mix_of(number, position) % 16):
                 row.append(None)
@@ -313,7 +313,7 @@ def answer_of(
         live.append(sum(map(len, rows)))
         if position + 1 < len(prompt):
             continue
-        if position + 1 == len(prompt) and isinstance(policy, SnapKV):
+        if position + 1 == len(prompt) and policy.shrinks:
             rows = [row[: policy.budget] for row in rows]
         if breaks and newest == BROKEN_TOKEN and broken is None:
             broken = position + 1

@@ -14,7 +14,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax.policies import POLICIES, FixedPooling, Policy
-from dms_jax.policies.budget import BudgetedPolicy
+from dms_jax.policies.budget import BudgetedPolicy, EvictionByToken
 from dms_jax.policies.periodic_eviction import Scorer
 
 # A system that cuts rows every so often does so once every so many tokens here.
@@ -113,6 +113,8 @@ def _budgeted(kind: type[BudgetedPolicy]) -> Callable[[Share], Policy]:
         options: dict[str, Any] = dict(WHOLE)
         if issubclass(kind, Scorer):
             options["interval"] = INTERVAL
+        if issubclass(kind, EvictionByToken):  # a prompt that is cut at its end would be the peak
+            options["prefill"] = "evict_past_budget"
         if kind is dms_jax.SnapKV:
             half = max(share.limit // 2, 1)
             options["window"] = min(32, 1 << (half.bit_length() - 1))  # few sizes

@@ -218,8 +218,8 @@ class Free:
     seeds: int | None = None
 
 
-def _ratios(make: Any, ratios: tuple[float, ...] = FREE_RATIOS) -> tuple[tuple[str, Policy], ...]:
-    return tuple((f"{ratio:g}", make(compression_ratio=ratio)) for ratio in ratios)
+def _ratios(make: Any, **options: Any) -> tuple[tuple[str, Policy], ...]:
+    return tuple((f"{ratio:g}", make(compression_ratio=ratio, **options)) for ratio in FREE_RATIOS)
 
 
 def _grid() -> tuple[tuple[str, Policy], ...]:
@@ -230,15 +230,32 @@ def _grid() -> tuple[tuple[str, Policy], ...]:
     )
 
 
+# As the DMS paper ran them (appendix G.1): a prompt takes no more than the budget.
+_BY_TOKEN = dict(prefill="evict_past_budget")
 _DRAWN = dataclasses.replace(POLICY, decisions="bernoulli")
 FREE = {
     free.name: free
     for free in (
         Free(VANILLA, (("1", dms_jax.Vanilla()),), (*FRONTIER, *TABLE, *LONGER)),
-        Free("tova", _ratios(dms_jax.TOVA), (*FRONTIER, *TABLE, *LONGER), seeds=1),
+        Free(
+            "tova",
+            _ratios(dms_jax.TOVA, **_BY_TOKEN),
+            (*FRONTIER, *TABLE, *LONGER),
+            seeds=1,
+        ),
         Free("quest", _ratios(dms_jax.Quest), (*FRONTIER, *TABLE, *LONGER), seeds=1),
-        Free("streaming", _ratios(dms_jax.StreamingLLM), (*FRONTIER, *TABLE), seeds=1),
-        Free("h2o", _ratios(dms_jax.H2O), (*FRONTIER, *TABLE, *LONGER), seeds=1),
+        Free(
+            "streaming",
+            _ratios(dms_jax.StreamingLLM, **_BY_TOKEN),
+            (*FRONTIER, *TABLE),
+            seeds=1,
+        ),
+        Free(
+            "h2o",
+            _ratios(dms_jax.H2O, **_BY_TOKEN),
+            (*FRONTIER, *TABLE, *LONGER),
+            seeds=1,
+        ),
         Free(
             "dms-drawn",
             tuple((f"{ratio:g}", _DRAWN) for ratio in RATIOS),

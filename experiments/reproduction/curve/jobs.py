@@ -210,7 +210,8 @@ def policy_at(system: str, lengths: np.ndarray, peak: float) -> Policy:
         return dms_jax.RandomEviction(window=window, rate=float(np.clip(rate, 0, 1)))
     limit = limit_for(lengths, peak)
     if system == "TOVA":
-        return dms_jax.TOVA(budget=max(limit - 1, 1))  # the current token comes on top
+        # The current token comes on top, and a prompt takes no more than that.
+        return dms_jax.TOVA(budget=max(limit - 1, 1), prefill="evict_past_budget")
     return dms_jax.StreamingLLM(budget=max(limit, 5))
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 import dms_jax
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
 from dms_jax.policies import Policy
+from dms_jax.policies.budget import Prefill
 from dms_jax.training import Recipe, recipes
 from experiments.reproduction.queue import Places
 
@@ -173,7 +174,8 @@ VANILLA = "vanilla"
 def systems(hidden: int = 64) -> dict[str, System]:
     """Returns all systems by name, in the order in which they are begun."""
     kvzap = dms_jax.KVzap(window=WINDOW, hidden=hidden)
-    kvpop = dms_jax.KVpop(budget=128, window=WINDOW, hidden=hidden)
+    prefill: Prefill = "evict_past_budget"  # prompts take no more than the budget
+    kvpop = dms_jax.KVpop(budget=128, window=WINDOW, hidden=hidden, prefill=prefill)
     return {
         VANILLA: System("vanilla", None, None),
         "dms": System("DMS", _DMS, "dms_self_taught", "all"),
@@ -185,7 +187,7 @@ def systems(hidden: int = 64) -> dict[str, System]:
         "dms-warm-up-frozen": System(
             "DMS after a warm-up, frozen weights", _DMS, "dms_warm_up", "adapter"
         ),
-        "tova": System("TOVA", dms_jax.TOVA(), None),
+        "tova": System("TOVA", dms_jax.TOVA(prefill=prefill), None),
         "streaming": System("StreamingLLM", dms_jax.StreamingLLM(sinks=4), None),
     }
 

@@ -40,7 +40,8 @@ def test_budgets_give_the_peak_they_are_asked_for():
     # (10 + 17 + 17) / 3 = 14.67, (10 + 18 + 18) / 3 = 15.33
     assert limit_for(lengths, 14.9) == 17
     assert limit_for(lengths, 15.2) == 18
-    assert policy_at("TOVA", lengths, 15.2) == dms_jax.TOVA(budget=17)
+    tova = dms_jax.TOVA(budget=17, prefill="evict_past_budget")
+    assert policy_at("TOVA", lengths, 15.2) == tova
     assert policy_at("StreamingLLM", lengths, 15.2) == dms_jax.StreamingLLM(budget=18)
     # 17 stay whatever happens; of the other 20 - 17 + ... the mean of 40 is 100 - 17 = 83
     policy = policy_at("RandomEviction", np.array([80.0, 120.0]), 58.5)

@@ -51,7 +51,7 @@ def test_methods_hold_as_much_as_the_reference_did(tmp_path):
     write_json(paths.result(free("smollm2", "vanilla", "choices")), {"peak": 90.0})
     write_json(paths.reference("smollm2", "choices"), {"peak": 40.0})
     policy = calibrated(paths, free("smollm2", "tova", "choices"), FREE["tova"])
-    assert policy == dms_jax.TOVA(compression_ratio=2.25)
+    assert policy == dms_jax.TOVA(compression_ratio=2.25, prefill="evict_past_budget")
 
 
 def test_scorers_hold_as_much_as_the_reference_did(tmp_path, monkeypatch):
@@ -60,7 +60,8 @@ def test_scorers_hold_as_much_as_the_reference_did(tmp_path, monkeypatch):
     write_json(paths.reference("qwen", "gsm8k"), {"peak": 120.4})
     job = Job("asking", "qwen", "kvpop", "3.5", "gsm8k")
     policy = fitted(paths, job, None, TRAININGS["kvpop"].policy, [])
-    assert policy == dms_jax.KVpop(budget=119, window=16)  # one more while a query attends
+    # One more while a query attends.
+    assert policy == dms_jax.KVpop(budget=119, window=16, prefill="evict_past_budget")
 
     def calibrate(model, batches, *, compression_ratio, policy):
         kept = [batch["tokens"][batch["segment_ids"] > 0].tolist() for batch in batches]

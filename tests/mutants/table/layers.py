@@ -20,7 +20,7 @@ MUTANTS = [
         ATTENTION,
         "count=(index < chunk.count).astype(chunk.count.dtype),",
         "count=(index <= chunk.count).astype(chunk.count.dtype),",
-        (layer_law("TOVA-budget=8-"),),
+        (layer_law("TOVA-budget=8-prefill=evict_past_budget"),),
     ),
     Mutant(
         "layers: a lane that takes no part in a step reads",
@@ -34,7 +34,7 @@ MUTANTS = [
         ATTENTION,
         "weights = jnp.exp(jnp.where(attended, scores - lse[..., None], -jnp.inf))",
         "weights = jnp.exp(scores - lse[..., None]) + ~attended",
-        (layer_law("H2O-compression_ratio=2.4-prefill=dense_then_evict"),),
+        (layer_law("H2O-compression_ratio=2.4-"),),
     ),
     Mutant(
         "layers: a cut takes in what is not due",
@@ -99,7 +99,31 @@ MUTANTS = [
         POLICIES + "streaming.py",
         "leaves = jnp.where(held & (positions >= self.sinks), positions, FOREVER)",
         "leaves = jnp.where(held & (positions >= self.sinks - 1), positions, FOREVER)",
-        (layer_law("StreamingLLM-compression_ratio"),),
+        (layer_law("StreamingLLM-compression_ratio=2.7-"),),
+    ),
+    Mutant(
+        "layers: StreamingLLM with a ratio reuses slots inside a prompt that is cut",
+        POLICIES + "streaming.py",
+        "& (not chunk.static.one_pass)",
+        "& True",
+        (
+            "tests/policies/test_observing.py"
+            "::test_a_window_by_ratio_appends_a_later_prompt_and_cuts_it",
+        ),
+    ),
+    Mutant(
+        "layers: StreamingLLM cuts a prompt to its most recent tokens, without the sinks",
+        POLICIES + "streaming.py",
+        "worth = jnp.where(positions < self.sinks, jnp.inf, positions)",
+        "worth = positions.astype(rows.k.dtype)",
+        (layer_law("StreamingLLM-compression_ratio=2.7-"),),
+    ),
+    Mutant(
+        "layers: StreamingLLM with a ratio cuts prompts although their tokens run one by one",
+        POLICIES + "streaming.py",
+        "return self.compression_ratio is not None and super().shrinks",
+        "return self.compression_ratio is not None",
+        ("tests/policies/test_policies.py::test_how_prompts_are_taken",),
     ),
     Mutant(
         "layers: KCache never scales the weights of what it fetches",

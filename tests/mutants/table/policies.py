@@ -115,7 +115,7 @@ MUTANTS = [
         FOLDER + "values.py",
         "return self.first + jnp.maximum(self.count, 1) - 1",
         "return self.first + jnp.maximum(self.count, 1)",
-        (layer_law("H2O-compression_ratio=2.4-prefill=dense_then_evict"),),
+        (layer_law("H2O-compression_ratio=2.4-"),),
     ),
     Mutant(
         "policies: SnapKV's ring loses its oldest query",

@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     Mutant(
         "generation: tokens attend in one pass until one behind the budget",
-        "dms_jax/policies/victims.py",
+        "dms_jax/policies/budget.py",
         "        return self.budget_for(tokens)",
         "        return self.budget_for(tokens) + 1",
         ("tests/laws/test_layers.py::test_what_is_kept_whole_of_a_prompt_attends_in_one_pass",),
