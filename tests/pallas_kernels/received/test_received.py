@@ -68,20 +68,37 @@ def test_float64_stays_float64():
     assert relative_error(sums, oracle(arguments, case.D**-0.5)) < 1e-12
 
 
-@pytest.mark.parametrize("case", BFLOAT16, ids=lambda case: case.name)
-def test_the_plan_visits_what_is_seen_and_compares_where_it_must(case):
+def in_tiles(case):
+    """The positions of a case, in whole tiles."""
     _, _, positions, since = draw(case)
     positions = np.pad(positions, ((0, 0), (0, -case.T % 128)), constant_values=-1)
     since = np.pad(since, ((0, 0), (0, 0), (0, -case.slots % 128)), constant_values=NEVER)
-    over_keys, over_queries = jax.jit(gpu.plan)(positions, since)
-    real = (positions >= 0).reshape(case.B, 1, -1, 128, 1, 1)
+    return positions, since
+
+
+def in_no_order():
+    """Tiles of queries and of keys whose positions are near each other, in any order of tiles."""
+    rng = np.random.default_rng(0)
+    bases = 100 * rng.integers(0, 9, (3, 6)), 100 * rng.integers(0, 9, (3, 2, 7))
+    positions, since = (
+        base[..., None] + rng.integers(0, 120, (*base.shape, 128)) for base in bases
+    )
+    positions[:, 2, 100:] = -1
+    return positions.reshape(3, -1).astype(np.int32), since.reshape(3, 2, -1).astype(np.int32)
+
+
+@pytest.mark.parametrize("case", [*BFLOAT16, None], ids=lambda case: getattr(case, "name", None))
+def test_the_plan_visits_what_is_seen_and_compares_where_it_must(case):
+    positions, since = in_no_order() if case is None else in_tiles(case)
+    over_keys, over_queries = map(np.asarray, jax.jit(gpu.plan)(positions, since))
     seen = since[:, :, None] <= positions[:, None, :, None]
     seen = seen.reshape(*seen.shape[:2], seen.shape[2] // 128, 128, -1, 128)
+    real = (positions >= 0).reshape(len(positions), 1, -1, 128, 1, 1)
     some, every = seen.any((3, 5)), (seen | ~real).all((3, 5))
     for place in np.ndindex(some.shape):
         row, query_tile, key_tile = place[:2], place[2], place[3]
-        whole_end, end = np.asarray(over_keys)[(*row, query_tile)]
-        first, whole_first, last = np.asarray(over_queries)[(*row, key_tile)]
+        whole_end, end = over_keys[(*row, query_tile)]
+        first, whole_first, last = over_queries[(*row, key_tile)]
         assert 0 <= whole_end <= end
         assert 0 <= first <= whole_first <= last
         if some[place]:
@@ -90,14 +107,12 @@ def test_the_plan_visits_what_is_seen_and_compares_where_it_must(case):
         if key_tile < whole_end or whole_first <= query_tile < last:
             assert every[place]
     # Where slots are in order, nothing else is visited, and whole tiles are not compared.
-    if not case.shuffled:
-        visited = np.clip(np.asarray(over_keys)[..., 1], 0, None).sum()
-        assert visited == some.sum()
-        whole = np.asarray(over_keys)[..., 0].sum()
-        assert whole == (some & every).sum()
-        trips = np.asarray(over_queries)
-        assert (trips[..., 2] - trips[..., 0]).sum() == some.sum()
-        assert (trips[..., 2] - trips[..., 1]).sum() == (some & every).sum()
+    if case is not None and not case.shuffled:
+        whole = (some & every).sum()
+        assert over_keys[..., 1].sum() == (over_queries[..., 2] - over_queries[..., 0]).sum()
+        assert over_keys[..., 1].sum() == some.sum()
+        assert over_keys[..., 0].sum() == whole
+        assert (over_queries[..., 2] - over_queries[..., 1]).sum() == whole
 
 
 @pytest.mark.parametrize(
