@@ -11,27 +11,21 @@ are favoured, as published. Half of the budget goes to the most recent tokens an
 with the largest sums; beyond the budget, each query evicts the token with the smallest sum among
 those that are not recent.
 
-Where the queries of a prompt attend in one pass, their sums are computed chunk by chunk in a second
-pass over the scores, in blocks of queries: memory is linear in the prompt.
+Where the queries of a prompt attend in one pass, their sums are computed chunk by chunk after it,
+from the scores anew: see `pallas_kernels.received_attention`. Memory is linear in the prompt.
 """
 
 import dataclasses
 from typing import no_type_check
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dms_jax.policies.attention_weights import received_weights
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import PAGES, CacheShape, Chunk, Placement, PolicyState
 from dms_jax.policies.victims import VictimEviction
-
-# Weights of a block of queries, over all sequences and heads: 256 MB in float32, or more for the
-# fewest queries, since every block reads all keys.
-MOST_WEIGHTS = 2**26
-FEWEST = 16
+from pallas_kernels.received import NEVER, received_attention
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -87,30 +81,10 @@ class H2O(VictimEviction):
     def _received_from(self, state: PolicyState, chunk: Chunk, q, held) -> Float[Array, "B K S"]:
         """Returns the weight that each slot receives from all queries of a chunk."""
         positions = slot_values(state.pages.positions, chunk.page_table)
-        batch, num_tokens, num_heads, head_dim = q.shape
-        num_kv_heads = held.k.shape[1]
-        a_query = batch * num_heads * positions.shape[-1]
-        most = 1 << max(0, (MOST_WEIGHTS // a_query).bit_length() - 1)
-        size = min(num_tokens, max(FEWEST, most))
-        padding = -num_tokens % size
         # Padded queries have position -1, at which no key is visible.
         at = jnp.where(chunk.valid[:, 0], chunk.tokens.positions, -1)
-        at = jnp.pad(at, ((0, 0), (0, padding)), constant_values=-1)
-        grouped = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        grouped = grouped.reshape(batch, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        grouped = jnp.moveaxis(grouped, 2, 1)
-
-        def add_block(sums, start):
-            block = jax.lax.dynamic_slice_in_dim(grouped, start, size, axis=2)
-            now = jax.lax.dynamic_slice_in_dim(at, start, size, axis=1)
-            visible = held.live[:, :, None] & (positions[:, :, None] <= now[:, None, :, None])
-            weights = received_weights(block, held.k, visible, chunk.static.scale)
-            return sums + weights.astype(sums.dtype), None
-
-        starts = jnp.arange(0, grouped.shape[2], size)
-        zeros = jnp.zeros(positions.shape, state.pages.sums.dtype)
-        sums, _ = jax.lax.scan(add_block, zeros, starts)
-        return sums
+        since = jnp.where(held.live, positions, NEVER)
+        return received_attention(q, held.k, at, since, scale=chunk.static.scale)
 
 
 def _add(state: PolicyState, weights: Float[Array, "B K S"], chunk: Chunk) -> PolicyState:

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dms_jax.checks import Count, Range, require
-from dms_jax.policies.attention_weights import received_weights
 from dms_jax.policies.periodic_eviction import Scorer
 from dms_jax.policies.values import CacheShape, Chunk, PolicyState
+from pallas_kernels.received.reference import received_weights
 
 WIDEST_KERNEL = 255  # tokens: the paper has 5 to 63, and each one costs a pass over the scores
 

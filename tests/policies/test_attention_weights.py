@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.policies.attention_weights import received_weights
+from pallas_kernels.received.reference import received_weights
 from tests.policies.received_weights import SLOTS
 from tests.support.for_gpus import told_by
 

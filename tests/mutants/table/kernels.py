@@ -11,6 +11,9 @@ DECODE = "pallas_kernels/decode/"
 TRAINING = "pallas_kernels/training/"
 PLAN = "tests/pallas_kernels/decode/test_plan.py"
 INTERPRETED = "tests/pallas_kernels/decode/test_interpreted.py"
+RECEIVED = "tests/pallas_kernels/received/test_received.py"
+RECEIVED_VISITS = f"{RECEIVED}::test_the_plan_visits_what_is_seen_and_compares_where_it_must"
+RECEIVED_SUMS = f"{RECEIVED}::test_gpu_kernel_in_the_interpreter[['reused', 'ragged']]"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
 VISITS = f"{PREFILL}::test_the_plan_visits_what_is_seen_and_nothing_else"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
@@ -336,5 +339,40 @@ MUTANTS = [
         "source = store_ref.at[pl.ds(chosen * piece, piece)]",
         "source = store_ref.at[pl.ds(chosen * block, piece)]",
         ("tests/pallas_kernels/fetch/test_fetch.py::test_the_interpreted_kernel_gathers_the_same",),
+    ),
+    Mutant(
+        "kernels: received attention compares no key that the last query of a tile sees",
+        "pallas_kernels/received/gpu.py",
+        "jnp.where(queries >= 0, queries, NEVER).min(-1)",
+        "queries.max(-1)",
+        (RECEIVED_VISITS,),
+    ),
+    Mutant(
+        "kernels: received attention compares nothing after the first whole tile of keys",
+        "pallas_kernels/received/gpu.py",
+        "whole_end = jnp.where(whole, NEVER, key_tile).min(3)",
+        "whole_end = jnp.where(whole, key_tile + 1, 0).max(3)",
+        (RECEIVED_VISITS,),
+    ),
+    Mutant(
+        "kernels: received attention compares nothing from the first whole tile of queries on",
+        "pallas_kernels/received/gpu.py",
+        "whole_first = jnp.maximum(jnp.where(partial, query_tile + 1, 0).max(2), first)",
+        "whole_first = jnp.minimum(jnp.where(whole, query_tile, NEVER).min(2), end)",
+        (RECEIVED_VISITS,),
+    ),
+    Mutant(
+        "kernels: keys receive what queries of padding would give",
+        "pallas_kernels/received/gpu.py",
+        "return jnp.where(positions >= 0, maximum + jnp.log(total) * LOG2E, NOTHING)",
+        "return maximum + jnp.log(total) * LOG2E",
+        (RECEIVED_SUMS,),
+    ),
+    Mutant(
+        "kernels: keys receive from the first head of a group alone",
+        "pallas_kernels/received/gpu.py",
+        "head = kv_head * group + lax.div(step, visits)",
+        "head = kv_head * group + 0 * lax.div(step, visits)",
+        (RECEIVED_SUMS,),
     ),
 ]

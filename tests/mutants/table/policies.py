@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "policies: queries that see nothing give every slot the same",
-        FOLDER + "attention_weights.py",
+        "pallas_kernels/received/reference.py",
         "jnp.where(visible, weights, 0).sum((2, 3))",
         "weights.sum((2, 3))",
         (f"{FLOAT32}::test_h2o_adds_up_a_dense_prompt_without_its_padding",),

@@ -17,13 +17,15 @@ from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.training.planning import gpu_compiler
-from pallas_kernels import dispatch, prefill_attention, select_largest
+from pallas_kernels import dispatch, prefill_attention, received_attention, select_largest
 from pallas_kernels.decode import cases
 from pallas_kernels.prefill import cases as prefill_cases
+from pallas_kernels.received import cases as received_cases
 from pallas_kernels.training import cases as training_cases
 from pallas_kernels.update import cases as write_cases
 from tests.pallas_kernels.prefill.support import ORDER
 from tests.pallas_kernels.prefill.support import structs as prefill_structs
+from tests.pallas_kernels.received.support import structs as received_structs
 from tests.pallas_kernels.support import structs, with_all_results
 from tests.pallas_kernels.training.support import both
 from tests.pallas_kernels.training.support import structs as training_structs
@@ -45,7 +47,7 @@ KERNELS = {
     "h200": (
         *("decode base", "decode head_dim96", "decode group12", "decode float8", "prefill dim_96"),
         *("prefill float16", "write rotated_head_dim64", "write rotated_float32"),
-        *("training packed", "training dim_256_packed"),
+        *("training packed", "training dim_256_packed", "received ragged", "received dim_256"),
     ),
     "b200": (
         *("decode base", "decode float8_page16", "write float8", "select bfloat16"),
@@ -68,6 +70,9 @@ def call(name: str, case: str) -> tuple:
         case = prefill_cases.by_name(case)
         function = functools.partial(prefill_attention, window=case.window, scale=0.1)
         return function, dict(zip(ORDER, prefill_structs(case), strict=True))
+    if name == "received":
+        function = functools.partial(received_attention, scale=0.1)
+        return function, received_structs(received_cases.by_name(case))
     if name == "select":
         scores = jax.ShapeDtypeStruct((4, 1024), jnp.dtype(case))
         return functools.partial(select_largest, count=64), {"scores": scores}

@@ -1,0 +1,219 @@
+"""`received_attention`: its XLA form against NumPy, and its kernels with no device."""
+
+import functools
+import inspect
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import received_attention
+from pallas_kernels.received import NEVER, cases, gpu, reference
+from tests.pallas_kernels.received.support import ORDER, draw, oracle, structs
+from tests.pallas_kernels.support import (
+    interpret,
+    lower_for_cuda,
+    poison_free_memory,
+    relative_error,
+)
+from tests.support.instances import further, nightly_but
+
+BFLOAT16 = [case for case in cases.CONTRACT if case.dtype == "bfloat16"]
+# Products of 16 bits are exact in float32, in which they and the weights are added up.
+TOLERANCE = 1e-5
+
+
+def receive(case, implementation=None):
+    scale = case.D**-0.5
+    return jax.jit(
+        functools.partial(received_attention, scale=scale, implementation=implementation)
+    )
+
+
+@pytest.mark.parametrize("most", [reference.MOST_WEIGHTS, 1])
+@pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda case: case.name)
+def test_every_case_agrees_with_the_oracle(case, most, monkeypatch):
+    """In one block of queries, and in as many as there may be."""
+    monkeypatch.setattr(reference, "MOST_WEIGHTS", most)
+    arguments = draw(case)
+    sums = receive(case, "xla")(*map(jnp.asarray, arguments))
+    chex.assert_type(sums, "float32")
+    assert relative_error(sums, oracle(arguments, case.D**-0.5)) <= TOLERANCE
+
+
+def test_chunks_add_up_to_the_prompt():
+    """Each over the slots of the whole prompt, of which it sees those that are written."""
+    case = cases.by_name("plain")
+    q, k, positions, since = draw(case)
+    parts = [
+        oracle((q[:, part], k, positions[:, part], since), 0.1)
+        for part in (slice(0, 100), slice(100, None))
+    ]
+    found = received_attention(*map(jnp.asarray, (q, k, positions, since)), scale=0.1)
+    assert relative_error(found, sum(parts)) <= TOLERANCE
+    # Every query gives 1 to the slots of each row.
+    given = np.asarray(found).sum(-1)
+    chex.assert_trees_all_close(given, np.full(given.shape, case.T, np.float32), rtol=1e-5)
+
+
+def test_float64_stays_float64():
+    case = cases.by_name("reused")
+    arguments = draw(case, dtype="float64")
+    with jax.enable_x64(True):
+        sums = receive(case)(*map(jnp.asarray, arguments))
+        chex.assert_type(sums, "float64")
+    assert relative_error(sums, oracle(arguments, case.D**-0.5)) < 1e-12
+
+
+def in_tiles(case):
+    """The positions of a case, in whole tiles."""
+    _, _, positions, since = draw(case)
+    positions = np.pad(positions, ((0, 0), (0, -case.T % 128)), constant_values=-1)
+    since = np.pad(since, ((0, 0), (0, 0), (0, -case.slots % 128)), constant_values=NEVER)
+    return positions, since
+
+
+def in_no_order():
+    """Tiles of queries and of keys whose positions are near each other, in any order of tiles."""
+    rng = np.random.default_rng(0)
+    bases = 100 * rng.integers(0, 9, (3, 6)), 100 * rng.integers(0, 9, (3, 2, 7))
+    positions, since = (
+        base[..., None] + rng.integers(0, 120, (*base.shape, 128)) for base in bases
+    )
+    positions[:, 2, 100:] = -1
+    return positions.reshape(3, -1).astype(np.int32), since.reshape(3, 2, -1).astype(np.int32)
+
+
+@pytest.mark.parametrize("case", [*BFLOAT16, None], ids=lambda case: getattr(case, "name", None))
+def test_the_plan_visits_what_is_seen_and_compares_where_it_must(case):
+    positions, since = in_no_order() if case is None else in_tiles(case)
+    over_keys, over_queries = map(np.asarray, jax.jit(gpu.plan)(positions, since))
+    seen = since[:, :, None] <= positions[:, None, :, None]
+    seen = seen.reshape(*seen.shape[:2], seen.shape[2] // 128, 128, -1, 128)
+    real = (positions >= 0).reshape(len(positions), 1, -1, 128, 1, 1)
+    some, every = seen.any((3, 5)), (seen | ~real).all((3, 5))
+    for place in np.ndindex(some.shape):
+        row, query_tile, key_tile = place[:2], place[2], place[3]
+        whole_end, end = over_keys[(*row, query_tile)]
+        first, whole_first, last = over_queries[(*row, key_tile)]
+        assert 0 <= whole_end <= end
+        assert 0 <= first <= whole_first <= last
+        if some[place]:
+            assert key_tile < end
+            assert first <= query_tile < last
+        if key_tile < whole_end or whole_first <= query_tile < last:
+            assert every[place]
+    # Where slots are in order, nothing else is visited, and whole tiles are not compared.
+    if case is not None and not case.shuffled:
+        whole = (some & every).sum()
+        assert over_keys[..., 1].sum() == (over_queries[..., 2] - over_queries[..., 0]).sum()
+        assert over_keys[..., 1].sum() == some.sum()
+        assert over_keys[..., 0].sum() == whole
+        assert (over_queries[..., 2] - over_queries[..., 1]).sum() == whole
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["reused", "ragged"],
+        *further(["plain", "second_chunk", "one_head", "group_of_eight"]),
+        *further(["odd_group", "dim_256", "long_past"]),
+    ],
+    ids=str,
+)
+def test_gpu_kernel_in_the_interpreter(names):
+    lines = interpret(Path(__file__).with_name("interpreted.py"), *names)
+    assert lines == [f"{name} ok" for name in names]
+
+
+@pytest.mark.parametrize(
+    "name", nightly_but({"ragged"}, ["plain", "ragged", "group_of_eight", "odd_group", "dim_256"])
+)
+def test_gpu_kernels_lower(name):
+    case = cases.by_name(name)
+    text = lower_for_cuda(
+        lambda **x: receive(case, "mosaic_gpu")(*(x[n] for n in ORDER)), **structs(case)
+    )
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize("name", ["plain", "float32", "small_heads"])
+def test_a_gpu_has_the_kernels_where_they_serve(name):
+    case = cases.by_name(name)
+    text = lower_for_cuda(lambda **x: receive(case)(*(x[n] for n in ORDER)), **structs(case))
+    kernels = 2 if case.dtype == "bfloat16" else 0
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
+
+
+def test_a_named_implementation_fails_loudly():
+    case = cases.by_name("plain")
+    shapes = structs(case)
+    with pytest.raises(NotImplementedError, match="lowered for cpu"):
+        receive(case, "mosaic_gpu").lower(*(shapes[name] for name in ORDER))
+    shapes = structs(cases.by_name("float32"))
+    with pytest.raises(NotImplementedError, match="serves bfloat16 operands alone"):
+        receive(case, "mosaic_gpu").lower(*(shapes[name] for name in ORDER))
+
+
+def test_reasons_name_the_limit(monkeypatch):
+    def reason(dim=64, dtype="bfloat16", keys="bfloat16", scale=1.0):
+        q = jax.ShapeDtypeStruct((1, 8, 4, dim), jnp.dtype(dtype))
+        k = jax.ShapeDtypeStruct((1, 1, 9, dim), jnp.dtype(keys))
+        return gpu.why_not(q, k, None, None, scale=scale)
+
+    assert reason() is None
+    assert "32" in reason(dim=32)
+    assert "float16" in reason(dtype="float16")
+    assert "float32" in reason(keys="float32")
+    assert "positive" in reason(scale=0.0)
+    card = gpu.target_gpu().__class__("NVIDIA L4", 58, (8, 9))
+    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    assert "NVIDIA L4" in reason()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": (2, 8, 3, 4)}, "share 2 KV heads"),
+        ({"k": (2, 2, 9, 5)}, "q, k must be"),
+        ({"k": (3, 2, 9, 4)}, "q, k must be"),
+        ({"positions": (2, 9)}, "positions must be"),
+        ({"since": (2, 2, 8)}, "since"),
+        ({"floats": {"positions"}}, "positions must hold integers"),
+        ({"floats": {"since"}}, "since must hold integers"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    facts = {"q": (2, 8, 4, 4), "k": (2, 2, 9, 4), "positions": (2, 8), "since": (2, 2, 9)}
+    facts |= {"floats": {"q", "k"}} | change
+    floats = facts["floats"] | {"q", "k"}
+    arrays = [jnp.zeros(facts[n], jnp.float32 if n in floats else jnp.int32) for n in ORDER]
+    unchecked = inspect.unwrap(received_attention)
+    with pytest.raises(ValueError, match=message):
+        unchecked(*arrays, scale=1.0)
+
+
+def test_no_queries_give_nothing():
+    sums = received_attention(
+        jnp.zeros((2, 0, 4, 8)),
+        jnp.zeros((2, 2, 5, 8)),
+        jnp.zeros((2, 0), jnp.int32),
+        jnp.zeros((2, 2, 5), jnp.int32),
+        scale=1.0,
+    )
+    chex.assert_trees_all_equal(sums, jnp.zeros((2, 2, 5)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BFLOAT16, ids=lambda case: case.name)
+def test_every_case_on_the_card(case):
+    arguments = draw(case)
+    arrays = [*map(jnp.asarray, arguments)]
+    run = receive(case, "mosaic_gpu")
+    poison_free_memory()
+    sums = run(*arrays)
+    assert relative_error(sums, oracle(arguments, case.D**-0.5)) <= 1e-4
+    chex.assert_trees_all_equal(sums, run(*arrays))
