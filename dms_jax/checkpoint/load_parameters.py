@@ -1,8 +1,9 @@
 """Load the parameters of a model from the tensors of a checkpoint.
 
 Every missing, unexpected and mis-shaped tensor is named in one message before any data is read.
-Then the parameters are loaded one at a time, the tensors of each in threads. With a mesh, each device's slice is
-read directly from the files. Thus there is never a second copy of the model in memory.
+Then the parameters are loaded one at a time, the tensors of each in threads. With a mesh, each
+device's slice is read directly from the files. Thus there is never a second copy of the model in
+memory.
 """
 
 import concurrent.futures

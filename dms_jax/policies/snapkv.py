@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 
 from dms_jax.checks import Count, Range, require
 from dms_jax.policies.periodic_eviction import Scorer
-from dms_jax.policies.values import CacheShape, Chunk, PolicyState
-from pallas_kernels.received.reference import received_weights
+from dms_jax.policies.values import CacheShape, Chunk, PolicyState, Rows
+from pallas_kernels.received import received_attention, received_weights
 
 WIDEST_KERNEL = 255  # tokens: the paper has 5 to 63, and each one costs a pass over the scores
 
@@ -71,23 +71,34 @@ class SnapKV(Scorer):
         return dataclasses.replace(state, rows=ring)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """Returns the votes of the window's queries, computed in blocks of queries."""
-        ring = state.rows
+        """Returns the mean weight of each slot over the window's queries, pooled."""
         slot = jnp.arange(rows.k.shape[2])
-        size = math.gcd(self.window, 8)
-
-        def add_block(votes, start):
-            age = self.window - 1 - (start + jnp.arange(size))  # 0 for the newest query
-            place = (chunk.newest[:, None] - age) % self.window
-            queries = jnp.take_along_axis(ring, place[:, None, :, None, None], axis=2)
-            seen = slot < (rows.lengths[..., None] - age)[..., None]  # [B, K, W, S]
-            return votes + received_weights(queries, rows.k, seen, chunk.static.scale), None
-
-        zeros = jnp.zeros(rows.k.shape[:3], jnp.promote_types(ring.dtype, jnp.float32))
-        votes, _ = jax.lax.scan(add_block, zeros, jnp.arange(0, self.window, size))
+        votes = self._votes(state.rows, chunk, rows)
         in_window = slot >= (rows.lengths - self.window)[..., None]
         votes = jnp.where(in_window, 0, votes / self.window)
         reach = self.kernel // 2
         padded = jnp.pad(votes, ((0, 0), (0, 0), (reach, reach)))
         shifted = [padded[..., n : n + votes.shape[-1]] for n in range(self.kernel)]
         return jnp.where(in_window, jnp.inf, sum(shifted) / self.kernel)
+
+    def _votes(self, ring: Float[Array, "B K W G D"], chunk: Chunk, rows: Rows):
+        """Returns the weight [B, K, S] that each slot receives from the window's queries."""
+        scale, slots = chunk.static.scale, rows.k.shape[2]
+        since = jnp.arange(slots) - rows.lengths[..., None]  # the newest slot's is -1
+        # Query p was made `age` tokens ago, and saw what is in use but the last `age` slots.
+        age = (chunk.newest[:, None] - jnp.arange(self.window)) % self.window
+        if chunk.valid.shape[-1] > 1:
+            queries = jnp.moveaxis(ring, 2, 1).reshape(len(age), self.window, -1, ring.shape[-1])
+            positions = jnp.maximum(slots - 1 - age, -1)
+            return received_attention(queries, rows.k, positions, since + slots, scale=scale)
+        # Behind a step many rows are cut at once, and all weights of a row would be too many.
+        size = math.gcd(self.window, 8)
+
+        def add_block(votes, start):
+            queries = jax.lax.dynamic_slice_in_dim(ring, start, size, axis=2)
+            ages = jax.lax.dynamic_slice_in_dim(age, start, size, axis=1)
+            seen = since[:, :, None] < -ages[:, None, :, None]
+            return votes + received_weights(queries, rows.k, seen, scale), None
+
+        zeros = jnp.zeros(since.shape, jnp.promote_types(ring.dtype, jnp.float32))
+        return jax.lax.scan(add_block, zeros, jnp.arange(0, self.window, size))[0]

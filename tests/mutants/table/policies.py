@@ -120,8 +120,15 @@ MUTANTS = [
     Mutant(
         "policies: SnapKV's ring loses its oldest query",
         FOLDER + "snapkv.py",
-        "keep = (index < last) & (index >= last - self.window)",
-        "keep = (index < last) & (index > last - self.window)",
+        "size = min(seen.q.shape[1], self.window)",
+        "size = min(seen.q.shape[1], max(self.window - 1, 1))",
+        (layer_law("SnapKV-budget=9-"),),
+    ),
+    Mutant(
+        "policies: SnapKV's queries of a prompt see one slot more",
+        FOLDER + "snapkv.py",
+        "positions = jnp.maximum(slots - 1 - age, -1)",
+        "positions = jnp.maximum(slots - age, -1)",
         (layer_law("SnapKV-budget=9-"),),
     ),
     Mutant(
