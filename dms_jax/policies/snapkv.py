@@ -63,11 +63,11 @@ class SnapKV(Scorer):
         index = chunk.count[:, None] - size + jnp.arange(size)
         place = jnp.where(index >= 0, (chunk.first[:, None] + index) % self.window, self.window)
         last = jnp.take_along_axis(seen.q, jnp.maximum(index, 0)[..., None, None], axis=1)
-        grouped = last.reshape(batch, -1, num_kv_heads, group, head_dim)
-        ring = ring.at[jnp.arange(batch)[:, None], :, place].set(
-            grouped.astype(ring.dtype),
-            mode="drop",  # beyond the ring: before the chunk
-        )
+        grouped = last.reshape(batch, -1, num_kv_heads, group, head_dim).astype(ring.dtype)
+        # What is before the chunk has no place. Made before the scatter, as in `pool.store`.
+        place, grouped = jax.lax.optimization_barrier((place, grouped))
+        at = ring.at[jnp.arange(batch)[:, None], :, place]
+        ring = at.set(grouped, mode="drop", unique_indices=True)
         return dataclasses.replace(state, rows=ring)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
