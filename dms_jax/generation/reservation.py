@@ -156,10 +156,10 @@ class Reservation:
 
         Others may have been released and taken since it was launched.
         """
-        lengths = np.where(lanes[:, None], lengths, self._lengths)
+        # Others may hold less than they did: of a prompt in flight, what its cut keeps.
         held = self.allocator.reserved * self.page_size
-        assert (lengths <= held).all(), "a row outgrew its reserve"
-        self._lengths = lengths.astype(np.int64)
+        assert (lengths <= held)[:, lanes].all(), "a row outgrew its reserve"
+        self._lengths = np.where(lanes[:, None], lengths, self._lengths).astype(np.int64)
 
     def copy(self, source_of: Mapping[int, int]) -> None:
         """Sets the lengths of lanes to those of the lanes whose sequences they copy."""

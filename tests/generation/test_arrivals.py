@@ -39,6 +39,14 @@ def check(requests, name="keeps", **given):
         answer(each.prompt, each.sampling, name, **given).check(each)
 
 
+def test_a_shared_prompt_is_cut_while_steps_of_others_are_in_flight():
+    """Its pages behind the cut are freed at once; the host knows of the cut only later."""
+    engine, long = host_engine("cuts often", 4), story_tokens()[:30]
+    requests = requests_of([long[:5], long, long], GREEDY)
+    serve_arrivals(engine, [requests[:1], [], requests[1:]])
+    check(requests, "cuts often")
+
+
 def test_requests_join_those_that_run_and_draw_as_they_do_alone():
     engine = host_engine()
     requests = requests_of(prompts()[: len(SETTINGS)], SETTINGS)
