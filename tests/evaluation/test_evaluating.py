@@ -237,7 +237,7 @@ def test_each_task_has_the_share_of_its_own_max_length():
         return result.peak[:, 0].tolist()
 
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=32)
-    share = dms_jax.TOVA(compression_ratio=2)
+    share = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
     assert peaks(share, sampling=sampling, max_length=[12, 20]) == [7, 11, 7, 11]
     assert peaks(share, sampling=sampling, max_length=12) == [7] * 4
     with pytest.raises(ConfigError, match="1 max_lengths were given for 2 tasks"):
@@ -266,7 +266,7 @@ def test_each_problem_has_its_own_max_length():
         model,
         Long(),
         problems=2,
-        policy=dms_jax.TOVA(compression_ratio=2),
+        policy=dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget"),
         sampling=dms_jax.Sampling(temperature=0, max_new_tokens=8),
         serving=SERVING,
     )

@@ -29,7 +29,7 @@ from tests.support.instances import further
 # A pool of one size and a page for any length: calls share programs.
 SERVING = Serving(lanes=4, memory=400_000, page_size=64, chunk=8, prefill_chunk=8)
 SMALL_PAGES = dataclasses.replace(SERVING, page_size=16)  # the budget of Quest is a page
-TOVA = dms_jax.TOVA(budget=8)
+TOVA = dms_jax.TOVA(budget=8, prefill="evict_past_budget")
 # Contexts of 5 to 30 tokens, continuations of 1 to 6; the first context is asked about twice more.
 PAIRS = [
     (tokens[:-size], tokens[-size:])
@@ -159,7 +159,7 @@ def test_a_budget_bounds_the_peak():
 @pytest.mark.nightly
 def test_a_share_is_taken_of_each_sequence_alone():
     """Half of 30 and of 9, though they share a batch."""
-    policy = dms_jax.TOVA(compression_ratio=2)
+    policy = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
     found = likelihoods(stories(), PAIRS[:2], policy=policy, serving=SERVING)
     assert [each.peak_tokens for each in found] == [5, 16]
 
@@ -251,7 +251,7 @@ def test_contexts_may_differ_and_policies_are_obeyed(tmp_path):
     dense = evaluate_choices(stories(), task, serving=SERVING)
     small = evaluate_choices(stories(), task, policy=TOVA, serving=SERVING)
     assert small.peak.max() == 9 < dense.peak.max()
-    assert small.settings["policy"] == dms_jax.TOVA(budget=8).to_dict()
+    assert small.settings["policy"] == TOVA.to_dict()
 
 
 def test_questions_that_cannot_be_asked(tmp_path):
@@ -363,7 +363,7 @@ def test_options_of_one_token_take_no_copy_of_their_context(monkeypatch):
 
 @pytest.mark.nightly
 def test_a_share_of_the_length_is_taken_of_a_shared_context_too():
-    policy = dms_jax.TOVA(compression_ratio=2)
+    policy = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
     serving = dataclasses.replace(SERVING, prefill_chunk=16)
     pairs = [(PAIRS[1][0], [3, 4, 5]), (PAIRS[1][0], [3] * 13), (PAIRS[1][0], [9, 4, 5])]
     found = likelihoods(stories(), pairs, policy=policy, serving=serving)
