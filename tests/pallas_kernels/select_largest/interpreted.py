@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.select import cases
 from pallas_kernels.select.gpu import select_largest_mosaic
-from tests.pallas_kernels.select.support import KINDS, draw, oracle
+from tests.pallas_kernels.select_largest.support import KINDS, draw, oracle
 from tests.pallas_kernels.support import interpret_quickly
 
 
