@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
-from dms_jax.policies import DMS, H2O, TOVA, Quest, RandomEviction, StreamingLLM, Vanilla
+from dms_jax.policies import (
+    DMS,
+    H2O,
+    TOVA,
+    Quest,
+    RandomEviction,
+    SnapKV,
+    StreamingLLM,
+    Vanilla,
+)
 from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.values import FOREVER, NOT_STORED, Chunk, Decisions, PolicyState, Rows
 from tests.oracles import quest
@@ -74,6 +83,31 @@ def test_tova_averages_over_the_layer():
     state = PolicyState(rows=jnp.zeros((1, 2), jnp.int32))
     state = policy.observe(state, chunk, placement, observed(weights))
     chex.assert_trees_all_equal(state.rows, np.array([[1, 1]]))
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 2)], ids=["step", "prompt"])
+def test_snapkvs_queries_see_what_was_in_use_when_they_were_made(tokens, count):
+    """Their weights, added up, against NumPy; rows were cut before, and have different lengths."""
+    window, newest, lengths, slots = 4, 20, np.array([[9, 7]]), 12
+    rng = np.random.default_rng(0)
+    ring = rng.standard_normal((1, 2, window, 3, 8))
+    keys = rng.standard_normal((1, 2, slots, 8))
+    keys[np.arange(slots) >= lengths[..., None]] = 0
+    chunk = rows_chunk(
+        np.zeros((1, tokens, 2, 8)), [count], np.zeros((1, 2, 3)), lengths - count, 4,
+        first=newest - count + 1,
+    )  # fmt: skip
+    expected = np.zeros((2, slots))
+    for place in range(window):
+        age = (newest - place) % window
+        for head, length in enumerate(lengths[0]):
+            seen = slice(0, length - age)
+            scores = chunk.static.scale * ring[0, head, place] @ keys[0, head, seen].T
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            expected[head, seen] += (weights / weights.sum(-1, keepdims=True)).mean(0)
+    rows = Rows(k=jnp.asarray(keys), v=jnp.asarray(keys), lengths=jnp.asarray(lengths))
+    votes = SnapKV(budget=8, window=window)._votes(jnp.asarray(ring), chunk, rows)
+    chex.assert_trees_all_close(votes[0], expected.astype(votes.dtype), atol=1e-6)
 
 
 PAGE_SIZE, WIDTH, TOKENS = 3, 4, 14

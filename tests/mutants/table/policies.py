@@ -129,7 +129,7 @@ MUTANTS = [
         FOLDER + "snapkv.py",
         "positions = jnp.maximum(slots - 1 - age, -1)",
         "positions = jnp.maximum(slots - age, -1)",
-        (layer_law("SnapKV-budget=9-"),),
+        ("tests/policies/test_observing.py",),
     ),
     Mutant(
         "policies: ExpectedAttention counts the sinks before a chunk",
