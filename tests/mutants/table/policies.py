@@ -125,6 +125,13 @@ MUTANTS = [
         (layer_law("SnapKV-budget=9-"),),
     ),
     Mutant(
+        "layers: decision logits of a step lose their bias",
+        "dms_jax/model/layers.py",
+        "y += projection.bias[...].astype(x.dtype)",
+        "y += 0 * projection.bias[...].astype(x.dtype)",
+        ("tests/laws/test_prompt_and_steps.py", "tests/model/test_transformer.py"),
+    ),
+    Mutant(
         "policies: SnapKV's queries of a prompt see one slot more",
         FOLDER + "snapkv.py",
         "positions = jnp.maximum(slots - 1 - age, -1)",
