@@ -288,7 +288,7 @@ def store(
     num_pages, page_size = pages.shape[:2]
     page = _page_of(page_table, slots, num_pages, page_size)
     new = jnp.swapaxes(values, 1, 2).astype(pages.dtype)
-    # Made before the scatter, in which every number of a vector would compute where it goes.
+    # Else XLA fuses them into the scatter, and computes them again for every number of a vector.
     page, offset, new = jax.lax.optimization_barrier((page, slots % page_size, new))
     return pages.at[page, offset].set(new, mode="drop", unique_indices=True)
 

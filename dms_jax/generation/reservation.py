@@ -156,7 +156,8 @@ class Reservation:
 
         Others may have been released and taken since it was launched.
         """
-        # Others may hold less than they did: of a prompt in flight, what its cut keeps.
+        # In these lanes alone: pages behind the cut of a prompt in flight are freed before the host
+        # knows its new lengths.
         held = self.allocator.reserved * self.page_size
         assert (lengths <= held)[:, lanes].all(), "a row outgrew its reserve"
         self._lengths = np.where(lanes[:, None], lengths, self._lengths).astype(np.int64)

@@ -11,8 +11,8 @@ are favoured, as published. Half of the budget goes to the most recent tokens an
 with the largest sums; beyond the budget, each query evicts the token with the smallest sum among
 those that are not recent.
 
-Where the queries of a prompt attend in one pass, their sums are computed chunk by chunk after it,
-from the scores anew: see `pallas_kernels.received_attention`. Memory is linear in the prompt.
+Where a chunk of a prompt attends in one pass, `pallas_kernels.received_attention` computes its sums
+from the scores a second time, in memory linear in the prompt.
 """
 
 import dataclasses

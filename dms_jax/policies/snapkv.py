@@ -64,7 +64,7 @@ class SnapKV(Scorer):
         place = jnp.where(index >= 0, (chunk.first[:, None] + index) % self.window, self.window)
         last = jnp.take_along_axis(seen.q, jnp.maximum(index, 0)[..., None, None], axis=1)
         grouped = last.reshape(batch, -1, num_kv_heads, group, head_dim).astype(ring.dtype)
-        # What is before the chunk has no place. Made before the scatter, as in `pool.store`.
+        # What is before the chunk has no place. The barrier is that of `pool.store`.
         place, grouped = jax.lax.optimization_barrier((place, grouped))
         at = ring.at[jnp.arange(batch)[:, None], :, place]
         ring = at.set(grouped, mode="drop", unique_indices=True)
@@ -85,13 +85,13 @@ class SnapKV(Scorer):
         """Returns the weight [B, K, S] that each slot receives from the window's queries."""
         scale, slots = chunk.static.scale, rows.k.shape[2]
         since = jnp.arange(slots) - rows.lengths[..., None]  # the newest slot's is -1
-        # Query p was made `age` tokens ago, and saw what is in use but the last `age` slots.
+        # Query p is `age` tokens old: it sees all slots in use but the last `age`.
         age = (chunk.newest[:, None] - jnp.arange(self.window)) % self.window
         if chunk.valid.shape[-1] > 1:
             queries = jnp.moveaxis(ring, 2, 1).reshape(len(age), self.window, -1, ring.shape[-1])
             positions = jnp.maximum(slots - 1 - age, -1)
             return received_attention(queries, rows.k, positions, since + slots, scale=scale)
-        # Behind a step many rows are cut at once, and all weights of a row would be too many.
+        # After a step many rows are cut at once: in blocks, their weights take less memory.
         size = math.gcd(self.window, 8)
 
         def add_block(votes, start):

@@ -8,8 +8,9 @@ the second it owns 128 keys of one KV head and streams the queries of every head
 their log-sum-exp, so that sums stay in registers: without atomics, and deterministically. Scores of
 the second pass are transposed, k q^T: its rows are keys.
 
-Whether a query sees a key is a comparison of two numbers, of which a tile has one for each row and
-one for each column. `plan` says which tiles are visited, and which of them need no comparison.
+A query sees a key if the key's `since` is no larger than the query's position: a tile loads one
+number for each row and one for each column. `plan` lists the tiles to visit, and which of them need
+no comparison.
 """
 
 from collections.abc import Callable

@@ -45,7 +45,7 @@ def test_every_case_agrees_with_the_oracle(case, most, monkeypatch):
 
 
 def test_chunks_add_up_to_the_prompt():
-    """Each over the slots of the whole prompt, of which it sees those that are written."""
+    """Each chunk is given all slots of the prompt, and sees those that are written."""
     case = cases.by_name("plain")
     q, k, positions, since = draw(case)
     parts = [
