@@ -77,6 +77,9 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         head_dim=16,
     ),
 }
+COMMON: dict[str, Any] = dict(
+    max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu"
+)
 
 
 def meshes_of(model_parallel: Sequence[int]) -> dict[int, jax.sharding.Mesh | None]:
@@ -114,15 +117,7 @@ def random_model(
 
     On a mesh each device makes its own part of them.
     """
-    config = dms_jax.ModelConfig.from_hf(
-        fields
-        | dict(
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-            hidden_act="silu",
-        )
-    )
+    config = dms_jax.ModelConfig.from_hf(fields | COMMON)
 
     def make() -> Transformer:
         return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))

@@ -1,0 +1,659 @@
+r"""Times requests beside vLLM: the same model, prompts and lengths, one card, one call.
+
+Every system is a process that keeps its engine and is asked for one load at a time, so that what is
+compared runs in turns on the same card. vLLM runs in process, with CUDA graphs and without a prefix
+cache; of its attention backends and numbers of sequences the best counts. All answers are greedy
+and have the length that is asked for. Parts:
+
+- **chats**: 1 to 1,024 chats of 105 tokens that are answered with 300.
+- **prompts**: first tokens of long prompts.
+- **binding**: a cache too small for its requests, plain, float8 and DMS, whose adapter is untrained
+  and draws decisions so that --ratio is met.
+- **mixed**: requests of 512 to 4,096 tokens in a cache that binds, under policies without training.
+- **http**: both servers under the clients of `benchmarks.serving`; needs --model.
+
+vLLM's wheel and what it needs may lie unpacked in a folder of its own (--vllm). Without --model the
+weights are random and those of vLLM are others of the same shape.
+
+    python -m experiments.benchmarks.vllm_peer --model qwen2.5-coder-1.5b \
+        --out experiments/results/vllm/qwen2.5-1.5b.json
+    python -m experiments.benchmarks.vllm_peer --shape llama-3.1-8b --parts prompts mixed \
+        --out experiments/results/vllm/llama-3.1-8b.json
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import math
+import multiprocessing
+import os
+import pathlib
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import numpy as np
+
+import dms_jax
+from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.running import command, run
+from dms_jax.json_text import json_text
+from dms_jax.policies import Policy, Vanilla
+from experiments.benchmarks import serving, shapes
+from experiments.benchmarks.settings import check_numbers
+
+Part = Literal["chats", "prompts", "binding", "mixed", "http"]
+Backend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
+# Bytes of activations and graphs that vLLM takes beside weights and cache, at most.
+BESIDE = 8 << 30
+WINDOW = 128  # of DMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time requests beside vLLM."""
+
+    model: pathlib.Path | None = None
+    """Model directory (safetensors) for both; random weights of --shape unless given."""
+    shape: shapes.Shape = "qwen2.5-1.5b"
+    """Model whose shape is timed, and by which --model's caches are sized."""
+    parts: tuple[Part, ...] = ("chats", "prompts", "binding", "mixed")
+    """What is timed."""
+    backends: tuple[Backend, ...] = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+    """vLLM's attention backends; the other parts run those that were best in the first."""
+    chats: tuple[int, ...] = (1, 32, 256, 1024)
+    """Numbers of chats, all asked at once."""
+    prompts: tuple[tuple[int, int], ...] = ((64, 8192), (16, 32768))
+    """Numbers and lengths of long prompts."""
+    caches: tuple[float, ...] = (2e9, 4e9)
+    """Bytes of the caches that bind."""
+    binding: tuple[int, int, int] = (128, 128, 2048)
+    """Requests, tokens of a prompt and tokens of an answer where the cache binds."""
+    ratio: float = 4.0
+    """Compression ratio of DMS there, as measured."""
+    mixed: tuple[int, float] = (96, 12e9)
+    """Requests and bytes of cache of the mixed part."""
+    clients: int = 256
+    """HTTP clients."""
+    runs: int = 5
+    """Timed calls after the first; the median counts."""
+    vllm: pathlib.Path | None = None
+    """Folder with vLLM's unpacked packages, before all others on the path of its process."""
+    start_minutes: float = 6.0
+    """Minutes after which a process of vLLM that has not started is given up."""
+    out: pathlib.Path = pathlib.Path("runs/vllm_peer.json")
+    """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_numbers(self)
+        if "http" in self.parts and self.model is None:
+            raise dms_jax.ConfigError("--parts http: a server needs a tokenizer, so give --model.")
+        shortest = min(self.prompts[0][1], sum(self.binding[1:]))
+        if {"prompts", "binding"} & set(self.parts) and shortest <= self.ratio * (WINDOW + 1):
+            raise dms_jax.ConfigError(
+                f"--ratio {self.ratio:g}: DMS keeps its window of {WINDOW} tokens, more than that "
+                f"share of {shortest}; give longer prompts and answers."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """A library and how it stores and reads keys and values.
+
+    Attributes:
+      library: whose engine it is.
+      lanes: most sequences at a time.
+      cache: bytes for keys and values.
+      longest: tokens of the longest sequence.
+      backend: vLLM's attention.
+      kv_dtype: of keys and values; None for the weights' type.
+      policy: what dms_jax keeps.
+    """
+
+    library: Literal["dms_jax", "vllm"]
+    lanes: int
+    cache: float
+    longest: int
+    backend: Backend | None = None
+    kv_dtype: str | None = None
+    policy: Policy = Vanilla()  # noqa: RUF009 (it is immutable)
+
+    @property
+    def label(self) -> str:
+        """The name of its rows."""
+        if self.library == "dms_jax":
+            words = ["dms_jax", short(self.policy)]
+        else:
+            words = ["vLLM", str(self.backend), f"{self.lanes} sequences"]
+        return ", ".join(words + ([self.kv_dtype] if self.kv_dtype else []))
+
+
+def short(policy: Policy) -> str:
+    """Returns a policy's name and budget."""
+    budget = getattr(policy, "budget", None)
+    return type(policy).__name__ + (f"({budget})" if budget else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests that are asked at once.
+
+    Attributes:
+      prompts: lengths of their prompts.
+      new: tokens of each answer.
+    """
+
+    prompts: tuple[int, ...]
+    new: int
+
+    def draw(self, vocabulary: int, seed: int) -> list[list[int]]:
+        """Returns prompts of random tokens, others with each seed."""
+        random = np.random.default_rng(seed)
+        return [random.integers(0, vocabulary, size).tolist() for size in self.prompts]
+
+
+class Ours:
+    """An engine of dms_jax."""
+
+    def __init__(self, config: Config, system: System):
+        import jax.numpy as jnp
+
+        if config.model is None:
+            model = shapes.model_of(config.shape, jnp.bfloat16)
+        else:
+            model = dms_jax.load(config.model, dtype=jnp.bfloat16)
+        # Answers end at their length alone.
+        endless = dataclasses.replace(model.generation, eos_token_ids=())
+        model = dataclasses.replace(model, generation=endless, tokenizer=None)
+        self._model, self._system = shapes.with_scorer(model, system.policy), system
+
+    def start(self) -> dict[str, Any]:
+        """Makes the engine; returns what it runs on."""
+        from experiments.benchmarks.kernel_timing import environment
+
+        system = self._system
+        self._engine = dms_jax.Engine(
+            self._model,
+            system.policy,
+            num_lanes=system.lanes,
+            max_tokens=system.longest,
+            memory=system.cache,
+            kv_dtype=system.kv_dtype,
+        )
+        return environment()
+
+    def call(self, prompts: list[list[int]], new: int) -> int:
+        """Answers prompts; returns the tokens of all answers."""
+        sampling = dms_jax.Sampling(temperature=0.0, max_new_tokens=new)
+        done = self._engine.generate(prompts, sampling=sampling)
+        self.ratio = statistics.mean(each.usage.compression_ratio for each in done)
+        return sum(len(each.tokens) for each in done)
+
+
+class Theirs:
+    """An engine of vLLM."""
+
+    def __init__(self, config: Config, system: System):
+        if config.vllm is not None:
+            sys.path.insert(0, str(config.vllm))
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._config, self._system = config, system
+
+    def start(self) -> dict[str, Any]:
+        """Makes the engine; returns its versions."""
+        import torch  # pyright: ignore[reportMissingImports]
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        system, config = self._system, self._config
+        with contextlib.ExitStack() as stack:
+            folder, weights = config.model, "auto"
+            if folder is None:
+                folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                write_config(folder, config.shape)
+                weights = "dummy"
+            self._llm = vllm.LLM(
+                model=str(folder),
+                load_format=weights,
+                dtype="bfloat16",
+                skip_tokenizer_init=True,
+                max_model_len=system.longest,
+                max_num_seqs=system.lanes,
+                kv_cache_memory_bytes=int(system.cache),
+                gpu_memory_utilization=0.1,  # of what must be free at the start
+                kv_cache_dtype=system.kv_dtype or "auto",
+                attention_backend=system.backend,
+                enable_prefix_caching=False,
+                disable_log_stats=True,
+            )
+        return dict(torch=torch.__version__, vllm=importlib.metadata.version("vllm"))
+
+    def call(self, prompts: list[list[int]], new: int) -> int:
+        """Answers prompts; returns the tokens of all answers."""
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
+        )
+        asked = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        done = self._llm.generate(asked, params, use_tqdm=False)
+        return sum(len(each.outputs[0].token_ids) for each in done)
+
+
+def serve_loads(config: Config, system: System, pipe: Connection) -> None:
+    """Answers loads that come through a pipe, in a process of its own, until None comes."""
+    log = config.out.with_suffix(f".{os.getpid()}.log")
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        engine = (Ours if system.library == "dms_jax" else Theirs)(config, system)
+        pipe.send(engine.start())
+        while (load := pipe.recv()) is not None:
+            seconds, expected = [], len(load.prompts) * load.new
+            for seed in range(1 + config.runs):
+                prompts = load.draw(vocabulary(config), seed)
+                start = time.perf_counter()
+                tokens = engine.call(prompts, load.new)
+                seconds.append(time.perf_counter() - start)
+                if tokens != expected:
+                    raise RuntimeError(f"{tokens} tokens were written, {expected} asked for")
+            figures: dict[str, Any] = dict(first_call=seconds[0], seconds=seconds[1:])
+            if isinstance(engine, Ours):
+                figures["compression_ratio"] = engine.ratio
+            pipe.send(figures)
+    except BaseException as error:  # whatever a system fails with, the others are timed
+        pipe.send(f"{type(error).__name__}: {error}"[:500])
+        raise
+
+
+class Worker:
+    """A system in a process of its own, which starts at once and is waited for later."""
+
+    def __init__(self, config: Config, system: System):
+        self.system, self._minutes = system, config.start_minutes
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, other = spawn.Pipe()
+        self._process = spawn.Process(target=serve_loads, args=(config, system, other))
+        self._process.start()
+        other.close()
+        self.about: dict[str, Any] | None = None
+        self.error: str | None = None
+
+    def _receive(self, seconds: float | None = None) -> Any:
+        try:
+            if self._pipe.poll(seconds):
+                got = self._pipe.recv()
+                if isinstance(got, str):
+                    self.error = got
+                    return None
+                return got
+            self.error = f"nothing came for {seconds} s"
+        except EOFError:
+            self.error = "the process has ended"
+        return None
+
+    def started(self) -> bool:
+        """Waits until its engine is there; False if it failed."""
+        if self.about is None and self.error is None:
+            self.about = self._receive(60 * self._minutes)
+        return self.error is None
+
+    def time(self, load: Load) -> dict[str, Any]:
+        """Returns the figures of a load, or what it failed with."""
+        figures = None
+        if self.started():
+            self._pipe.send(load)
+            figures = self._receive(600)
+        if figures is None:
+            return dict(error=self.error)
+        median = statistics.median(figures["seconds"])
+        rate = len(load.prompts) * load.new / median
+        return figures | dict(median=median, tokens_per_second=rate)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(15)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+
+@contextlib.contextmanager
+def workers(config: Config, systems: Sequence[System]) -> Iterator[list[Worker]]:
+    """Processes of these systems; those of vLLM start all at once, ours have the card first.
+
+    `jax` takes its share of the memory when it starts, which vLLM then does not see as free.
+    """
+    made: list[Worker] = []
+    held = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    try:
+        for system in systems:
+            if system.library == "dms_jax":
+                share = (system.cache + weight_bytes(config) + BESIDE) / 143e9
+                os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.3f}"
+            made.append(Worker(config, system))
+        for worker in made:
+            worker.started()
+        yield made
+    finally:
+        if held is None:
+            os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+        else:
+            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = held
+        for worker in made:
+            worker.stop()
+        gc.collect()
+
+
+def hf_config(shape: shapes.Shape) -> dict[str, Any]:
+    """Returns config.json of a shape."""
+    fields = shapes.SHAPES[shape]
+    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+    return shapes.COMMON | dict(
+        fields,
+        architectures=[f"{names[fields['model_type']]}ForCausalLM"],
+        torch_dtype="bfloat16",
+    )
+
+
+def write_config(folder: pathlib.Path, shape: shapes.Shape) -> None:
+    """Writes a model directory without weights."""
+    (folder / "config.json").write_text(json_text(hf_config(shape)))
+
+
+def weight_bytes(config: Config) -> float:
+    """Returns the bytes of the weights in bfloat16."""
+    fields = shapes.SHAPES[config.shape]
+    width, inner = fields["hidden_size"], fields["intermediate_size"]
+    heads, head_dim = fields["num_attention_heads"], head_dim_of(fields)
+    attention = 2 * width * head_dim * (heads + fields["num_key_value_heads"])
+    tables = 1 if fields.get("tie_word_embeddings") else 2
+    layers = fields["num_hidden_layers"] * (attention + 3 * width * inner)
+    return 2.0 * (layers + tables * fields["vocab_size"] * width)
+
+
+def head_dim_of(fields: dict[str, Any]) -> int:
+    """Returns the head dim of a shape."""
+    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+
+
+def vocabulary(config: Config) -> int:
+    """Returns the number of tokens that prompts are drawn from: none of the special ones."""
+    return max(shapes.SHAPES[config.shape]["vocab_size"] - 300, 16)
+
+
+def token_bytes(config: Config) -> int:
+    """Returns the bytes of a token in a plain cache of bfloat16."""
+    fields = shapes.SHAPES[config.shape]
+    heads = fields["num_hidden_layers"] * fields["num_key_value_heads"]
+    return 2 * 2 * heads * head_dim_of(fields)
+
+
+class Report:
+    """Rows, written as they come."""
+
+    def __init__(self, config: Config):
+        self._path = config.out
+        settings = {name: str(each) for name, each in vars(config).items() if name != "out"}
+        self.results: dict[str, Any] = dict(
+            command=command(without=("--out",)), config=settings, systems={}, rows=[]
+        )
+
+    def about(self, worker: Worker) -> None:
+        """Takes what a system runs on."""
+        name = worker.system.library
+        self.results["systems"].setdefault(name, worker.about)
+
+    def add(self, part: str, load: str, system: str, **figures: Any) -> None:
+        """Takes the figures of a system under a load."""
+        row = dict(part=part, load=load, system=system, **figures)
+        self.results["rows"].append(row)
+        self._path.write_text(json_text(self.results, indent=1) + "\n", encoding="utf-8")
+        shown = {
+            key: figures[key] for key in ("median", "tokens_per_second", "error") if key in figures
+        }
+        print(part, "|", load, "|", system, "|", shown or figures, flush=True)
+
+    def best(self, part: str) -> tuple[Backend, ...]:
+        """Returns the backend that was fastest over the loads of a part; all if none was timed."""
+        rates: dict[Backend, list[float]] = {}
+        for row in self.results["rows"]:
+            if row["part"] == part and row.get("backend") and "median" in row:
+                rates.setdefault(row["backend"], []).append(-np.log(row["median"]))
+        loads = max(map(len, rates.values()), default=0)
+        whole = {name: sum(each) for name, each in rates.items() if len(each) == loads}
+        order = sorted(whole.items(), key=lambda each: -each[1])
+        return tuple(name for name, _ in order[:1])
+
+
+def time_all(
+    config: Config, report: Report, part: str, systems: Sequence[System], loads: dict[str, Load]
+) -> None:
+    """Times loads under systems, the systems in turns for each load."""
+    with workers(config, systems) as made:
+        for worker in made:
+            report.about(worker)
+        for name, load in loads.items():
+            for worker in made:
+                system = worker.system
+                figures = worker.time(load)
+                report.add(
+                    part, name, system.label, cache=system.cache, backend=system.backend, **figures
+                )
+
+
+def chats(config: Config, report: Report) -> None:
+    """Chats that are all asked at once; every cache holds all of them."""
+    prompt, new = 105, 300
+    most = max(config.chats)
+    cache = most * (prompt + new + 64) * token_bytes(config)
+    lanes = min(most, 256)
+    common: dict[str, Any] = dict(cache=cache, longest=512)
+    systems = [System("dms_jax", most, **common)]
+    systems += [System("vllm", lanes, backend=each, **common) for each in config.backends]
+    if most > lanes:
+        systems.append(System("vllm", most, backend=config.backends[0], **common))
+    loads = {f"{count} chats": Load((prompt,) * count, new) for count in config.chats}
+    time_all(config, report, "chats", systems, loads)
+
+
+def prompts(config: Config, report: Report) -> None:
+    """First tokens of long prompts."""
+    most = max(count * length for count, length in config.prompts)
+    longest = max(length for _, length in config.prompts)
+    lanes = max(count for count, _ in config.prompts)
+    common: dict[str, Any] = dict(
+        lanes=lanes, cache=1.1 * most * token_bytes(config), longest=longest + 64
+    )
+    systems = [System("dms_jax", **common)]
+    systems += [System("vllm", backend=each, **common) for each in config.backends]
+    loads = {
+        f"{count} prompts of {length:,}": Load((length,) * count, 1)
+        for count, length in config.prompts
+    }
+    time_all(config, report, "prompts", systems, loads)
+    policies = dms_jax.SnapKV(budget=1024), drawn_dms(config.ratio, config.prompts[0][1])
+    for policy in policies:
+        time_all(config, report, "prompts", [System("dms_jax", policy=policy, **common)], loads)
+
+
+def drawn_dms(ratio: float, tokens: int) -> dms_jax.DMS:
+    """Returns DMS with an adapter that evicts at random, to this ratio of so many tokens."""
+    kept = (tokens / ratio - WINDOW - 1) / (tokens - WINDOW - 1)
+    return dms_jax.DMS(
+        window=WINDOW,
+        source="adapter",
+        decisions="bernoulli",
+        alpha_scale=1.0,
+        alpha_offset=math.log(kept / (1 - kept)),  # an untrained adapter says 0
+    )
+
+
+def binding(config: Config, report: Report) -> None:
+    """Requests that reason for long in a cache too small for them."""
+    requests, prompt, new = config.binding
+    load = Load((prompt,) * requests, new)
+    longest = prompt + new + 64
+    backends = report.best("chats") or config.backends[:1]
+    policy = drawn_dms(config.ratio, prompt + new)
+    for cache in config.caches:
+        common: dict[str, Any] = dict(lanes=requests, cache=cache, longest=longest)
+        systems = [
+            System("dms_jax", **common),
+            System("dms_jax", policy=policy, **common),
+            System("dms_jax", policy=policy, kv_dtype="float8_e4m3", **common),
+        ]
+        for backend in backends:
+            systems.append(System("vllm", backend=backend, **common))
+            systems.append(System("vllm", backend=backend, kv_dtype="fp8", **common))
+        name = f"{requests} requests of {prompt} + {new:,}, {cache / 1e9:g} GB"
+        time_all(config, report, "binding", systems, {name: load})
+
+
+def mixed(config: Config, report: Report) -> None:
+    """Prompts of mixed lengths in a cache that binds, under policies without training."""
+    requests, cache = config.mixed
+    random = np.random.default_rng(0)
+    lengths = tuple(random.integers(512, 4097, requests).tolist())
+    common: dict[str, Any] = dict(lanes=requests, cache=cache, longest=4096 + 512 + 64)
+    policies: list[Policy] = [Vanilla(), dms_jax.StreamingLLM(budget=512)]
+    policies += [dms_jax.TOVA(budget=512), dms_jax.H2O(budget=512)]
+    backends = report.best("chats") or report.best("prompts") or config.backends[:1]
+    name = f"{requests} requests of 512 to 4,096 + 512, {cache / 1e9:g} GB"
+    loads = {name: Load(lengths, 512)}
+    systems = [System("vllm", backend=each, **common) for each in backends]
+    time_all(config, report, "mixed", systems, loads)
+    for policy in policies:
+        time_all(config, report, "mixed", [System("dms_jax", policy=policy, **common)], loads)
+
+
+@contextlib.contextmanager
+def vllm_server(config: Config, backend: Backend, lanes: int, longest: int) -> Iterator[str]:
+    """The address of vLLM's server, ended afterwards.
+
+    Raises:
+      ConfigError: it did not start.
+    """
+    port = 8311
+    options = (
+        f"--model {config.model} --served-model-name model --host 127.0.0.1 --port {port} "
+        f"--dtype bfloat16 --max-model-len {longest} --max-num-seqs {lanes} "
+        f"--gpu-memory-utilization 0.8 --attention-backend {backend}"
+    )
+    path = [str(config.vllm)] if config.vllm is not None else []
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    call = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *shlex.split(options)]
+    with (
+        open(config.out.with_suffix(".server.log"), "w") as log,
+        subprocess.Popen(
+            call, env=environment, stdout=log, stderr=log, start_new_session=True
+        ) as server,
+    ):
+        try:
+            address, until = (
+                f"http://127.0.0.1:{port}",
+                time.monotonic() + 60 * config.start_minutes,
+            )
+            while True:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                    break
+                if server.poll() is not None or time.monotonic() > until:
+                    raise dms_jax.ConfigError("vLLM's server did not start; its log says why.")
+                time.sleep(0.5)
+            yield address
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGTERM)
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def copy_endless(model: pathlib.Path, folder: pathlib.Path) -> None:
+    """Links a model directory's files into another folder, where hardly an answer ends by itself.
+
+    The tokenizer must name an end token: the last of its special ones, as rare as any.
+    """
+    for path in model.iterdir():
+        if path.name not in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            (folder / path.name).symlink_to(path.resolve())
+            continue
+        fields = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": None}
+        if added := fields.get("added_tokens_decoder"):
+            fields["eos_token"] = added[max(added, key=int)]["content"]
+        (folder / path.name).write_text(json_text(fields), encoding="utf-8")
+
+
+def http(config: Config, report: Report) -> None:
+    """Both servers under the same clients: short chats, and prompts of 8K."""
+    assert config.model is not None
+    with tempfile.TemporaryDirectory() as folder:
+        copy_endless(config.model, pathlib.Path(folder))
+        time_servers(dataclasses.replace(config, model=pathlib.Path(folder)), report)
+
+
+def time_servers(config: Config, report: Report) -> None:
+    """Times both servers on a model directory in which no token ends an answer."""
+    longest, clients = 8192 + 256, config.clients
+    loads: dict[str, dict[str, Any]] = {
+        "chats": dict(prompts=(105, 105), answers=(300, 300), requests=4 * clients),
+        "prompts of 8K": dict(prompts=(8192, 8192), answers=(128, 128), requests=clients),
+    }
+    backend = (report.best("chats") or config.backends)[0]
+    ours = f"--model {config.model} --dtype bfloat16 --lanes {clients} --max-tokens {longest}"
+    servers = {
+        "dms_jax": serving.started(ours),
+        f"vLLM, {backend}": vllm_server(config, backend, clients, longest),
+    }
+    for system, server in servers.items():
+        begun = time.perf_counter()
+        with server as address, serving.Crowd(4) as crowd:
+            report.add("http", "start", system, seconds=time.perf_counter() - begun)
+            for name, settings in loads.items():
+                asked = serving.Config(
+                    clients=(clients,), vocabulary=vocabulary(config), temperature=0.0, **settings
+                )
+                bodies = serving.make_requests(asked, serving.model_name(address))
+                if system != "dms_jax":  # it knows the model's own end tokens
+                    bodies = [body | {"ignore_eos": True} for body in bodies]
+                crowd.load(address, bodies[:clients], clients)  # compiles
+                for _ in range(2):
+                    report.add("http", name, system, **crowd.load(address, bodies, clients))
+
+
+def main(config: Config) -> None:
+    """Times the parts and writes the figures as they come."""
+    make_place("--out", config.out)
+    report = Report(config)
+    for part in config.parts:
+        {"chats": chats, "prompts": prompts, "binding": binding, "mixed": mixed, "http": http}[
+            part
+        ](config, report)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))
