@@ -5,15 +5,16 @@ compared runs in turns on the same card. vLLM runs in process, with CUDA graphs 
 cache; of its attention backends and numbers of sequences the best counts. All answers are greedy
 and have the length that is asked for. Parts:
 
-- **chats**: 1 to 1,024 chats of 105 tokens that are answered with 300.
-- **prompts**: first tokens of long prompts.
+- **plain**: 1 to 1,024 chats of 105 tokens that are answered with 300, and first tokens of long
+  prompts, all with a plain cache that has room for them.
+- **small**: the long prompts and up to 256 chats under SnapKV and DMS.
 - **binding**: a cache too small for its requests, plain, float8 and DMS, whose adapter is untrained
   and draws decisions so that --ratio is met.
 - **mixed**: requests of 512 to 4,096 tokens in a cache that binds, under policies without training.
 - **http**: both servers under the clients of `benchmarks.serving`; needs --model.
 
-vLLM's wheel and what it needs may lie unpacked in a folder of its own (--vllm). Without --model the
-weights are random and those of vLLM are others of the same shape.
+vLLM's wheel and what it needs may lie unpacked in a folder of its own (--vllm). Without --model
+both read random weights of --shape from a directory.
 
     python -m experiments.benchmarks.vllm_peer --model qwen2.5-coder-1.5b \
         --out experiments/results/vllm/qwen2.5-1.5b.json
@@ -52,11 +53,12 @@ from dms_jax.policies import Policy, Vanilla
 from experiments.benchmarks import serving, shapes
 from experiments.benchmarks.settings import check_numbers
 
-Part = Literal["chats", "prompts", "binding", "mixed", "http"]
+Part = Literal["plain", "small", "binding", "mixed", "http"]
 Backend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
 # Bytes of activations and graphs that vLLM takes beside weights and cache, at most.
 BESIDE = 8 << 30
 WINDOW = 128  # of DMS
+PAGE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +66,13 @@ class Config:
     """Time requests beside vLLM."""
 
     model: pathlib.Path | None = None
-    """Model directory (safetensors) for both; random weights of --shape unless given."""
+    """Directory of a model of --shape; one with random weights is made unless given."""
     shape: shapes.Shape = "qwen2.5-1.5b"
-    """Model whose shape is timed, and by which --model's caches are sized."""
-    parts: tuple[Part, ...] = ("chats", "prompts", "binding", "mixed")
+    """Model whose shape is timed."""
+    parts: tuple[Part, ...] = ("plain", "small", "binding", "mixed")
     """What is timed."""
     backends: tuple[Backend, ...] = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-    """vLLM's attention backends; the other parts run those that were best in the first."""
+    """vLLM's attention backends; the parts after "plain" run the one that was best there."""
     chats: tuple[int, ...] = (1, 32, 256, 1024)
     """Numbers of chats, all asked at once."""
     prompts: tuple[tuple[int, int], ...] = ((64, 8192), (16, 32768))
@@ -86,7 +88,7 @@ class Config:
     clients: int = 256
     """HTTP clients."""
     runs: int = 5
-    """Timed calls after the first; the median counts."""
+    """Timed calls after the first, three if that takes longer than 4 s; the median counts."""
     vllm: pathlib.Path | None = None
     """Folder with vLLM's unpacked packages, before all others on the path of its process."""
     start_minutes: float = 6.0
@@ -99,7 +101,7 @@ class Config:
         if "http" in self.parts and self.model is None:
             raise dms_jax.ConfigError("--parts http: a server needs a tokenizer, so give --model.")
         shortest = min(self.prompts[0][1], sum(self.binding[1:]))
-        if {"prompts", "binding"} & set(self.parts) and shortest <= self.ratio * (WINDOW + 1):
+        if {"small", "binding"} & set(self.parts) and shortest <= self.ratio * (WINDOW + 1):
             raise dms_jax.ConfigError(
                 f"--ratio {self.ratio:g}: DMS keeps its window of {WINDOW} tokens, more than that "
                 f"share of {shortest}; give longer prompts and answers."
@@ -168,10 +170,8 @@ class Ours:
     def __init__(self, config: Config, system: System):
         import jax.numpy as jnp
 
-        if config.model is None:
-            model = shapes.model_of(config.shape, jnp.bfloat16)
-        else:
-            model = dms_jax.load(config.model, dtype=jnp.bfloat16)
+        assert config.model is not None
+        model = dms_jax.load(config.model, dtype=jnp.bfloat16)
         # Answers end at their length alone.
         endless = dataclasses.replace(model.generation, eos_token_ids=())
         model = dataclasses.replace(model, generation=endless, tokenizer=None)
@@ -220,26 +220,19 @@ class Theirs:
         import vllm  # pyright: ignore[reportMissingImports]
 
         system, config = self._system, self._config
-        with contextlib.ExitStack() as stack:
-            folder, weights = config.model, "auto"
-            if folder is None:
-                folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                write_config(folder, config.shape)
-                weights = "dummy"
-            self._llm = vllm.LLM(
-                model=str(folder),
-                load_format=weights,
-                dtype="bfloat16",
-                skip_tokenizer_init=True,
-                max_model_len=system.longest,
-                max_num_seqs=system.lanes,
-                kv_cache_memory_bytes=int(system.cache),
-                gpu_memory_utilization=0.1,  # of what must be free at the start
-                kv_cache_dtype=system.kv_dtype or "auto",
-                attention_backend=system.backend,
-                enable_prefix_caching=False,
-                disable_log_stats=True,
-            )
+        self._llm = vllm.LLM(
+            model=str(config.model),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=system.longest,
+            max_num_seqs=system.lanes,
+            kv_cache_memory_bytes=int(system.cache),
+            gpu_memory_utilization=0.1,  # of what must be free at the start
+            kv_cache_dtype=system.kv_dtype or "auto",
+            attention_backend=system.backend,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
         return dict(torch=torch.__version__, vllm=importlib.metadata.version("vllm"))
 
     def call(self, prompts: list[list[int]], new: int) -> int:
@@ -265,13 +258,15 @@ def serve_loads(config: Config, system: System, pipe: Connection) -> None:
         pipe.send(engine.start())
         while (load := pipe.recv()) is not None:
             seconds, expected = [], len(load.prompts) * load.new
-            for seed in range(1 + config.runs):
+            seed = 0
+            while seed <= (config.runs if not seed or seconds[0] < 4 else min(config.runs, 3)):
                 prompts = load.draw(vocabulary(config), seed)
                 start = time.perf_counter()
                 tokens = engine.call(prompts, load.new)
                 seconds.append(time.perf_counter() - start)
                 if tokens != expected:
                     raise RuntimeError(f"{tokens} tokens were written, {expected} asked for")
+                seed += 1
             figures: dict[str, Any] = dict(first_call=seconds[0], seconds=seconds[1:])
             if isinstance(engine, Ours):
                 figures["compression_ratio"] = engine.ratio
@@ -362,20 +357,28 @@ def workers(config: Config, systems: Sequence[System]) -> Iterator[list[Worker]]
         gc.collect()
 
 
-def hf_config(shape: shapes.Shape) -> dict[str, Any]:
-    """Returns config.json of a shape."""
-    fields = shapes.SHAPES[shape]
-    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
-    return shapes.COMMON | dict(
-        fields,
-        architectures=[f"{names[fields['model_type']]}ForCausalLM"],
-        torch_dtype="bfloat16",
-    )
+def save_random(folder: pathlib.Path, shape: shapes.Shape) -> None:
+    """Saves a model with random weights, in a process of its own."""
+    import jax.numpy as jnp
+
+    dms_jax.save(shapes.model_of(shape, jnp.bfloat16), Vanilla(), folder)
 
 
-def write_config(folder: pathlib.Path, shape: shapes.Shape) -> None:
-    """Writes a model directory without weights."""
-    (folder / "config.json").write_text(json_text(hf_config(shape)))
+@contextlib.contextmanager
+def model_directory(config: Config) -> Iterator[pathlib.Path]:
+    """The model's directory; one with random weights is deleted afterwards."""
+    if config.model is not None:
+        yield config.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        place = pathlib.Path(folder) / "model"
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=save_random, args=(place, config.shape))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise dms_jax.ConfigError(f"{config.shape}: no model could be written to {folder}.")
+        yield place
 
 
 def weight_bytes(config: Config) -> float:
@@ -431,11 +434,11 @@ class Report:
         }
         print(part, "|", load, "|", system, "|", shown or figures, flush=True)
 
-    def best(self, part: str) -> tuple[Backend, ...]:
-        """Returns the backend that was fastest over the loads of a part; all if none was timed."""
-        rates: dict[Backend, list[float]] = {}
+    def best(self) -> tuple[Any, ...]:
+        """Returns the backend that was fastest over the plain loads, if they were timed."""
+        rates: dict[str, list[float]] = {}
         for row in self.results["rows"]:
-            if row["part"] == part and row.get("backend") and "median" in row:
+            if row["part"] == "plain" and row.get("backend") and "median" in row:
                 rates.setdefault(row["backend"], []).append(-np.log(row["median"]))
         loads = max(map(len, rates.values()), default=0)
         whole = {name: sum(each) for name, each in rates.items() if len(each) == loads}
@@ -459,39 +462,47 @@ def time_all(
                 )
 
 
-def chats(config: Config, report: Report) -> None:
-    """Chats that are all asked at once; every cache holds all of them."""
-    prompt, new = 105, 300
-    most = max(config.chats)
-    cache = most * (prompt + new + 64) * token_bytes(config)
-    lanes = min(most, 256)
-    common: dict[str, Any] = dict(cache=cache, longest=512)
-    systems = [System("dms_jax", most, **common)]
-    systems += [System("vllm", lanes, backend=each, **common) for each in config.backends]
-    if most > lanes:
-        systems.append(System("vllm", most, backend=config.backends[0], **common))
-    loads = {f"{count} chats": Load((prompt,) * count, new) for count in config.chats}
-    time_all(config, report, "chats", systems, loads)
+CHAT, ANSWER = 105, 300  # tokens of a question of GSM8K with its template, and of an answer
 
 
-def prompts(config: Config, report: Report) -> None:
-    """First tokens of long prompts."""
-    most = max(count * length for count, length in config.prompts)
-    longest = max(length for _, length in config.prompts)
-    lanes = max(count for count, _ in config.prompts)
-    common: dict[str, Any] = dict(
-        lanes=lanes, cache=1.1 * most * token_bytes(config), longest=longest + 64
-    )
-    systems = [System("dms_jax", **common)]
-    systems += [System("vllm", backend=each, **common) for each in config.backends]
-    loads = {
+def chat_loads(counts: Sequence[int]) -> dict[str, Load]:
+    """Returns chats that are all asked at once."""
+    return {f"{count:,} chats": Load((CHAT,) * count, ANSWER) for count in counts}
+
+
+def prompt_loads(config: Config) -> dict[str, Load]:
+    """Returns long prompts, of which the first token is asked."""
+    return {
         f"{count} prompts of {length:,}": Load((length,) * count, 1)
         for count, length in config.prompts
     }
-    time_all(config, report, "prompts", systems, loads)
-    policies = dms_jax.SnapKV(budget=1024), drawn_dms(config.ratio, config.prompts[0][1])
+
+
+def room(config: Config) -> dict[str, Any]:
+    """Returns lanes and a cache in which no load of chats or prompts waits."""
+    tokens = [count * (CHAT + ANSWER + PAGE) for count in config.chats]
+    tokens += [count * (length + PAGE) for count, length in config.prompts]
+    longest = max(CHAT + ANSWER, *(length + 1 for _, length in config.prompts))
+    return dict(cache=max(tokens) * token_bytes(config), longest=longest + PAGE)
+
+
+def plain(config: Config, report: Report) -> None:
+    """Chats and long prompts, with a plain cache."""
+    lanes, common = max(config.chats), room(config)
+    systems = [System("dms_jax", lanes, **common)]
+    for backend in config.backends:
+        systems.append(System("vllm", min(lanes, 256), backend=backend, **common))
+    time_all(config, report, "plain", systems, chat_loads(config.chats) | prompt_loads(config))
+
+
+def small(config: Config, report: Report) -> None:
+    """The same under policies that keep less; one process after another."""
+    lanes = min(256, max(config.chats))
+    loads = chat_loads([lanes]) | prompt_loads(config)
+    policies = Vanilla(), dms_jax.SnapKV(budget=1024), drawn_dms(config.ratio, config.prompts[0][1])
     for policy in policies:
-        time_all(config, report, "prompts", [System("dms_jax", policy=policy, **common)], loads)
+        system = System("dms_jax", lanes, policy=policy, **room(config))
+        time_all(config, report, "small", [system], loads)
 
 
 def drawn_dms(ratio: float, tokens: int) -> dms_jax.DMS:
@@ -510,8 +521,8 @@ def binding(config: Config, report: Report) -> None:
     """Requests that reason for long in a cache too small for them."""
     requests, prompt, new = config.binding
     load = Load((prompt,) * requests, new)
-    longest = prompt + new + 64
-    backends = report.best("chats") or config.backends[:1]
+    longest = prompt + new + PAGE
+    backends = report.best() or config.backends[:1]
     policy = drawn_dms(config.ratio, prompt + new)
     for cache in config.caches:
         common: dict[str, Any] = dict(lanes=requests, cache=cache, longest=longest)
@@ -532,10 +543,10 @@ def mixed(config: Config, report: Report) -> None:
     requests, cache = config.mixed
     random = np.random.default_rng(0)
     lengths = tuple(random.integers(512, 4097, requests).tolist())
-    common: dict[str, Any] = dict(lanes=requests, cache=cache, longest=4096 + 512 + 64)
+    common: dict[str, Any] = dict(lanes=requests, cache=cache, longest=4096 + 512 + PAGE)
     policies: list[Policy] = [Vanilla(), dms_jax.StreamingLLM(budget=512)]
     policies += [dms_jax.TOVA(budget=512), dms_jax.H2O(budget=512)]
-    backends = report.best("chats") or report.best("prompts") or config.backends[:1]
+    backends = report.best() or config.backends[:1]
     name = f"{requests} requests of 512 to 4,096 + 512, {cache / 1e9:g} GB"
     loads = {name: Load(lengths, 512)}
     systems = [System("vllm", backend=each, **common) for each in backends]
@@ -623,7 +634,7 @@ def time_servers(config: Config, report: Report) -> None:
         "chats": dict(prompts=(105, 105), answers=(300, 300), requests=4 * clients),
         "prompts of 8K": dict(prompts=(8192, 8192), answers=(128, 128), requests=clients),
     }
-    backend = (report.best("chats") or config.backends)[0]
+    backend = (report.best() or config.backends)[0]
     ours = f"--model {config.model} --dtype bfloat16 --lanes {clients} --max-tokens {longest}"
     servers = {
         "dms_jax": serving.started(ours),
@@ -649,10 +660,10 @@ def main(config: Config) -> None:
     """Times the parts and writes the figures as they come."""
     make_place("--out", config.out)
     report = Report(config)
-    for part in config.parts:
-        {"chats": chats, "prompts": prompts, "binding": binding, "mixed": mixed, "http": http}[
-            part
-        ](config, report)
+    parts = dict(plain=plain, small=small, binding=binding, mixed=mixed, http=http)
+    with model_directory(config) as folder:
+        for part in config.parts:
+            parts[part](dataclasses.replace(config, model=folder), report)
 
 
 if __name__ == "__main__":
