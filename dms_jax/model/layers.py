@@ -8,6 +8,7 @@ call never sees the L axis. Each parameter has its logical axes as metadata (`ax
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +54,8 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
+        kernel = self.kernel[...].astype(x.dtype)
+        y = product(lambda x: jnp.tensordot(x, kernel, axes=self.num_inputs), x, self.num_inputs)
         if self.bias is None:
             return y
         bias = self.bias[...].astype(x.dtype)
@@ -68,6 +70,20 @@ class Linear(nnx.Module):
     def matrix(self) -> Float[Array, "..."]:
         """What a layer's inputs are multiplied by, all in all."""
         return self.kernel[...]
+
+
+def product(
+    multiply: Callable[[jax.Array], jax.Array], x: Float[Array, "..."], inputs: int = 1
+) -> jax.Array:
+    """Returns `multiply(x)`, products of a matrix with the vectors of x, of `inputs` axes each.
+
+    XLA itself multiplies a single vector of a narrow type, where a library is faster: on a CPU by 17
+    times (1536 x 8960 in bfloat16: 53 ms, and 3 for two vectors), and on an H200 it is for the
+    matrices of attention. So a single vector is multiplied beside zeros.
+    """
+    if math.prod(x.shape[: x.ndim - inputs]) > 1 or jnp.finfo(x.dtype).bits > 16:
+        return multiply(x)
+    return multiply(jnp.concatenate([x, jnp.zeros_like(x)]))[:1]
 
 
 def residual_gain(config: ModelConfig) -> float:

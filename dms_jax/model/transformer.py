@@ -22,7 +22,7 @@ from dms_jax.model.cached_attention import attend_cached, in_use, plan_steps
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layer_loop import scan_layers
-from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up
+from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up, product
 from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
 from dms_jax.model.split_rows import Share, of_own_tokens
@@ -161,19 +161,15 @@ class Transformer(nnx.Module):
     def unembed(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Returns the logits, accumulated in at least float32."""
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
-        if self.lm_head is None:
+        matrix = (self.embedding if self.lm_head is None else self.lm_head)[...]
+
+        def multiply(hidden: jax.Array) -> jax.Array:
+            axes = "...E,VE->...V" if self.lm_head is None else "...E,EV->...V"
             return jnp.einsum(
-                "...E,VE->...V",
-                hidden,
-                self.embedding[...].astype(hidden.dtype),
-                preferred_element_type=wide,
+                axes, hidden, matrix.astype(hidden.dtype), preferred_element_type=wide
             )
-        return jnp.einsum(
-            "...E,EV->...V",
-            hidden,
-            self.lm_head[...].astype(hidden.dtype),
-            preferred_element_type=wide,
-        )
+
+        return product(multiply, hidden)
 
     @property
     def output_matrix(self) -> Float[Array, "V E"]:
