@@ -97,6 +97,8 @@ def compile_first(
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens()] if drawn else []),
             *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
+            *(calls.copy_lanes() if len(unique) < min(len(requests), num_lanes) else []),
+            *calls.set_max_lengths(),
             calls.clear(),
         ),
     )
