@@ -1,7 +1,9 @@
 """Load a Hugging Face directory, a hub model or a GGUF file as a `LanguageModel`."""
 
+import contextlib
 import os
 import pathlib
+import threading
 from typing import Any
 
 import jax
@@ -70,6 +72,9 @@ def load(
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ConfigError(f"mesh must come from dms_jax.make_mesh, got {mesh!r:.80}")
     place = find_checkpoint(path)
+    # A GPU takes a second or two to start: meanwhile the tokenizer is read. What goes wrong is
+    # raised where the device is used.
+    threading.Thread(target=_start_device, name="dms_jax device").start()
     contents = read_checkpoint(place)
     policy = contents.policy
     weights, shape = contents.weights, contents.adapter
@@ -98,6 +103,11 @@ def load(
         source=os.path.abspath(place),
         untrained=untrained,
     )
+
+
+def _start_device() -> None:
+    with contextlib.suppress(Exception):
+        jax.devices()
 
 
 def _check_dtype(dtype: Any) -> np.dtype | None:
