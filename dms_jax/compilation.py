@@ -153,8 +153,8 @@ class Made:
         return f"{_counted(self.compiled)} compiled{also}"
 
 
-def _counted(programs: int) -> str:
-    return f"{programs} program{'' if programs == 1 else 's'}"
+def _counted(number: int, unit: str = "program") -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 @contextlib.contextmanager
@@ -233,15 +233,18 @@ def reported(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counted(total: int, what: str = "Compiling") -> Iterator[Callable[[], None]]:
+def counted(
+    total: int, what: str = "Compiling", unit: str = "program"
+) -> Iterator[Callable[[], None]]:
     """Gives a function to call, from any thread, when one of `total` programs is ready.
 
     After a second, standard error says how many are, where that is a terminal; the line goes when
     the context ends.
 
     Args:
-      total: the number of programs.
+      total: the number of programs, or of other things.
       what: what is done with them.
+      unit: what one of them is.
     """
     start, stream, lock = time.monotonic(), sys.stderr, threading.Lock()
     done = written = 0
@@ -251,7 +254,7 @@ def counted(total: int, what: str = "Compiling") -> Iterator[Callable[[], None]]
         with lock:
             done += 1
             if stream.isatty() and time.monotonic() - start >= COUNTED_SECONDS:
-                line = f"{what}: {done} of {_counted(total)}"
+                line = f"{what}: {done} of {_counted(total, unit)}"
                 stream.write(f"\r{line}")
                 stream.flush()
                 written = len(line)

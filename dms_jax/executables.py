@@ -59,12 +59,15 @@ _VERSIONS = (
     "ml_dtypes",
     "libtpu",
     *(f"jax-cuda{cuda}-{part}" for cuda in (12, 13) for part in ("plugin", "pjrt")),
-    *(f"nvidia-{library}{end}" for library in ("cublas", "cudnn") for end in ("", "-cu12", "-cu13")),
+    *(
+        f"nvidia-{library}{end}"
+        for library in ("cublas", "cudnn")
+        for end in ("", "-cu12", "-cu13")
+    ),
 )
 # XLA reads them once, and libraries that are imported later change them.
 _ENVIRONMENT = {
-    name: os.environ.get(name)
-    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+    name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 }
 # jax's settings that change no program: where it keeps them, and what it writes of them.
 _NO_SETTINGS = (
@@ -143,7 +146,7 @@ def describe(x: Any) -> Any:
         return [type(x).__name__, repr(x)]
     if isinstance(x, np.dtype):
         return ["dtype", x.name]
-    if isinstance(x, type) or callable(x) and hasattr(x, "__qualname__"):
+    if isinstance(x, type) or (callable(x) and hasattr(x, "__qualname__")):
         return ["name", _name(x)]
     if isinstance(x, jax.tree_util.PyTreeDef):
         return ["tree", _describe_tree(x)]
@@ -191,7 +194,8 @@ def _source() -> str | None:
     digest = hashlib.sha256()
     for package in ("dms_jax", "pallas_kernels"):
         spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.submodule_search_locations
+        assert spec is not None
+        assert spec.submodule_search_locations
         root = pathlib.Path(spec.submodule_search_locations[0])
         files = [*root.rglob("*.py"), *root.glob("tuned/*.json")]
         for file in sorted(files):

@@ -1,10 +1,11 @@
 """The programs that requests need, compiled at the same time instead of one by one.
 
 Those that an earlier process kept (`executables`) are read in threads. The others are traced here,
-one after the other, and compiled in threads. The calls that need them find them compiled. A call whose requests are all known compiles what they need first (`compile_first`).
-What it leaves is compiled when it occurs: page tables for answers that outgrow those of the
-prompts, and prompts that are recomputed after a preemption. Where nobody knows what will come,
-everything that can occur is compiled (`compile_all`).
+one after the other, and compiled in threads. The calls that need them find them compiled. A call
+whose requests are all known compiles what they need first (`compile_first`). What it leaves is
+compiled when it occurs: page tables for answers that outgrow those of the prompts, and prompts that
+are recomputed after a preemption. Where nobody knows what will come, everything that can occur is
+compiled (`compile_all`).
 """
 
 import concurrent.futures
@@ -29,8 +30,8 @@ from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, Given, LanesFilter
 from dms_jax.model.language_model import use_mesh
 
-# A program and the arguments that it is compiled for.
-_Call = tuple[programs.Program, tuple[Any, ...]]
+# A program (`programs.Program`) and the arguments that it is compiled for.
+_Call = tuple[Any, tuple[Any, ...]]
 
 
 def compile_first(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax._src.config import trace_context  # all settings that tracing depends on; no public name
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
@@ -92,12 +93,15 @@ class Program:
         self._anywhere = jax.jit(function, compiler_options=other_options, **options)
         given = functools.partial(function, **(on_gpu or {}))
         self.on_gpu = jax.jit(given, compiler_options=gpu_options, **options)
-        self._made_of = function, {
-            "gpu": gpu_options,
-            "other": other_options,
-            "on_gpu": on_gpu or {},
-            **options,
-        }
+        self._made_of = (
+            function,
+            {
+                "gpu": gpu_options,
+                "other": other_options,
+                "on_gpu": on_gpu or {},
+                **options,
+            },
+        )
         self._ready: dict[Any, jax.stages.Compiled] = {}  # by their signature
 
     @property
@@ -188,7 +192,7 @@ def _kind(leaf: Any) -> Any:
     """Returns what a program depends on of an argument; None if it is no value."""
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype, False, None
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return None
     if isinstance(leaf, jax.Array):
         # An array that is where it is by default goes wherever the others are.

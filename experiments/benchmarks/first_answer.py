@@ -106,8 +106,7 @@ def timed_answer(config: Config, environment: Mapping[str, str]) -> dict[str, An
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words],
         env=dict(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=LONGEST,
     )
