@@ -27,6 +27,8 @@ from tests.support.compilations import Compilations
 
 FILLED = np.full((1, 3), 7.0, np.float32)
 LANES = np.array([1], np.int32)
+STORIES = pathlib.Path(dms_jax.__file__).parent / "assets/stories260k"
+SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
 
 
 @pytest.fixture
@@ -357,3 +359,27 @@ def test_keys_are_those_of_another_process(kept):
         check=True,
     )
     assert done.stdout.split() == own
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, pytest.param((2, 2), marks=pytest.mark.nightly)], ids=["device", "mesh"]
+)
+def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatch, mesh):
+    place = None if mesh is None else dms_jax.make_mesh(*mesh)
+    model = dms_jax.load(STORIES, mesh=place)
+    policy = dms_jax.TOVA(budget=24)
+    prompts = [[5, 6, 7], [8, 9], [8, 9], list(range(3, 60))]
+    answers, read = [], []
+    for _ in range(2):  # processes
+        for each in vars(programs).values():
+            if isinstance(each, Program):
+                monkeypatch.setattr(each, "_ready", {})
+        programs.make_cache.cache_clear()
+        with compilation.watched() as made:
+            engine = Engine(model, policy, num_lanes=6, max_tokens=112, page_size=8)
+            completions = engine.generate(prompts, sampling=SHORT)
+        answers.append([each.tokens for each in completions])
+        read.append(made.read)
+    assert read[0] == 0
+    assert read[1] >= len([*kept.iterdir()]) >= 5  # on a mesh jax keeps some of its own
+    assert answers[0] == answers[1]
