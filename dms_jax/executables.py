@@ -10,7 +10,8 @@ second or two to lower each. What is kept here is found by what tracing would ha
 
 What is not known to be among these is not kept: a policy whose class another package defines, or a
 program of several processes. A source file that was changed since the process began is no witness
-of what it runs, and then nothing is kept or read.
+of what it runs, and then nothing is kept or read. Whoever replaces functions of the library while
+it runs must turn this off.
 
 A file is written beside and renamed. One that is damaged, from elsewhere, or cannot be loaded is
 skipped like one that is missing. Files are pickles (`jax.experimental.serialize_executable`), and
