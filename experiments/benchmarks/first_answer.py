@@ -1,10 +1,11 @@
 r"""Times how long a user of a new process waits: for a first answer, and for a server to be ready.
 
 Each row is a process of its own with a checkpoint directory. `generate` imports the library, loads
-the model and asks twice; `serve` is `dms-jax serve`, and then one chat. "cold" is the first process
-with an empty cache of compiled programs, "warm" are those that follow it. All seconds are since the
-process was started, but those of the second call, since it was asked. The files are read once
-before, so they come from memory.
+the model and asks twice; `apart` does so with the device started alone, before the model is loaded,
+and has a profile of what follows; `serve` is `dms-jax serve`, and then one completion. "cold" is
+the first process with an empty cache of compiled programs, "warm" are those that follow it. All
+seconds are since the process was started, but those of the second call, since it was asked. The
+files are read once before, so they come from memory.
 
     python -m experiments.benchmarks.first_answer --model path/to/model
     python -m experiments.benchmarks.first_answer --model path/to/model --policy TOVA \
@@ -12,6 +13,7 @@ before, so they come from memory.
 """
 
 import dataclasses
+import functools
 import http.client
 import json
 import os
@@ -34,16 +36,22 @@ from experiments.benchmarks.serving import model_name, started
 from experiments.benchmarks.settings import check_numbers
 
 LONGEST = 600  # seconds that a process may take
-# Its arguments are the model, the policy ("" for its own), the prompt and the number of new tokens.
-# Times are those of the system's clock, which the process that started it has too.
+# Its arguments are the model, the policy ("" for its own), the prompt, the number of new tokens,
+# and "apart" for a profile. Times are those of the system's clock, which other processes share.
 SCRIPT = """
 import time
 marks = {"python": time.time()}
-import json, sys
+import cProfile, json, pstats, sys
 import dms_jax
 from dms_jax import compilation
 marks["imported"] = time.time()
-path, policy, prompt, count = sys.argv[1:]
+path, policy, prompt, count, apart = sys.argv[1:]
+profile = cProfile.Profile()
+if apart:
+    import jax
+    jax.devices()
+    marks["device"] = time.time()
+    profile.enable()
 model = dms_jax.load(path)
 marks["loaded"] = time.time()
 
@@ -60,12 +68,16 @@ def ask():
 
 with compilation.watched() as made:
     marks["first_token"], marks["answered"], tokens = ask()
+profile.disable()
+found = sorted(pstats.Stats(profile).stats.items(), key=lambda each: -each[1][3]) if apart else []
 start = time.time()
 first, whole, again = ask()
 marks |= {"second_first_token": first - start, "second_answered": whole - start}
 assert again == tokens
 print(json.dumps({"marks": marks, "compiled": made.compiled, "read": made.read,
-                  "seconds_of_programs": made.seconds, "tokens": tokens}))
+                  "seconds_of_programs": made.seconds, "tokens": tokens,
+                  "profile": [f"{spent[3]:.3f} s  {'/'.join(file.split('/')[-3:])}:{line} {name}"
+                              for (file, line, name), spent in found[:60]]}))
 """
 SINCE_ASKED = ("second_first_token", "second_answered")
 
@@ -86,7 +98,7 @@ class Config:
     """Options of `dms-jax serve` as they are typed, behind an equals sign: --server="--lanes 8"."""
     warm: int = 3
     """Processes of each kind behind the first one."""
-    only: tuple[str, ...] = ("generate", "serve")
+    only: tuple[str, ...] = ("generate", "apart", "serve")
     """What is timed."""
     out: pathlib.Path = pathlib.Path("runs/first_answer.json")
     """JSON file for the figures, which are written after every process."""
@@ -95,13 +107,16 @@ class Config:
         check_numbers(self)
 
 
-def timed_answer(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Runs a process that asks twice; returns its seconds, programs and tokens.
+def timed_answer(
+    config: Config, environment: Mapping[str, str], *, apart: bool = False
+) -> dict[str, Any]:
+    """Runs a process that asks twice; returns its seconds, programs, tokens and profile.
 
     Raises:
       DmsJaxError: it failed.
     """
     words = (config.model, config.policy or "", config.prompt, str(config.new_tokens))
+    words += ("apart" if apart else "",)
     start = time.time()
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words],
@@ -155,6 +170,7 @@ def ask(address: str, method: str, path: str, body: Any = None) -> Any:
 
 TIMED: dict[str, Callable[[Config, Mapping[str, str]], dict[str, Any]]] = {
     "generate": timed_answer,
+    "apart": functools.partial(timed_answer, apart=True),
     "serve": timed_server,
 }
 
@@ -184,7 +200,7 @@ def main(config: Config) -> dict[str, Any]:
             for number in range(1 + config.warm):
                 row = TIMED[what](config, given | {SWITCH: place})
                 rows.append({"what": what, "cache": "warm" if number else "cold", **row})
-                print(json.dumps({**rows[-1], "tokens": None}), flush=True)
+                print(f"{what}, {rows[-1]['cache']}: {json.dumps(row['seconds'])}", flush=True)
                 write_json(config.out, report | {"medians": medians(rows)})
     # At last: it starts the device, which the processes had for themselves.
     report = provenance(config) | {"cores": os.cpu_count(), "medians": medians(rows)} | report
