@@ -195,7 +195,7 @@ class _Calls:
 
     def keep_hidden(self, entries: int) -> _Call:
         kept, entries = self.runner.hidden, self._entries(entries)
-        hidden = np.zeros((entries, kept.shape[1]), kept.dtype)
+        hidden = self.runner.everywhere(np.zeros((entries, kept.shape[1]), kept.dtype))
         return programs.keep_hidden, (kept, hidden, np.zeros(entries, np.int32))
 
     def clear(self) -> _Call:

@@ -454,6 +454,7 @@ def extend(
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
     before = lengths.sum((0, 2), dtype=jnp.int32)
+    hidden = sharding.constrain(hidden, None, None)  # as `keep_hidden` is compiled for it
     return cache, Extension(hidden, before, passed.live, cache.lengths), tail
 
 
