@@ -200,7 +200,8 @@ def _source() -> str | None:
         root = pathlib.Path(spec.submodule_search_locations[0])
         files = [*root.rglob("*.py"), *root.glob("tuned/*.json")]
         for file in sorted(files):
-            if file.stat().st_mtime > _BEGUN:
+            found = file.stat()
+            if max(found.st_mtime, found.st_ctime) > _BEGUN:  # installers set the first one back
                 return None
             content = file.read_bytes()
             digest.update(f"{package}/{file.relative_to(root)}\0{len(content)}\0".encode())

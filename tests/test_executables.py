@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import os
 import pathlib
 import pickle
@@ -28,6 +29,7 @@ from tests.support.compilations import Compilations
 FILLED = np.full((1, 3), 7.0, np.float32)
 LANES = np.array([1], np.int32)
 STORIES = pathlib.Path(dms_jax.__file__).parent / "assets/stories260k"
+SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
 
 
@@ -35,14 +37,18 @@ SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
 def kept(monkeypatch, tmp_path):
     """Has executables kept in a directory of the test; gives it."""
     monkeypatch.setenv(compilation.SWITCH, "")
-    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(executables, "_BEGUN", math.inf)  # whenever the source was changed
+    executables._source.cache_clear()
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     compilation_cache.reset_cache()
     directory = executables.directory()
     assert directory is not None
     yield directory
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
+    executables._source.cache_clear()
 
 
 def function() -> types.FunctionType:
@@ -282,12 +288,9 @@ def test_a_key_depends_on_settings_and_arguments_and_on_no_value(kept):
 def test_a_source_that_was_changed_while_it_runs_is_no_witness(kept, monkeypatch):
     executables._source.cache_clear()
     monkeypatch.setattr(executables, "_BEGUN", 0.0)
-    try:
-        assert key(zeros(), FILLED, LANES) is None
-        process().prepare(zeros(), FILLED, LANES)
-        assert not [*kept.iterdir()]
-    finally:
-        executables._source.cache_clear()
+    assert key(zeros(), FILLED, LANES) is None
+    process().prepare(zeros(), FILLED, LANES)
+    assert not [*kept.iterdir()]
 
 
 def local(kept, hidden, lanes):
@@ -342,6 +345,7 @@ prepare_jax()
 import jax
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 from tests import test_executables
+test_executables.executables._BEGUN = float("inf")
 print(*test_executables.keys_of("SnapKV"))
 """
 
