@@ -38,7 +38,8 @@ def kept(monkeypatch, tmp_path):
     """Has executables kept in a directory of the test; gives it."""
     monkeypatch.setenv(compilation.SWITCH, "")
     monkeypatch.setattr(executables, "_BEGUN", math.inf)  # whenever the source was changed
-    executables._source.cache_clear()
+    source = executables._source
+    source.cache_clear()
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     compilation_cache.reset_cache()
@@ -48,7 +49,7 @@ def kept(monkeypatch, tmp_path):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-    executables._source.cache_clear()
+    source.cache_clear()
 
 
 def function() -> types.FunctionType:
