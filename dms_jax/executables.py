@@ -157,11 +157,11 @@ def describe(x: Any) -> Any:
         return ["spec", [describe(axis) for axis in x]]
     if isinstance(x, Mesh):
         kinds = [str(kind) for kind in x.axis_types]
-        return ["mesh", x.axis_names, x.devices.shape, [each.id for each in x.devices.flat], kinds]
+        return ["mesh", x.axis_names, x.devices.shape, [*map(_device, x.devices.flat)], kinds]
     if isinstance(x, NamedSharding):
         return ["named", describe(x.mesh), describe(x.spec), x.memory_kind]
     if isinstance(x, SingleDeviceSharding):
-        return ["single", [each.id for each in x.device_set], x.memory_kind]
+        return ["single", [*map(_device, x.device_set)], x.memory_kind]
     if isinstance(x, jax.ShapeDtypeStruct):
         return ["shape", x.shape, x.dtype.name, describe(x.sharding)]
     if isinstance(x, tuple | list):
@@ -173,6 +173,10 @@ def describe(x: Any) -> Any:
         fields = {each.name: describe(getattr(x, each.name)) for each in dataclasses.fields(x)}
         return [_name(type(x)), fields]
     raise _UnknownError(f"a {type(x)} has no description")
+
+
+def _device(x: jax.Device) -> str:
+    return f"{x.platform} {x.id} {x.device_kind}"
 
 
 def _describe_tree(tree: Any) -> Any:
@@ -191,21 +195,25 @@ def _name(x: Any) -> str:
 
 @functools.cache
 def _source() -> str | None:
-    """Returns the digest of the library's source; None if it was changed since it was imported."""
-    digest = hashlib.sha256()
+    """Returns the digest of the library's source; None if that is not what this process runs."""
+    digest, number = hashlib.sha256(), 0
     for package in ("dms_jax", "pallas_kernels"):
         spec = importlib.util.find_spec(package)
         assert spec is not None
         assert spec.submodule_search_locations
         root = pathlib.Path(spec.submodule_search_locations[0])
-        files = [*root.rglob("*.py"), *root.glob("tuned/*.json")]
-        for file in sorted(files):
-            found = file.stat()
+        for file in sorted((*root.rglob("*.py"), *root.glob("tuned/*.json"))):
+            try:
+                found, content = file.stat(), file.read_bytes()
+            except OSError:
+                return None
             if max(found.st_mtime, found.st_ctime) > _BEGUN:  # installers set the first one back
                 return None
-            content = file.read_bytes()
             digest.update(f"{package}/{file.relative_to(root)}\0{len(content)}\0".encode())
             digest.update(content)
+            number += 1
+    if not number:  # it comes without its source
+        return None
     return digest.hexdigest()
 
 
