@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jax._src.config import trace_context  # all settings that tracing depends on; no public name
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dms_jax import compilation, executables, sharding
@@ -195,10 +195,19 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tracer):
         return None
     if isinstance(leaf, jax.Array):
-        # An array that is where it is by default goes wherever the others are.
-        place = leaf.sharding if leaf.committed else None
+        # One that is where it would be by default is taken as if nobody had put it there: what a
+        # program gives is put there if one of its arguments was (KCache's values on the host).
+        place = leaf.sharding if leaf.committed and not _by_default(leaf.sharding) else None
         return leaf.shape, leaf.dtype, leaf.weak_type, place
     return type(leaf)
+
+
+def _by_default(place: jax.sharding.Sharding) -> bool:
+    if not isinstance(place, SingleDeviceSharding):
+        return False
+    (device,) = place.device_set
+    default = jax.config.jax_default_device or jax.devices()[0]
+    return device == default and place.memory_kind in (None, device.default_memory().kind)
 
 
 def _devices(arrays: Any) -> list[jax.Device]:

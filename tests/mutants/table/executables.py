@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "executables: no key has the place of an array",
         PROGRAMS,
-        "place = leaf.sharding if leaf.committed else None",
+        "place = leaf.sharding if leaf.committed and not _by_default(leaf.sharding) else None",
         "place = None",
         (KEYS,),
     ),
