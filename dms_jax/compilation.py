@@ -8,6 +8,9 @@ A model's programs compile for seconds each, once per shape. They are kept in `~
     JAX_COMPILATION_CACHE_DIR=/a/directory     jax's own switches go before ours, and so does
     JAX_ENABLE_COMPILATION_CACHE=false         jax.config.update("jax_compilation_cache_dir", ...)
 
+Programs of generation that are compiled before they are needed are kept in a form that needs no
+tracing either, in a directory of that one (`executables`).
+
 Nobody whom you do not trust may be able to write there: what is found is run.
 """
 
@@ -24,10 +27,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import xla_bridge  # whether a backend was started has no public name
+from jax.experimental.compilation_cache import compilation_cache
 
 from dms_jax.errors import ConfigError
 
@@ -53,6 +57,8 @@ class _Program(NamedTuple):
 
 
 _programs: list[_Program] = []  # of this process
+_lock = threading.Lock()
+_without: list[bool] = []  # of each `without_jax_cache` under way, whether jax's was enabled before
 _thread = threading.local()
 _forked = threading.Event()  # set in a process that a process was forked into where jax had run
 
@@ -92,13 +98,24 @@ def prepare() -> None:
     _keep_compiled()
 
 
+def is_off() -> bool:
+    """Whether the user wants nothing kept; see the module."""
+    return os.environ.get(SWITCH, "").lower() in ("off", "no", "false", "0")
+
+
+def directory() -> str | None:
+    """Returns where compiled programs are kept by jax; None if they are not."""
+    enabled = _without[0] if _without else jax.config.jax_enable_compilation_cache
+    return jax.config.jax_compilation_cache_dir if enabled else None
+
+
 def _keep_compiled() -> None:
     """Has jax keep compiled programs on disk, unless the user decided about it; see the module."""
-    asked = os.environ.get(SWITCH, "")
-    if asked.lower() in ("off", "no", "false", "0") or jax.config.jax_compilation_cache_dir:
+    if is_off() or jax.config.jax_compilation_cache_dir:
         return
     if not jax.config.jax_enable_compilation_cache:
         return
+    asked = os.environ.get(SWITCH, "")
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         directory = pathlib.Path(asked or f"{caches}/dms_jax").expanduser()
@@ -136,17 +153,14 @@ class Made:
         return f"{_counted(self.compiled)} compiled{also}"
 
 
-def _counted(programs: int) -> str:
-    return f"{programs} program{'' if programs == 1 else 's'}"
+def _counted(number: int, unit: str = "program") -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Made]:
     """Gives what the context made; it is known when the context has ended."""
-    if not _listening.is_set():
-        _listening.set()
-        jax.monitoring.register_event_listener(_hear)
-        jax.monitoring.register_event_duration_secs_listener(_listen)
+    _listen_to_jax()
     made, before = Made(), len(_programs)
     try:
         yield made
@@ -155,6 +169,44 @@ def watched() -> Iterator[Made]:
         made.read = sum(each.read for each in programs)
         made.compiled = len(programs) - made.read
         made.seconds = covered((each.begin, each.end) for each in programs)
+
+
+def note_read(start: float) -> None:
+    """Counts a program that was read from a cache which is not jax's, since `time.monotonic()`."""
+    _programs.append(_Program(start, time.monotonic(), read=True))
+
+
+def compile_anew(lowered: Any) -> tuple[Any, bool]:
+    """Compiles a lowered program; also returns whether the compiler ran for it.
+
+    It does not for what jax has compiled in this process or reads from its cache. What jax reads
+    cannot be serialized a second time: on a CPU its functions are lost.
+    """
+    _listen_to_jax()
+    _thread.compiled = False
+    compiled = lowered.compile()
+    return compiled, _thread.compiled
+
+
+@contextlib.contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """While it lasts, jax reads nothing from its cache and writes nothing there, in all threads."""
+    with _lock:
+        _without.append(jax.config.jax_enable_compilation_cache)
+        if len(_without) == 1:
+            _enable_jax_cache(False)
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _without.pop()
+            if not _without:
+                _enable_jax_cache(before)
+
+
+def _enable_jax_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # it asks once in a process whether it is enabled
 
 
 @contextlib.contextmanager
@@ -170,11 +222,10 @@ def reported(what: str) -> Iterator[None]:
             yield
     finally:
         if made.seconds >= REPORTED_SECONDS:
-            kept = jax.config.jax_enable_compilation_cache
-            directory = jax.config.jax_compilation_cache_dir if kept else None
+            kept = directory()
             line = (
                 f"{what}: {made} in {made.seconds:.0f} s, of {time.monotonic() - start:.0f} s in "
-                "all" + (f"; they are kept in {directory}." if directory else ".")
+                "all" + (f"; they are kept in {kept}." if kept else ".")
             )
             _logger.info(line)
             if sys.stderr.isatty():
@@ -182,11 +233,18 @@ def reported(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counted(total: int) -> Iterator[Callable[[], None]]:
-    """Gives a function to call, from any thread, when one of `total` programs is compiled.
+def counted(
+    total: int, what: str = "Compiling", unit: str = "program"
+) -> Iterator[Callable[[], None]]:
+    """Gives a function to call, from any thread, when one of `total` programs is ready.
 
     After a second, standard error says how many are, where that is a terminal; the line goes when
     the context ends.
+
+    Args:
+      total: the number of programs, or of other things.
+      what: what is done with them.
+      unit: what one of them is.
     """
     start, stream, lock = time.monotonic(), sys.stderr, threading.Lock()
     done = written = 0
@@ -196,7 +254,7 @@ def counted(total: int) -> Iterator[Callable[[], None]]:
         with lock:
             done += 1
             if stream.isatty() and time.monotonic() - start >= COUNTED_SECONDS:
-                line = f"Compiling: {done} of {_counted(total)}"
+                line = f"{what}: {done} of {_counted(total, unit)}"
                 stream.write(f"\r{line}")
                 stream.flush()
                 written = len(line)
@@ -219,6 +277,13 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def _listen_to_jax() -> None:
+    if not _listening.is_set():
+        _listening.set()
+        jax.monitoring.register_event_listener(_hear)
+        jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
 def _hear(event: str, **_: object) -> None:
     if event == "/jax/compilation_cache/cache_hits":  # of the program that this thread waits for
         _thread.read = True
@@ -227,5 +292,6 @@ def _hear(event: str, **_: object) -> None:
 def _listen(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         now = time.monotonic()
-        _programs.append(_Program(now - duration_secs, now, getattr(_thread, "read", False)))
-        _thread.read = False
+        read = getattr(_thread, "read", False)
+        _programs.append(_Program(now - duration_secs, now, read))
+        _thread.read, _thread.compiled = False, not read

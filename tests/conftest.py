@@ -135,6 +135,8 @@ def prepare_jax(gpu: bool = False, compiler: str | None = None, cores: int | Non
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(kept),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
+        # Executables are found by the source, and tests replace parts of it while they run.
+        "DMS_JAX_COMPILATION_CACHE": "off",
         # Which lines of Python an operation is from: kept with each, and read by nobody here.
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         # Ahead-of-time compilation for TPU with no TPU at hand.

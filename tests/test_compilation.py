@@ -5,13 +5,17 @@ import itertools
 import logging
 import pathlib
 import pwd
+import re
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import dms_jax
 from dms_jax import compilation
+
+STORIES = pathlib.Path(dms_jax.__file__).parent / "assets/stories260k"
 
 NAMES = (
     "jax_enable_compilation_cache",
@@ -169,6 +173,16 @@ def test_a_terminal_shows_how_many_programs_are_compiled(monkeypatch):
     written = count_to_three(monkeypatch, is_terminal=True, seconds=0.6)
     lines = written.split("\r")[1:]
     assert lines == ["Compiling: 2 of 3 programs", "Compiling: 3 of 3 programs", " " * 26, ""]
+
+
+def test_a_terminal_shows_how_many_arrays_are_loaded(monkeypatch):
+    stream = Terminal(is_terminal=True)
+    monkeypatch.setattr(compilation.sys, "stderr", stream)
+    monkeypatch.setattr(compilation, "COUNTED_SECONDS", 0.0)
+    dms_jax.load(STORIES)
+    assert re.match(
+        r"\rLoading: 1 of (\d+) arrays\r.*Loading: \1 of \1 arrays\r", stream.getvalue()
+    )
 
 
 @pytest.mark.parametrize(("is_terminal", "seconds"), [(False, 0.6), (True, 0.1)])

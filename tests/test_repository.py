@@ -40,7 +40,7 @@ IMPORT_ORDER = """
 errors
 checks
 assets compilation config_checks devices helper_process json_text processes ranking terminal
-config sharding
+config executables sharding
 cache interrupts
 policies
 model

@@ -82,12 +82,13 @@ class DeclaredTokens:
             index: _changed(token, raw=raw, special=token.special or token.content in names)
             for index, token in self.by_id
         }
-        known = set(backend.get_vocab(with_added_tokens=True)) if fixed else set()
+        # One by one: as a dictionary, a vocabulary of 150,000 takes a third of a second.
+        texts = {token.content for token in by_id.values()} if fixed else set()
+        known = {text for text in texts if backend.token_to_id(text) is not None}
         held = {_key(token) for token in backend.get_added_tokens_decoder().values()}
         backend.add_tokens([token for token in by_id.values() if _key(token) not in held])
         for index, token in by_id.items():
             self._check_id(index, token.content, backend, known)
-        before = backend.get_vocab(with_added_tokens=True)
         flags = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         missing = {}
         for token in special:
@@ -95,8 +96,9 @@ class DeclaredTokens:
             if found is None or not found.special:
                 token = _changed(token, raw=raw, special=True) if found is None else found
                 missing.setdefault(token.content, _changed(token, raw=False, special=True))
+        unknown = [text for text in missing if backend.token_to_id(text) is None]
         backend.add_tokens(list(missing.values()))
-        new = [t for t in missing if t not in before and t not in self.defaults]
+        new = [text for text in unknown if text not in self.defaults]
         if new:
             ids = ", ".join(f"{plain(repr(t), 40)} {backend.token_to_id(t)}" for t in new[:8])
             warnings.warn(

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from dms_jax import sharding
+from dms_jax import compilation, sharding
 from dms_jax.checkpoint import names
 from dms_jax.checkpoint.weights import Tensors
 from dms_jax.config import ModelConfig
@@ -60,19 +60,21 @@ def load_parameters(
     parameters = dict(nnx.to_flat_state(state))
     _check(config, weights, {path: param.get_value() for path, param in parameters.items()})
     filled = []
-    for path, param in parameters.items():
-        value = _read_parameter(
-            weights,
-            names.PIECES[path],
-            param.get_value().shape,
-            dtype=adapter_dtype if names.is_adapter(names.PIECES[path]) else dtype,
-            place=None
-            if mesh is None
-            else sharding.parameter_sharding(
-                mesh, param.get_metadata("axes"), param.get_value().shape, rules
-            ),
-        )
-        filled.append((path, param.replace(value)))
+    with compilation.counted(len(parameters), "Loading", "array") as count:
+        for path, param in parameters.items():
+            value = _read_parameter(
+                weights,
+                names.PIECES[path],
+                param.get_value().shape,
+                dtype=adapter_dtype if names.is_adapter(names.PIECES[path]) else dtype,
+                place=None
+                if mesh is None
+                else sharding.parameter_sharding(
+                    mesh, param.get_metadata("axes"), param.get_value().shape, rules
+                ),
+            )
+            filled.append((path, param.replace(value)))
+            count()
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 

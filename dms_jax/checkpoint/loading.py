@@ -1,7 +1,10 @@
 """Load a Hugging Face directory, a hub model or a GGUF file as a `LanguageModel`."""
 
+import contextlib
+import importlib
 import os
 import pathlib
+import threading
 from typing import Any
 
 import jax
@@ -70,6 +73,7 @@ def load(
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ConfigError(f"mesh must come from dms_jax.make_mesh, got {mesh!r:.80}")
     place = find_checkpoint(path)
+    threading.Thread(target=_start_device, name="dms_jax device").start()
     contents = read_checkpoint(place)
     policy = contents.policy
     weights, shape = contents.weights, contents.adapter
@@ -98,6 +102,16 @@ def load(
         source=os.path.abspath(place),
         untrained=untrained,
     )
+
+
+def _start_device() -> None:
+    """Starts the device, and imports what its programs need, while files are read.
+
+    A GPU takes a second or two. What goes wrong is raised where the device is used.
+    """
+    with contextlib.suppress(Exception):
+        jax.devices()
+        importlib.import_module("jax.experimental.pallas.tpu")  # see `compilation.prepare`
 
 
 def _check_dtype(dtype: Any) -> np.dtype | None:

@@ -92,8 +92,9 @@ def main(config: Config) -> None:
     sampling = config.make_sampling()
     access = make_access(config)
     with take_address(config.host, config.port) as taken, Server(taken) as server:
+        console.print(f"Loading {config.model} ...", soft_wrap=True)
         service = make_service(config)
-        console.print("Compiling whatever requests can need ...")
+        console.print("Reading or compiling the programs that requests can need ...")
         start = time.monotonic()
         with compilation.watched() as made:
             service.warm()

@@ -220,6 +220,10 @@ def pool_pages(
     room = free - beside - state if memory is None else memory
     affordable = int((room - state) // bytes_per_page)
     pages = min(needed, affordable)
+    if memory is None and rows < pages < needed:
+        # Programs are compiled for the number of pages, and two processes seldom find equally much
+        # free: of its seven first bits both make the same, and 1.6% at most is left.
+        pages = max(rows, pages - pages % (1 << max(pages.bit_length() - 7, 0)))
     pages -= pages % shards
     if pages < rows:
         raise CapacityError(

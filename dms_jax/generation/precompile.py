@@ -1,10 +1,11 @@
 """The programs that requests need, compiled at the same time instead of one by one.
 
-They are traced here, one after the other, and compiled in threads; the calls that need them find
-them compiled. A call whose requests are all known compiles what they need first (`compile_first`).
-What it leaves is compiled when it occurs: page tables for answers that outgrow those of the
-prompts, and prompts that are recomputed after a preemption. Where nobody knows what will come,
-everything that can occur is compiled (`compile_all`).
+Those that an earlier process kept (`executables`) are read in threads. The others are traced here,
+one after the other, and compiled in threads. The calls that need them find them compiled. A call
+whose requests are all known compiles what they need first (`compile_first`). What it leaves is
+compiled when it occurs: page tables for answers that outgrow those of the prompts, and prompts that
+are recomputed after a preemption. Where nobody knows what will come, everything that can occur is
+compiled (`compile_all`).
 """
 
 import concurrent.futures
@@ -29,7 +30,7 @@ from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, Given, LanesFilter
 from dms_jax.model.language_model import use_mesh
 
-# A program (jitted, or a `programs.Program`) and the arguments that it is compiled for.
+# A program (`programs.Program`) and the arguments that it is compiled for.
 _Call = tuple[Any, tuple[Any, ...]]
 
 
@@ -92,9 +93,14 @@ def compile_first(
     _compile(
         runner,
         (
-            *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
+            # Steps take the compiler longest: it begins with them, while prompts are traced.
             *([calls.decode(pages_of_steps, num_steps, end_tokens)] if steps else []),
+            *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens()] if drawn else []),
+            *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
+            *(calls.copy_lanes() if len(unique) < min(len(requests), num_lanes) else []),
+            *calls.set_max_lengths(),
+            calls.clear(),
         ),
     )
 
@@ -189,7 +195,7 @@ class _Calls:
 
     def keep_hidden(self, entries: int) -> _Call:
         kept, entries = self.runner.hidden, self._entries(entries)
-        hidden = np.zeros((entries, kept.shape[1]), kept.dtype)
+        hidden = self.runner.everywhere(np.zeros((entries, kept.shape[1]), kept.dtype))
         return programs.keep_hidden, (kept, hidden, np.zeros(entries, np.int32))
 
     def clear(self) -> _Call:
@@ -211,7 +217,7 @@ class _Calls:
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
-    """Compiles programs for their arguments in threads; returns how many there are.
+    """Reads or compiles programs for their arguments in threads; returns how many there are.
 
     An error or an interrupt waits for those that are being compiled, and for none that has not
     begun: a process that ends while the compiler runs in one of its threads aborts.
@@ -219,18 +225,30 @@ def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
     calls = list(calls)
     threads = max(4, os.cpu_count() or 1)
     with (
-        compilation.counted(len(calls)) as count,
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
         use_mesh(runner.model.mesh),
     ):
         try:
-            running = []
-            for program, given in calls:
-                running.append(pool.submit(program.lower(*given).compile))
-                running[-1].add_done_callback(lambda _: count())
-            for each in concurrent.futures.as_completed(running):
-                each.result()
+            left = _read(pool, calls)
+            with compilation.counted(len(left)) as count:
+                running = []
+                for program, given in left:
+                    running.append(pool.submit(program.compiling(*given)))
+                    running[-1].add_done_callback(lambda _: count())
+                for each in concurrent.futures.as_completed(running):
+                    each.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return len(calls)
+
+
+def _read(pool: concurrent.futures.Executor, calls: list[_Call]) -> list[_Call]:
+    """Reads the executables that are on disk; returns the calls that have none."""
+    with compilation.counted(len(calls), "Loading") as count:
+        running = []
+        for program, given in calls:
+            running.append(pool.submit(program.reading(*given)))
+            running[-1].add_done_callback(lambda _: count())
+        found = [each.result() for each in running]
+    return [call for call, there in zip(calls, found, strict=True) if not there]

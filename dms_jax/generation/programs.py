@@ -7,6 +7,7 @@ options of each platform; `Packed` makes the results of a program one transfer t
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax._src.config import trace_context  # all settings that tracing depends on; no public name
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from dms_jax import sharding
+from dms_jax import compilation, executables, sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.generation.sampling import Filter, Given, look_up, sample
@@ -63,11 +66,14 @@ ON_GPU_STEP: dict[str, Any] = {"block": 16}
 class Program:
     """A jitted function with the compiler options of the platform that it runs on.
 
+    What is compiled before it is needed is called without jax's tracing: see `executables`.
+
     Args:
       function: the function to compile.
       gpu_options: compiler options on a GPU.
       other_options: compiler options on other platforms.
       on_gpu: keyword arguments that the function is given on a GPU.
+      static_argnums: the arguments that are no arrays.
       **options: arguments of `jax.jit`.
     """
 
@@ -78,12 +84,25 @@ class Program:
         gpu_options: dict[str, Any] = GPU_OPTIONS,
         other_options: dict[str, Any] = OPTIONS,
         on_gpu: dict[str, Any] | None = None,
+        static_argnums: tuple[int, ...] = (),
         **options: Any,
     ):
         functools.update_wrapper(self, function)
+        self._static = static_argnums
+        options |= {"static_argnums": static_argnums}
         self._anywhere = jax.jit(function, compiler_options=other_options, **options)
         given = functools.partial(function, **(on_gpu or {}))
         self.on_gpu = jax.jit(given, compiler_options=gpu_options, **options)
+        self._made_of = (
+            function,
+            {
+                "gpu": gpu_options,
+                "other": other_options,
+                "on_gpu": on_gpu or {},
+                **options,
+            },
+        )
+        self._ready: dict[Any, jax.stages.Compiled] = {}  # by their signature
 
     @property
     def jitted(self) -> Any:
@@ -91,11 +110,113 @@ class Program:
         return self.on_gpu if jax.default_backend() == "gpu" else self._anywhere
 
     def __call__(self, *args: Any) -> Any:
+        if self._ready:
+            ready = self._ready.get(self._signature(args))
+            if ready is not None:
+                return ready(*self._arrays(args))
         return self.jitted(*args)
 
     def lower(self, *args: Any) -> Any:
         """Lowers the function for the arguments; see `jax.jit(f).lower`."""
         return self.jitted.lower(*args)
+
+    def reading(self, *args: Any) -> Callable[[], bool]:
+        """Returns a function that reads the executable for these arguments from disk.
+
+        It may be called in another thread, and returns whether the executable is there, or was.
+        """
+        signature = self._signature(args)
+        if signature in self._ready:
+            return lambda: True
+        key = self._key(signature)
+        if key is None:
+            return lambda: False
+        arrays = self._arrays(args)
+        tree, devices = jax.tree.structure((arrays, {})), _devices(arrays)
+
+        def read() -> bool:
+            found = executables.read(key, tree, devices)
+            if found is not None:
+                self._ready[signature] = found
+            return found is not None
+
+        return read
+
+    def compiling(self, *args: Any) -> Callable[[], None]:
+        """Lowers the function for the arguments; returns what compiles it, in any thread.
+
+        The executable is kept on disk, if any are.
+        """
+        signature, lowered = self._signature(args), self.lower(*args)
+        key = self._key(signature)
+
+        def make() -> None:
+            if key is None:
+                lowered.compile()  # jax finds it when it is called
+                return
+            with compilation.without_jax_cache():
+                compiled, anew = compilation.compile_anew(lowered)
+            self._ready[signature] = compiled
+            if anew:
+                executables.keep(key, compiled)
+
+        return make
+
+    def prepare(self, *args: Any) -> None:
+        """Reads or compiles the executable for these arguments."""
+        if not self.reading(*args)():
+            self.compiling(*args)()
+
+    def _arrays(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(each for number, each in enumerate(args) if number not in self._static)
+
+    def _signature(self, args: tuple[Any, ...]) -> Any:
+        """Returns all of the arguments that a program depends on, and jax's settings.
+
+        None where they are traced.
+        """
+        leaves, tree = jax.tree.flatten(self._arrays(args))
+        kinds = tuple(map(_kind, leaves))
+        if None in kinds:
+            return None
+        static = tuple(args[number] for number in self._static)
+        return trace_context(), static, tree, kinds
+
+    def _key(self, signature: Any) -> str | None:
+        if signature is None or executables.directory() is None:
+            return None
+        return executables.key_of(*self._made_of, signature[1:])
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns what a program depends on of an argument; None if it is no value."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype, False, None
+    if isinstance(leaf, Tracer):
+        return None
+    if isinstance(leaf, jax.Array):
+        # One that is where it would be by default is taken as if nobody had put it there: what a
+        # program gives is put there if one of its arguments was (KCache's values on the host).
+        place = leaf.sharding if leaf.committed and not _by_default(leaf.sharding) else None
+        return leaf.shape, leaf.dtype, leaf.weak_type, place
+    return type(leaf)
+
+
+def _by_default(place: jax.sharding.Sharding) -> bool:
+    if not isinstance(place, SingleDeviceSharding):
+        return False
+    (device,) = place.device_set
+    default = jax.config.jax_default_device or jax.devices()[0]
+    return device == default and place.memory_kind in (None, device.default_memory().kind)
+
+
+def _devices(arrays: Any) -> list[jax.Device]:
+    """Returns the devices on which a program of these arguments runs, in their order."""
+    found = [leaf.sharding for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
+    for sharding_of in found:
+        if isinstance(sharding_of, NamedSharding) and isinstance(sharding_of.mesh, Mesh):
+            return list(sharding_of.mesh.devices.flat)
+    return list(found[0].device_set) if found else jax.devices()[:1]
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -191,8 +312,8 @@ def request_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
     return jax.vmap(lambda each: jax.random.fold_in(jax.random.key(each[0]), each[1]))(seeds)
 
 
-@functools.lru_cache(maxsize=8)
-def make_cache(
+@functools.partial(Program, static_argnums=tuple(range(8)))
+def empty_cache(
     config: Any,
     form: jax.tree_util.PyTreeDef,
     num_lanes: int,
@@ -201,14 +322,12 @@ def make_cache(
     dtype: Any,
     kv_dtype: str | None,
     value_pages: int | None,
-    mesh: jax.sharding.Mesh | None,
-) -> Any:
-    """Returns a compiled function that creates an empty cache under the current mesh.
+) -> Cache:
+    """Creates an empty cache on the default device.
 
     Of the policy it takes the structure alone (`jax.tree.structure`): its numbers shape nothing.
     """
-    make = functools.partial(
-        init_cache,
+    return init_cache(
         config,
         jax.tree.unflatten(form, [0] * form.num_leaves),
         num_sequences=num_lanes,
@@ -218,13 +337,25 @@ def make_cache(
         kv_dtype=kv_dtype,
         value_pages=value_pages,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def make_cache(mesh: jax.sharding.Mesh | None, config: Any, *args: Any) -> Callable[[], Cache]:
+    """Returns a compiled function that creates an empty cache; see `empty_cache`.
+
+    Args:
+      mesh: the current mesh, over whose devices it lies.
+      config, *args: those of `empty_cache`.
+    """
     if mesh is None:
-        return jax.jit(make)
+        empty_cache.prepare(config, *args)
+        return functools.partial(empty_cache, config, *args)
+    make = functools.partial(inspect.unwrap(empty_cache), config, *args)
     specs = cache_specs(jax.eval_shape(make), config.num_kv_heads)
     return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 4))
+@functools.partial(Program, donate_argnums=0, static_argnums=(2, 4))
 def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any) -> Cache:
     """Empties the masked lanes: lengths and row states. Pages are managed on the host."""
     fresh = policy.init_state(cache_shape(config, dtype, num_sequences=len(mask))).rows
@@ -240,7 +371,7 @@ def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dt
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(Program, donate_argnums=0)
 def set_max_lengths(cache: Cache, max_lengths: Int[Array, " B"]) -> Cache:
     """Sets the maximum length of each lane's sequence."""
     return dataclasses.replace(cache, max_lengths=max_lengths)
@@ -332,10 +463,11 @@ def extend(
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
     before = lengths.sum((0, 2), dtype=jnp.int32)
+    hidden = sharding.constrain(hidden, None, None)  # as `keep_hidden` is compiled for it
     return cache, Extension(hidden, before, passed.live, cache.lengths), tail
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(Program, donate_argnums=0)
 def keep_hidden(
     kept: Float[Array, "B E"], hidden: Float[Array, "b E"], lanes: Int[Array, " b"]
 ) -> Float[Array, "B E"]:
@@ -457,7 +589,7 @@ def decode(
     return dataclasses.replace(cache, page_table=table_before), steps, newest, tail
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+@functools.partial(Program, donate_argnums=0, static_argnums=(3,))
 def copy_lanes(
     cache: Cache,
     pages: Int[Array, "shards 2 n"],

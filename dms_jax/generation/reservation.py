@@ -309,7 +309,7 @@ class Reservation:
             return [self.table_width(1, steps=steps)]
         cut = self._slot_limit if steps or not self.shrinks else None
         most = self.max_tokens if cut is None else min(cut, self.max_tokens)
-        slots = range(1, most + self.page_size, self.page_size)
+        slots = (*range(1, most, self.page_size), most)
         return sorted({self.table_width(each, steps=steps) for each in slots})
 
     def table(self, *, steps: bool) -> Int[np.ndarray, "L B K M"]:

@@ -226,6 +226,7 @@ class Runner:
         on_host = self._value_layers < config.num_layers
         with use_mesh(self.model.mesh):
             make = programs.make_cache(
+                self.model.mesh,
                 config,
                 jax.tree.structure(self.policy),
                 self.num_lanes,
@@ -234,7 +235,6 @@ class Runner:
                 self.model.dtype,
                 self._kv_dtype,
                 value_pages if on_host else None,
-                self.model.mesh,
             )
             with fits_device(
                 f"The device has no room for a cache of {num_pages} pages "

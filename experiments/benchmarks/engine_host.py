@@ -91,7 +91,8 @@ class Marks:
         call, read = Program.__call__, Packed.read
 
         def launched(program: Program, *args: Any) -> Any:
-            self.events.append((names[program], time.perf_counter()))
+            if program in names:
+                self.events.append((names[program], time.perf_counter()))
             return call(program, *args)
 
         def arrived(packed: Packed) -> Any:

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -290,16 +290,16 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 @contextlib.contextmanager
-def started(options: str) -> Iterator[str]:
+def started(options: str, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """The address of `dms-jax serve` with these options, which is ended afterwards.
 
     Raises:
       ConfigError: it ended before it answered; its own words stand above.
     """
     call = [sys.executable, "-m", "dms_jax.command_line", "serve", "--port", "0"]
-    environment = os.environ | {"COLUMNS": "10000"}  # the address stays on one line
+    given = {**environment, "COLUMNS": "10000"}  # the address stays on one line
     with subprocess.Popen(
-        [*call, *shlex.split(options)], stdout=subprocess.PIPE, text=True, env=environment
+        [*call, *shlex.split(options)], stdout=subprocess.PIPE, text=True, env=given
     ) as server:
         assert server.stdout is not None
         try:

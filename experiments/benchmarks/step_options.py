@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ import numpy as np
 from dms_jax.cache import pool
 from dms_jax.command_line.reports import make_place
 from dms_jax.command_line.running import command, run
+from dms_jax.compilation import SWITCH
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
@@ -187,6 +189,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     if unknown := set(config.only) - set(names):
         raise ConfigError(f"--only: {sorted(unknown)[0]!r} is no variant; there are {names}")
     make_place("--out", config.out)
+    os.environ[SWITCH] = "off"  # variants replace functions, and are found by their source
     steps = decode_steps.Config(
         shapes=(config.shape,),
         batch=config.batch,

@@ -236,12 +236,12 @@ def test_few_programs_copy():
     """One shape for any number of lanes and pages, and one draw for any number of chains."""
     engine, given = host_engine("evicts", 4), prompts([13, 30, 5, 1])
     engine.generate([given[0]] * 4, sampling=SAMPLED)
-    first_tokens = programs.first_tokens.jitted
-    copies, draws = programs.copy_lanes._cache_size(), first_tokens._cache_size()
+    copy_lanes, first_tokens = programs.copy_lanes.jitted, programs.first_tokens.jitted
+    copies, draws = copy_lanes._cache_size(), first_tokens._cache_size()
     for count, prompt in ((2, given[1]), (4, given[2]), (3, given[3]), (2, given[0])):
         found = engine.generate([prompt] * count, sampling=SAMPLED)
         assert prefilled(found) == [len(prompt)] + [0] * (count - 1)
-    assert programs.copy_lanes._cache_size() == copies
+    assert copy_lanes._cache_size() == copies
     assert first_tokens._cache_size() == draws
 
 

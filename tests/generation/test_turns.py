@@ -32,7 +32,8 @@ def events_of(call, monkeypatch) -> list[str]:
 
     def launched(program, *arguments):
         results = launch(program, *arguments)
-        note(known[program])
+        if program in known:
+            note(known[program])
         return results
 
     def chunk(runner, *arguments):

@@ -19,8 +19,11 @@ class Slow:
     def __init__(self, stop, allowed: threading.Event):
         self._stop, self._allowed = stop, allowed
 
-    def lower(self) -> "Slow":
-        return self
+    def reading(self):
+        return lambda: False
+
+    def compiling(self):
+        return self.compile
 
     def compile(self) -> None:
         self.begun.append(self)
@@ -77,11 +80,11 @@ def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, 
 
     monkeypatch.setattr(precompile.concurrent.futures.ThreadPoolExecutor, "shutdown", waits)
 
-    def lower():  # of the last program: then all have been told
+    def compiling():  # of the last program: then all have been told
         full.set()
-        return programs[-1]
+        return programs[-1].compile
 
-    programs[-1].lower = lower
+    programs[-1].compiling = compiling
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(stop, Interrupts):
         signal.signal(signal.SIGINT, stop.handle)

@@ -5,6 +5,7 @@ import gzip
 import importlib
 import importlib.util
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from experiments.benchmarks import (
     engine,
     engine_host,
     even_heads,
+    first_answer,
     first_results,
     serving,
     shapes,
@@ -244,6 +246,32 @@ def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path):
         assert len(row["load"]) == 2
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["rows"] == rows
+
+
+def test_the_first_process_has_an_empty_cache_and_the_others_have_what_it_left(
+    monkeypatch, tmp_path
+):
+    seen: list[tuple[str, tuple[str, ...]]] = []
+
+    def timed(config, environment):
+        place = pathlib.Path(environment["DMS_JAX_COMPILATION_CACHE"])
+        assert "JAX_COMPILATION_CACHE_DIR" not in environment
+        seen.append((place.name, tuple(sorted(each.name for each in place.iterdir()))))
+        (place / str(len(seen))).touch()
+        return {"seconds": {"ready": 10.0 * len(seen), "answered": 7.0}}
+
+    monkeypatch.setattr(first_answer, "TIMED", {"generate": timed, "serve": timed})
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/would/be/warm")
+    out = tmp_path / "times.json"
+    report = first_answer.main(
+        first_answer.Config("model", warm=2, only=("generate", "serve"), out=out)
+    )
+    assert [files for _, files in seen] == [(), ("1",), ("1", "2"), (), ("4",), ("4", "5")]
+    assert len({place for place, _ in seen}) == 2
+    assert json.loads(out.read_text(encoding="utf-8")) == report
+    assert report["medians"]["generate, warm"] == {"ready": 25.0, "answered": 7.0}
+    assert report["medians"]["serve, cold"] == {"ready": 40.0, "answered": 7.0}
+    assert [row["cache"] for row in report["rows"]] == ["cold", "warm", "warm"] * 2
 
 
 # -- traces of a profiler, and kernels -------------------------------------------------------------

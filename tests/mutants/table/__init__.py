@@ -4,6 +4,7 @@ from tests.mutants.table import (
     cache,
     checkpoint,
     evaluation,
+    executables,
     generation,
     kernels,
     launches,
@@ -27,5 +28,6 @@ MUTANTS = [
     *launches.MUTANTS,
     *evaluation.MUTANTS,
     *serving.MUTANTS,
+    *executables.MUTANTS,
     *kernels.MUTANTS,
 ]

@@ -1,0 +1,390 @@
+"""Executables on disk: a new process runs them untraced, and none that others may have written."""
+
+import contextlib
+import inspect
+import math
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import time
+import types
+
+import chex
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
+
+import dms_jax
+from dms_jax import compilation, executables
+from dms_jax.generation import Engine, precompile, programs
+from dms_jax.generation.programs import Program
+from dms_jax.generation.sampling import Sampling
+from tests.generation.support import model_for
+from tests.support.compilations import Compilations
+
+FILLED = np.full((1, 3), 7.0, np.float32)
+LANES = np.array([1], np.int32)
+STORIES = pathlib.Path(dms_jax.__file__).parent / "assets/stories260k"
+SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """Has executables kept in a directory of the test; gives it."""
+    monkeypatch.setenv(compilation.SWITCH, "")
+    monkeypatch.setattr(executables, "_BEGUN", math.inf)  # whenever the source was changed
+    source = executables._source
+    source.cache_clear()
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    directory = executables.directory()
+    assert directory is not None
+    yield directory
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    source.cache_clear()
+
+
+def function() -> types.FunctionType:
+    """Returns a function of the library as a new process has it: jax has not seen it."""
+    known = inspect.unwrap(programs.keep_hidden)
+    return types.FunctionType(known.__code__, known.__globals__, known.__name__)
+
+
+def process() -> Program:
+    """Returns the program of a new process: nothing of it was traced or read."""
+    return Program(function(), donate_argnums=0)
+
+
+def zeros() -> jax.Array:
+    return jax.device_put(np.zeros((2, 3), np.float32))
+
+
+def prepare(program: Program, *args) -> tuple[int, int]:
+    """Has a program read or compiled; returns how many were compiled and read."""
+    with compilation.watched() as made:
+        program.prepare(*args)
+    return made.compiled, made.read
+
+
+def file_in(directory: pathlib.Path) -> pathlib.Path:
+    (file,) = directory.iterdir()
+    return file
+
+
+@pytest.fixture
+def written(kept):
+    """The file of `process()` for `zeros()` and the arguments above, and its directory."""
+    assert prepare(process(), zeros(), FILLED, LANES) == (1, 0)
+    return file_in(kept)
+
+
+def test_a_new_process_runs_what_an_earlier_one_compiled(written):
+    del written
+    program, given, compilations = process(), zeros(), Compilations()
+    assert compilations.of(lambda: program.prepare(given, FILLED, LANES)) == 0
+    results = []
+    assert compilations.of(lambda: results.append(program(given, FILLED, LANES))) == 0
+    chex.assert_trees_all_equal(
+        np.asarray(results[0]), np.array([[0, 0, 0], [7, 7, 7]], np.float32)
+    )
+    assert given.is_deleted()  # it was donated
+
+
+def test_files_are_the_users_alone(written):
+    assert written.stat().st_mode & 0o777 == 0o600
+    assert written.parent.stat().st_mode & 0o777 == 0o700
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit of the executable is another."""
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+
+
+def signed(content: bytes, payload: bytes) -> bytes:
+    """Another content with a digest that fits."""
+    key = content[len(executables._FORMAT) :][:64].decode()
+    return executables._header(key, payload) + payload
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "short": lambda content: content[: len(content) // 2],
+    "a bit": flipped,
+    "foreign": lambda content: content[:30] + b"0" + content[31:],
+    "no pickle": lambda content: signed(content, b"nothing"),
+    "no executable": lambda content: signed(content, pickle.dumps((b"nothing", None))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_one_that_is_missing(written, damage):
+    content = written.read_bytes()
+    written.write_bytes(DAMAGES[damage](content))
+    assert written.read_bytes() != content
+    program = process()
+    assert prepare(program, zeros(), FILLED, LANES)[1] == 0
+    chex.assert_trees_all_equal(np.asarray(program(zeros(), FILLED, LANES))[1], FILLED[0])
+
+
+class Evil:
+    """Its pickle writes a file where it is read."""
+
+    def __init__(self, file: pathlib.Path):
+        self._file = file
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self._file,)
+
+
+def plant(written: pathlib.Path, loud: pathlib.Path) -> None:
+    written.write_bytes(signed(written.read_bytes(), pickle.dumps(Evil(loud))))
+
+
+def make_link(file: pathlib.Path) -> None:
+    elsewhere = file.parent.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+DOUBTS = {
+    "writable by a group": lambda file: file.chmod(0o620),
+    "writable by all": lambda file: file.chmod(0o602),
+    "a link": make_link,
+    "in a directory of others": lambda file: file.parent.chmod(0o770),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_what_others_may_have_written_is_not_read(written, tmp_path, doubt):
+    plant(written, tmp_path / "loud")
+    DOUBTS[doubt](written)
+    assert prepare(process(), zeros(), FILLED, LANES)[1] == 0
+    assert not (tmp_path / "loud").exists()
+
+
+def test_the_planted_file_would_be_loud(written, tmp_path):
+    """Or the test above would say nothing."""
+    plant(written, tmp_path / "loud")
+    process().prepare(zeros(), FILLED, LANES)
+    assert (tmp_path / "loud").exists()
+
+
+def test_a_file_of_another_user_is_not_read(written, monkeypatch):
+    found = os.stat_result((0o100600, 1, 1, 1, os.geteuid() + 1, 0, 9, 0, 0, 0))
+    monkeypatch.setattr(executables.os, "fstat", lambda _: found)
+    assert prepare(process(), zeros(), FILLED, LANES)[1] == 0
+    assert written.exists()
+
+
+def test_no_directory_can_be_made(kept):
+    del kept
+    jax.config.update("jax_compilation_cache_dir", "/proc/self")
+    assert executables.directory() is None
+
+
+@pytest.mark.parametrize("switch", ["off", "0"])
+def test_one_switch_turns_it_off(kept, monkeypatch, switch):
+    monkeypatch.setenv(compilation.SWITCH, switch)
+    process().prepare(zeros(), FILLED, LANES)
+    assert not [*kept.iterdir()]
+
+
+def test_jax_keeps_no_second_copy_and_goes_on_keeping(kept):
+    """What it reads from its cache cannot be serialized again."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    process().prepare(zeros(), FILLED, LANES)
+    assert [each.name for each in kept.parent.iterdir()] == [kept.name]
+    assert jax.config.jax_enable_compilation_cache
+    jax.jit(lambda x: x * 3 + 71)(np.float32(1))
+    assert len([*kept.parent.iterdir()]) > 1
+
+
+def test_what_jax_read_from_its_cache_is_not_kept(kept, monkeypatch):
+    """Its functions would be lost, and the next process could not run it."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    monkeypatch.setattr(compilation, "without_jax_cache", contextlib.nullcontext)
+    given = zeros(), FILLED, LANES
+    jax.jit(function(), donate_argnums=0, compiler_options=programs.OPTIONS).lower(*given).compile()
+    assert prepare(process(), zeros(), FILLED, LANES) == (0, 1)
+    assert not [*kept.iterdir()]
+
+
+def test_the_oldest_are_deleted(kept, monkeypatch):
+    program, sizes = process(), (2, 3, 4, 5)
+    for rows in sizes[:3]:
+        program.prepare(np.zeros((rows, 3), np.float32), FILLED, LANES)
+    files = sorted(kept.iterdir(), key=lambda each: each.stat().st_mtime_ns)
+    size = max(each.stat().st_size for each in files)
+    for age, file in enumerate(files):
+        os.utime(file, (0, time.time() - 100 + age))
+    process().prepare(np.zeros((sizes[0], 3), np.float32), FILLED, LANES)  # it is used
+    monkeypatch.setattr(executables, "MOST_BYTES", 3 * size)
+    program.prepare(np.zeros((sizes[3], 3), np.float32), FILLED, LANES)
+    left = set(kept.iterdir())
+    assert len(left) == 3
+    assert files[0] in left
+    assert files[1] not in left
+
+
+# -- keys -----------------------------------------------------------------------------------------
+
+
+def key(*args, program: Program | None = None) -> str | None:
+    program = program or process()
+    return program._key(program._signature(args))
+
+
+CHANGES = {
+    "source": lambda patch: patch.setattr(executables, "_source", lambda: "another"),
+    "versions": lambda patch: patch.setattr(executables, "_versions", lambda: {"jax": "0"}),
+    "flags": lambda patch: patch.setitem(executables._ENVIRONMENT, "XLA_FLAGS", "--another"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_key_depends_on_what_compiles(kept, monkeypatch, change):
+    del kept
+    before = key(zeros(), FILLED, LANES)
+    assert before == key(zeros(), FILLED, LANES)
+    CHANGES[change](monkeypatch)
+    assert key(zeros(), FILLED, LANES) != before
+
+
+def test_a_key_depends_on_settings_and_arguments_and_on_no_value(kept):
+    del kept
+    mesh = dms_jax.make_mesh(data=2)
+    placed = [
+        jax.device_put(np.zeros((2, 3), np.float32), NamedSharding(mesh, PartitionSpec(*axes)))
+        for axes in ((), ("data",))
+    ]
+    options = Program(function())
+    keys = [
+        key(zeros(), FILLED, LANES),
+        key(np.zeros((2, 4), np.float32), FILLED, LANES),
+        key(np.zeros((2, 3), np.float16), FILLED, LANES),
+        key(zeros(), 1.0, LANES),
+        key(zeros(), 1, LANES),
+        key(zeros(), [FILLED], LANES),
+        *(key(each, FILLED, LANES) for each in placed),
+        key(jax.device_put(zeros(), jax.devices()[1]), FILLED, LANES),
+        key(zeros(), FILLED, LANES, program=options),
+        key(zeros(), FILLED, LANES, program=Program(inspect.unwrap(programs.set_max_lengths))),
+    ]
+    with jax.default_matmul_precision("float32"):
+        keys.append(key(zeros(), FILLED, LANES))
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert key(zeros() + 1, FILLED + 1, LANES + 1) == keys[0]
+    assert key(np.zeros((2, 3), np.float32), FILLED, LANES) == keys[0]  # where it is by default
+
+
+def test_a_source_that_was_changed_while_it_runs_is_no_witness(kept, monkeypatch):
+    executables._source.cache_clear()
+    monkeypatch.setattr(executables, "_BEGUN", 0.0)
+    assert key(zeros(), FILLED, LANES) is None
+    process().prepare(zeros(), FILLED, LANES)
+    assert not [*kept.iterdir()]
+
+
+def local(kept, hidden, lanes):
+    return kept
+
+
+def test_programs_whose_source_is_unknown_are_not_kept(kept):
+    """A policy of the user's, and functions of scripts: their source is in no key."""
+
+    class Own(dms_jax.TOVA):
+        pass
+
+    given = zeros(), FILLED, LANES
+    assert key(*given, program=Program(local)) is None
+    assert key(zeros(), Own(budget=8), LANES) is None
+    assert key(zeros(), dms_jax.TOVA(budget=8), LANES) is not None
+    prepare(Program(local), *given)
+    assert not [*kept.iterdir()]
+
+
+def calls_of(engine: Engine):
+    """Returns the program of steps, and one of prompts, with their arguments."""
+    calls = precompile._Calls(engine.runner, Sampling(temperature=0.5, top_k=3).filter)
+    shape = next(iter(engine.shapes.one_pass.every(64)))[0]
+    return calls.decode(4, 8, (2,)), calls.extend(shape, 4)
+
+
+POLICIES = {
+    "vanilla": None,
+    "SnapKV": dms_jax.SnapKV(budget=16, window=4, interval=8, kernel=3),
+}
+
+
+def keys_of(name: str) -> list[str | None]:
+    engine = Engine(model_for("vanilla"), POLICIES[name], num_lanes=2, max_tokens=64)
+    return [key(*given, program=program) for program, given in calls_of(engine)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_program_closes_over_arrays(name):
+    """Their values would be in an executable, and in no key."""
+    engine = Engine(model_for("vanilla"), POLICIES[name], num_lanes=2, max_tokens=64)
+    for program, given in calls_of(engine):
+        traced = program.jitted.trace(*given)
+        assert not [each for each in traced.jaxpr.consts if each.size > 64]
+
+
+ANOTHER = """
+import sys
+from tests.conftest import prepare_jax
+prepare_jax()
+import jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+from tests import test_executables
+test_executables.executables._BEGUN = float("inf")
+print(*test_executables.keys_of("SnapKV"))
+"""
+
+
+def test_keys_are_those_of_another_process(kept):
+    """No key depends on addresses, or on the order of a set."""
+    own = keys_of("SnapKV")
+    assert None not in own
+    done = subprocess.run(
+        [sys.executable, "-c", ANOTHER, str(kept.parent)],
+        env=os.environ | {"PYTHONHASHSEED": "17", "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == own
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, pytest.param((2, 2), marks=pytest.mark.nightly)], ids=["device", "mesh"]
+)
+def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatch, mesh):
+    place = None if mesh is None else dms_jax.make_mesh(*mesh)
+    model = dms_jax.load(STORIES, mesh=place)
+    policy = dms_jax.TOVA(budget=24)
+    prompts = [[5, 6, 7], [8, 9], [8, 9], list(range(3, 60))]
+    answers, read = [], []
+    for _ in range(2):  # processes
+        for each in vars(programs).values():
+            if isinstance(each, Program):
+                monkeypatch.setattr(each, "_ready", {})
+        programs.make_cache.cache_clear()
+        with compilation.watched() as made:
+            engine = Engine(model, policy, num_lanes=6, max_tokens=112, page_size=8)
+            completions = engine.generate(prompts, sampling=SHORT)
+        answers.append([each.tokens for each in completions])
+        read.append(made.read)
+    assert read[0] == 0
+    assert read[1] >= len([*kept.iterdir()]) >= 5  # on a mesh jax keeps some of its own
+    assert answers[0] == answers[1]
