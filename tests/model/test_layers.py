@@ -1,8 +1,8 @@
 """Products of a single vector."""
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -16,7 +16,7 @@ def test_a_single_narrow_vector_has_the_product_that_it_has_beside_others(dtype)
     x = jax.random.normal(jax.random.key(1), (2, 1, 3, 32), dtype)
     together = linear(x)
     for row in range(2):
-        np.testing.assert_array_equal(linear(x[row : row + 1])[0], together[row])
+        chex.assert_trees_all_equal(linear(x[row : row + 1])[0], together[row])
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_only_a_single_narrow_vector_is_multiplied_beside_zeros(shape, inputs, d
     x = jnp.ones(shape, dtype)
     result = product(multiply, x, inputs)
     assert (seen, result.shape) == ([rows], shape)
-    np.testing.assert_array_equal(result, x + 1)
+    chex.assert_trees_all_equal(result, x + 1)
