@@ -77,9 +77,9 @@ def product(
 ) -> jax.Array:
     """Returns `multiply(x)`, products of a matrix with the vectors of x, of `inputs` axes each.
 
-    XLA itself multiplies a single vector of a narrow type, where a library is faster: by 17 times on
-    a CPU (1536 x 8960 in bfloat16: 53 ms, and 3 for two vectors), and for attention's matrices on an
-    H200. So a single vector is multiplied beside zeros.
+    XLA itself multiplies a single vector of a narrow type, where a library is faster: by 17 times
+    on a CPU (1536 x 8960 in bfloat16: 53 ms, and 3 for two vectors), and for attention's matrices
+    on an H200. So a single vector is multiplied beside zeros.
     """
     if math.prod(x.shape[: x.ndim - inputs]) > 1 or jnp.finfo(x.dtype).bits > 16:
         return multiply(x)
