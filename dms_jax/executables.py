@@ -26,6 +26,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -252,6 +253,7 @@ def read(key: str, tree: Any, devices: Iterable[Any]) -> Any:
     if head != _header(key, payload):
         return None
     devices = list(devices)
+    import_runtime(devices[0].platform)
     try:
         executable, out_tree = pickle.loads(payload)
         loaded = serialize_executable.deserialize_and_load(
@@ -263,6 +265,12 @@ def read(key: str, tree: Any, devices: Iterable[Any]) -> Any:
         return None
     compilation.note_read(start)
     return loaded
+
+
+def import_runtime(platform: str) -> None:
+    """Imports what executables of a platform are linked with when they are read."""
+    if platform == "gpu":  # it says where Mosaic's runtime is; tracing a kernel imports it too
+        importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 def keep(key: str, compiled: Any) -> None:

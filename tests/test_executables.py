@@ -388,3 +388,33 @@ def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatc
     assert read[0] == 0
     assert read[1] >= len([*kept.iterdir()]) >= 5  # on a mesh jax keeps some of its own
     assert answers[0] == answers[1]
+
+
+def test_what_executables_are_linked_with_is_imported_before_they_are_read(kept, monkeypatch):
+    seen = []
+    monkeypatch.setattr(executables, "import_runtime", lambda platform: seen.append(platform))
+    monkeypatch.setattr(
+        executables.serialize_executable,
+        "deserialize_and_load",
+        lambda *_, **__: seen.append("read"),
+    )
+    key, payload = "0" * 64, pickle.dumps((b"", None))
+    (kept / key).write_bytes(executables._header(key, payload) + payload)
+    (kept / key).chmod(0o600)
+    executables.read(key, None, jax.devices("cpu")[:1])
+    assert seen == ["cpu", "read"]
+
+
+def test_kernels_of_mosaic_find_their_runtime_in_a_process_that_traces_none():
+    call = (
+        "import os; from dms_jax import executables; "
+        "assert 'MOSAIC_GPU_RUNTIME_LIB_PATH' not in os.environ; "
+        "executables.import_runtime('cpu'); "
+        "assert 'MOSAIC_GPU_RUNTIME_LIB_PATH' not in os.environ; "
+        "executables.import_runtime('gpu'); import jax.experimental.mosaic.gpu.core as core; "
+        "assert str(core.RUNTIME_PATH or '') == os.environ.get('MOSAIC_GPU_RUNTIME_LIB_PATH', '')"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "MOSAIC_GPU_RUNTIME_LIB_PATH"
+    }
+    subprocess.run([sys.executable, "-c", call], check=True, env=environment)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dms_jax import compilation, sharding
+from dms_jax import compilation, executables, sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import find_checkpoint, read_checkpoint
 from dms_jax.checkpoint.load_parameters import load_parameters
@@ -110,7 +110,7 @@ def _start_device() -> None:
     A GPU takes a second or two. What goes wrong is raised where the device is used.
     """
     with contextlib.suppress(Exception):
-        jax.devices()
+        executables.import_runtime(jax.default_backend())
         importlib.import_module("jax.experimental.pallas.tpu")  # see `compilation.prepare`
 
 
