@@ -48,7 +48,7 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # tokens takes 6.61 and 6.29 ms on an H200 (`experiments/results/decode/step_options.json`).
 #
 # Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
-# of 256 tokens takes 1.89 ms in place of 2.04 (`experiments/results/engine/step_options.json`). But
+# of 256 tokens takes 1.89 ms in place of 2.04 (`experiments.benchmarks.step_options`). But
 # a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
@@ -59,7 +59,7 @@ GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
 # before it, and what its layers have of their own (norms, plans, tables, rows) is sliced at once.
 # With 16 in place of 8 a step with Llama-3.2-1B's shape and 32 sequences takes 1.70 ms in place of
 # 1.74 on an H100, one with Qwen2.5-0.5B's and 256 sequences 2.25 in place of 2.24
-# (`experiments/results/engine/layers_a_turn.json`).
+# (`experiments.benchmarks.step_options`).
 ON_GPU_STEP: dict[str, Any] = {"block": 16}
 
 

@@ -2,22 +2,20 @@
 
 For each shape: the plain cache and eviction drawn at random to leave a quarter and an eighth of
 the tokens, with uneven heads. Beside them, where asked, the same step with cuDNN attention on a
-contiguous dense cache, and transformers (PyTorch) on the same card. Reports milliseconds a step,
-tokens a second, cache bytes, the largest batch that fits, and the share of the step's own
-roofline: weights and live keys and values read once, at the rate that a large read on this card
-reaches in the same run. With `--model-parallel` heads, feed-forward and vocabulary are split over
-so many devices, and the roofline is that of the device that reads the most.
+contiguous dense cache. Reports milliseconds a step, tokens a second, cache bytes, the largest batch
+that fits, and the share of the step's own roofline: weights and live keys and values read once, at
+the rate that a large read on this card reaches in the same run. With `--model-parallel` heads,
+feed-forward and vocabulary are split over so many devices, and the roofline is that of the device
+that reads the most.
 
     python -m experiments.benchmarks.decode_steps --help
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
         --ratios 1 8 --model-parallel 1 2 --turns 3
 """
 
-import concurrent.futures
 import dataclasses
 import gc
 import math
-import multiprocessing
 import pathlib
 import sys
 import time
@@ -42,7 +40,6 @@ from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
-from experiments.benchmarks.transformers_steps import time_transformers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +66,6 @@ class Config:
     """How often each row is timed; the turn with the median counts."""
     cudnn: bool = False
     """Also time the step with cuDNN attention on a contiguous dense cache."""
-    transformers: bool = False
-    """Also time transformers (needs PyTorch)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     profile: pathlib.Path | None = None
@@ -83,10 +78,9 @@ class Config:
         check_ratios(self.ratios, self.context, self.window)
         for shape in self.shapes:
             check_heads(shape, self.model_parallel)
-        if (self.cudnn or self.transformers) and self.model_parallel != (1,):
+        if self.cudnn and self.model_parallel != (1,):
             raise dms_jax.ConfigError(
-                "cuDNN's step and that of transformers are timed on one device: leave out --cudnn "
-                "and --transformers, or --model-parallel."
+                "cuDNN's step is timed on one device: leave out --cudnn or --model-parallel."
             )
 
 
@@ -359,13 +353,6 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
 def main(config: Config) -> None:
     """Times everything and writes the figures."""
     make_place("--out", config.out)
-    torch_rows = []
-    if config.transformers:  # in a process of its own, before jax takes the memory
-        spawn = multiprocessing.get_context("spawn")
-        for shape in config.shapes:
-            with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-                timed = pool.submit(time_transformers, shape, config.batch, config.context)
-                torch_rows.append((shape, timed.result()))
     meshes = meshes_of(config.model_parallel)
     rate = read_rate()
     results: dict[str, Any] = environment() | dict(
@@ -397,8 +384,6 @@ def main(config: Config) -> None:
             add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, models[1], rate))
         del models
         gc.collect()
-    for shape, figures in torch_rows:
-        add(shape, "transformers", figures)
 
 
 if __name__ == "__main__":

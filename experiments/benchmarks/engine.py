@@ -18,7 +18,7 @@ so that lanes are refilled one by one. Reported for each policy:
 - **limit_measured**: the same at the rates that a large read and a large product of bfloat16
   (8192 x 4096 x 28672 and back, a hundred of them) reach in the same run.
 
-    python -m experiments.benchmarks.engine --out experiments/results/engine/qwen2.5-0.5b.json
+    python -m experiments.benchmarks.engine --out runs/engine/qwen2.5-0.5b.json
     python -m experiments.benchmarks.engine --shape llama-3.1-8b --lanes 96 --memory 12e9 \
         --prompts 512 4096 --requests 192 --policies dense live
 

@@ -17,7 +17,7 @@ medians over the turns of all runs:
   milliseconds a turn of each function with what it calls. It counts the calls of every thread as
   if they were one's: a process that runs other Python meanwhile has no such figures.
 
-    python -m experiments.benchmarks.engine_host --out experiments/results/engine/host.json
+    python -m experiments.benchmarks.engine_host --out runs/engine_host.json
     python -m experiments.benchmarks.engine_host --requests 1024 --clients 256 --chunk 8
 """
 

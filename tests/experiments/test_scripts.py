@@ -36,16 +36,12 @@ RUNS: dict[str, dict] = {
     "benchmarks.even_heads": dict(
         STEPS, shapes=("tiny",), context=256, window=16, ratios=(4,), rounds=1
     ),
-    "benchmarks.export_pause": dict(shape="tiny", trainable=("adapter",)),
-    "benchmarks.look_up_gradient": dict(shapes=("tiny",), calls=1),
-    "benchmarks.optimizer_update": dict(shapes=("tiny",), rounds=2),
     "benchmarks.policy_prompts": dict(
         shape="tiny", context=600, batch=2, ratio=2, only=("H2O",), repeats=1, dtype="float32"
     ),
     "benchmarks.policy_steps": dict(
         shape="tiny", context=640, batch=1, ratios=(2.0,), only=("SnapKV", "KVzap", "KCache")
     ),
-    "benchmarks.policy_sweeps": dict(new_tokens=2),
     "benchmarks.shared_prompts": dict(
         shape="tiny", layers=1, prompt=24, chains=3, policies=("Vanilla",), repeats=2
     ),

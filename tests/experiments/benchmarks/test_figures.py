@@ -1,5 +1,6 @@
 """The arithmetic of benchmarks: what decides a number that is published."""
 
+import dataclasses
 import functools
 import gzip
 import importlib
@@ -27,6 +28,7 @@ from experiments.benchmarks import (
     tpu_schedule,
     traces,
     training,
+    vllm_peer,
 )
 from experiments.benchmarks import kernel_timing as timing
 from experiments.benchmarks.serving import Answer
@@ -420,3 +422,78 @@ def test_bundles_of_a_program_are_found():
     rows = sum(one.copies.count(("hbm_to_vmem", 512)) * (one.rounds or 1) for one in loops)
     assert rows == 256
     assert 256 < sum(whole.total() for whole in found.values()) < 256 * 50
+
+
+# -- beside vLLM -----------------------------------------------------------------------------------
+
+
+def peer_config(tmp_path, **options):
+    return vllm_peer.Config(shape="tiny", out=tmp_path / "peer.json", **options)
+
+
+def test_a_cache_of_chats_and_prompts_holds_them_all(tmp_path):
+    config = peer_config(tmp_path, chats=(1, 8), prompts=((2, 600), (1, 3000)))
+    found = vllm_peer.room(config)
+    bytes_a_token = 2 * 4 * 2 * 16  # keys and values of 4 heads in 2 layers' bfloat16
+    assert found == dict(cache=8 * (405 + 64) * bytes_a_token, longest=3001 + 64)
+    longer = vllm_peer.room(dataclasses.replace(config, prompts=((2, 2000),)))
+    assert longer["cache"] == 2 * (2000 + 64) * bytes_a_token
+
+
+def test_dms_beside_vllm_evicts_to_the_ratio(tmp_path):
+    policy = vllm_peer.drawn_dms(4.0, 2176)
+    evicted = 1 / (1 + np.exp(policy.alpha_offset))  # of an adapter that says 0
+    kept = (vllm_peer.WINDOW + 1) + (1 - evicted) * (2176 - vllm_peer.WINDOW - 1)
+    assert kept == pytest.approx(2176 / 4)
+    assert (policy.source, policy.decisions, policy.alpha_scale) == ("adapter", "bernoulli", 1.0)
+    with pytest.raises(dms_jax.ConfigError, match="DMS keeps its window of 128 tokens"):
+        peer_config(tmp_path, prompts=((2, 500),))
+
+
+def test_the_best_backend_is_that_with_the_least_time_over_all_loads(tmp_path):
+    report = vllm_peer.Report(peer_config(tmp_path))
+    assert report.best() == ()
+    times = {"FLASH_ATTN": (1.0, 4.0), "FLASHINFER": (2.0, 1.5), "TRITON_ATTN": (0.1,)}
+    for backend, each in times.items():
+        for load, median in zip(("a", "b"), each, strict=False):
+            report.add("plain", load, backend, backend=backend, median=median)
+    report.add("plain", "b", "TRITON_ATTN", backend="TRITON_ATTN", error="it failed")
+    report.add("binding", "a", "FLASH_ATTN", backend="FLASH_ATTN", median=0.01)
+    assert report.best() == ("FLASHINFER",)
+    assert len(json.loads((tmp_path / "peer.json").read_text())["rows"]) == 7
+
+
+def test_hardly_a_text_ends_by_itself_in_the_copy_of_a_model(tmp_path):
+    source, copy = tmp_path / "model", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    (source / "config.json").write_text('{"eos_token_id": 7, "vocab_size": 9}')
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    added = {"7": {"content": "<end>"}, "10": {"content": "<rare>"}, "9": {"content": "<other>"}}
+    settings = {"eos_token": "<end>", "added_tokens_decoder": added}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "model.safetensors").write_bytes(b"weights")
+    vllm_peer.copy_endless(source, copy)
+    assert json.loads((copy / "config.json").read_text()) == dict(eos_token_id=None, vocab_size=9)
+    assert json.loads((copy / "generation_config.json").read_text()) == dict(eos_token_id=None)
+    assert json.loads((copy / "tokenizer_config.json").read_text())["eos_token"] == "<rare>"
+    assert (copy / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.nightly
+def test_one_system_is_timed_where_the_other_is_missing(tmp_path):
+    config = peer_config(
+        tmp_path,
+        parts=("plain",),
+        chats=(2,),
+        prompts=((2, 600),),
+        backends=("FLASH_ATTN",),
+        runs=1,
+    )
+    vllm_peer.main(config)
+    rows = json.loads(config.out.read_text())["rows"]
+    assert [("median" in row, row["system"].split(",")[0]) for row in rows] == [
+        (True, "dms_jax"),
+        (False, "vLLM"),
+    ] * 2
+    assert "vllm" in rows[1]["error"] or "torch" in rows[1]["error"]
