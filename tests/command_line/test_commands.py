@@ -327,7 +327,7 @@ SLIPS = {
     "evaluate --temperature -1": "temperature",
     "evaluate --task needle --lanes 0": "lanes",
     "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
-    "hyperscale --temperature -1": "temperature",
+    "hyperscale --temperatures -1": "temperatures",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "generate Hi": "there is no directory or file /",
 }
