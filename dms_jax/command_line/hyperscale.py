@@ -130,7 +130,8 @@ def main(config: Config) -> Hyperscaling:
         f" greedy points included:"
         f"\n\n{result.gains_table(config.method)}\n"
         "\nIn percent, ± one standard error. reads, peak: tokens of all chains of a problem,"
-        "\naverages over layers and heads. L-W-CR@T: longest answer, chains, nominal ratio, temperature."
+        "\naverages over layers and heads. L-W-CR@T: longest answer, chains, nominal ratio,"
+        " temperature."
     )
     if config.out is not None:
         data = {**provenance(config), **result.to_dict(config.method)}

@@ -4,9 +4,10 @@ Inference-time hyper-scaling (DMS paper, section 5): answers of at most L tokens
 problem, compression ratio CR; systems are compared over all L-W-CR configurations at equal reads
 and at equal peak.
 
-Every system answers with the largest number of chains only: its first w chains are those of a run
-with w chains. The longest answers also serve the shorter ones, which are their first tokens, unless
-the policy takes a share of the longest answer (`traces`); then every length is a run of its own.
+Every system answers with the largest number of chains only, W: a point of w chains is the mean of
+their W // w groups. The longest answers also serve the shorter ones, which are their first tokens,
+unless the policy takes a share of the longest answer (`traces`); then every length is a run of its
+own.
 
 One greedy chain is a point of every system at every length, by construction: a vote of sampled
 chains that does not beat it has gained nothing, and many models answer better greedily than they do
@@ -15,6 +16,7 @@ when sampled. Gains are over the best that the other system does with a budget, 
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -23,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from dms_jax.checks import Count, NotNegative, Options, Ratio, Whole, check, show
 from dms_jax.data.tasks import Split, Task
@@ -95,7 +98,8 @@ def hyperscale(
         unless given. 0, with one chain, is always among them.
       stop_decided: also run each configuration of several chains with chains that stop as soon as
         those that ended have decided the vote. The vote is the same; `Point.stopped` says what it
-        cost. Each of these configurations is a run of its own.
+        cost. Each of these configurations is a run of its own, and every point is of the first
+        chains alone.
       out: a folder for the answers of each run (as `evaluate` writes them), `results.json` and
         `table.md`. The same call resumes after the answers that are there.
       progress: whether to show a progress bar for each run on standard error.
@@ -228,7 +232,9 @@ class Plan:
                     stopped = None
                     if self.stop_decided and count > 1:
                         stopped = self.stopped(system, length, count, temperature)
-                    yield _point(system, length, count, temperature, own, stopped)
+                    # What early stops cost is known of the first group alone.
+                    groups = 1 if self.stop_decided else chains[-1] // count
+                    yield _point(system, length, count, groups, temperature, own, stopped)
 
     def run(
         self,
@@ -273,11 +279,15 @@ class Plan:
 
     def stopped(self, system: Resolved, length: int, chains: int, temperature: float) -> Stopped:
         """Runs a configuration whose chains stop when the vote is decided."""
-        options = dict(length=length, chains=chains, temperature=temperature)
-        samples = [
-            self.sample(system, self.run(system, seed, **options, stop_decided=True), length)
-            for seed in self.seeds
-        ]
+        run = functools.partial(
+            self.run,
+            system,
+            length=length,
+            chains=chains,
+            temperature=temperature,
+            stop_decided=True,
+        )
+        samples = [self.sample(system, run(seed), length) for seed in self.seeds]
         return Stopped(
             vote=np.stack([sample.score("vote", chains) for sample in samples]),
             reads=np.stack([sample.reads.sum(1) for sample in samples]),
@@ -320,12 +330,19 @@ def _point(
     system: Resolved,
     length: int,
     chains: int,
+    groups: int,
     temperature: float,
     samples: list[Sample],
     stopped: Stopped | None,
 ) -> Point:
+    used = groups * chains
+
     def mean(name: str) -> float:
-        return float(np.mean([getattr(sample, name)[:, :chains] for sample in samples]))
+        return float(np.mean([getattr(sample, name)[:, :used] for sample in samples]))
+
+    def total(name: str) -> Float[np.ndarray, "seeds problems"]:
+        """Of all chains of a group, the mean over the groups."""
+        return np.stack([getattr(each, name)[:, :used].sum(1) for each in samples]) / groups
 
     return Point(
         system=system.name,
@@ -335,11 +352,11 @@ def _point(
         temperature=temperature,
         policy=system.policy.to_dict(),
         scores={
-            method: np.stack([sample.score(method, chains) for sample in samples])
+            method: np.stack([sample.score(method, chains, groups) for sample in samples])
             for method in METHODS
         },
-        reads=np.stack([sample.reads[:, :chains].sum(1) for sample in samples]),
-        peak=np.stack([sample.peak[:, :chains].sum(1) for sample in samples]),
+        reads=total("reads"),
+        peak=total("peak"),
         new_tokens=mean("new_tokens"),
         ended=mean("ended"),
         stopped=stopped,

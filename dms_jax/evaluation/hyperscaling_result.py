@@ -29,10 +29,6 @@ from dms_jax.evaluation.statistics import Measured, mean_over_seeds
 Axis = Literal["reads", "peak"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 PerProblem = Float[np.ndarray, "seeds problems"]
-_TOLD = (
-    *("system", "compression_ratio", "length", "chains", "temperature"),
-    *("policy", "new_tokens", "ended"),
-)
 
 
 def point_label(
@@ -72,8 +68,9 @@ class Point:
       length, chains: L and W.
       temperature: of the draws; 0 for the most likely tokens.
       policy: the cache policy, as JSON data.
-      scores: score of each problem by method, see `aggregation`.
-      reads, peak: tokens of all chains of a problem.
+      scores: score of each problem by method, see `aggregation`; where more chains were drawn, the
+        mean over the disjoint groups of `chains` of them.
+      reads, peak: tokens of all chains of a problem, the mean over the same groups.
       new_tokens: mean number of tokens of a chain.
       ended: share of the chains that ended by themselves.
       stopped: the same with chains that stop early; None if that was not asked for.
@@ -125,13 +122,10 @@ class Point:
         """The point as `gain_at` wants it."""
         return Level(self.budget(axis), self.scores[method])
 
-    def to_dict(self, *, problems: bool = False) -> dict[str, Any]:
-        """Returns the figures as JSON data.
-
-        Args:
-          problems: also those of each problem, from which `from_dict` makes the point again.
-        """
-        data = {name: getattr(self, name) for name in _TOLD}
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as JSON data."""
+        names = ("system", "compression_ratio", "length", "chains", "temperature")
+        data = {name: getattr(self, name) for name in (*names, "policy", "new_tokens", "ended")}
         data |= {axis: self.budget(axis) for axis in AXES}
         data["scores"] = {method: self.accuracy(method).to_list() for method in METHODS}
         if self.stopped is not None:
@@ -142,20 +136,7 @@ class Point:
                 "cancelled": self.stopped.cancelled,
                 "reads_saved": self.reads_saved,
             }
-        if problems:
-            data["per_problem"] = {
-                "scores": {name: np.round(x, 4).tolist() for name, x in self.scores.items()},
-                **{axis: np.round(getattr(self, axis), 1).tolist() for axis in AXES},
-            }
         return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Point":
-        """The point that `to_dict(problems=True)` described, but for early stops."""
-        own = data["per_problem"]
-        scores = {name: np.asarray(x, np.float64) for name, x in own["scores"].items()}
-        axes = {axis: np.asarray(own[axis], np.float64) for axis in AXES}
-        return cls(**{name: data[name] for name in _TOLD}, scores=scores, **axes)
 
 
 @dataclasses.dataclass(frozen=True)

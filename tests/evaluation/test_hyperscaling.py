@@ -101,14 +101,19 @@ def single(policy, *, length, chains, seed, **changes):
 
 @pytest.mark.parametrize(("name", "policy"), [("vanilla", dms_jax.Vanilla()), ("TOVA", TOVA)])
 def test_every_point_is_an_evaluation_of_its_own(whole, name, policy):
-    for length, chains in itertools.product((5, 12), (1, 3)):
-        point = find(whole, name, length, chains)
-        for index, seed in enumerate((0, 1)):
-            alone = single(policy, length=length, chains=chains, seed=seed)
-            chex.assert_trees_all_close(point.reads[index], alone.reads.sum(1), rtol=1e-12)
-            chex.assert_trees_all_close(point.peak[index], alone.peak.sum(1), rtol=1e-12)
+    for length, index in itertools.product((5, 12), (0, 1)):
+        alone = single(policy, length=length, chains=3, seed=index)
+        for chains in (1, 3):  # three groups of one, one of three
+            point, groups = find(whole, name, length, chains), 3 // chains
+            chex.assert_trees_all_close(point.reads[index], alone.reads.sum(1) / groups)
+            chex.assert_trees_all_close(point.peak[index], alone.peak.sum(1) / groups)
             chex.assert_trees_all_close(point.scores["single"][index], alone.scores.mean(1))
-            assert point.scores["vote"][index].mean() == alone.voted.value
+        assert find(whole, name, length, 3).scores["vote"][index].mean() == alone.voted.value
+        own = np.where(np.not_equal(alone.answers, None), alone.answer_scores, 0)
+        chex.assert_trees_all_close(
+            find(whole, name, length, 1).scores["vote"][index], own.mean(1), rtol=1e-12
+        )
+        point = find(whole, name, length, 3)
         assert point.policy == policy.to_dict()
         assert point.accuracy("single").value == point.scores["single"].mean()
 

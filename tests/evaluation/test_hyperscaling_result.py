@@ -133,11 +133,3 @@ def test_a_gain_is_over_the_best_plain_decoding():
     # One chain at temperature 0 is greedy; a vote of them, or one at another temperature, is not.
     assert [point.greedy for point in whole.points] == [True, False, False, True, False]
     assert not dataclasses.replace(whole.points[0], chains=3).greedy
-
-
-def test_a_record_with_the_scores_of_all_problems_gives_the_same_gains():
-    result = by_hand()
-    rows = [json.loads(json.dumps(point.to_dict(problems=True))) for point in result.points]
-    again = Hyperscaling({}, tuple(Point.from_dict(row) for row in rows))
-    assert again.to_dict()["gains"] == result.to_dict()["gains"]
-    assert [point.to_dict() for point in again.points] == [p.to_dict() for p in result.points]
