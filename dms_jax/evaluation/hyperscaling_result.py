@@ -4,9 +4,9 @@ A point is one L-W-CR configuration of a system (DMS paper, section 5): answers 
 W chains of each problem, and the compression ratio, drawn at a temperature. Its two budgets are the
 KV reads and the peak tokens of a problem, both summed over its W chains, which run side by side.
 
-Frontiers are compared only where both systems have a greedy point (temperature 0, one chain):
-without them, what votes of sampled chains gain may be what sampling lost before. The comparison is
-then with the best that a system does at a budget, greedy or sampled.
+Frontiers are compared only where both systems have a greedy point (temperature 0, one chain) of
+every length: without them, what votes of sampled chains gain may be what sampling lost before. The
+comparison is then with the best that a system does at a budget, greedy or sampled.
 """
 
 import dataclasses
@@ -187,8 +187,9 @@ class Hyperscaling:
         return tuple(point for point in self.points if point.system == system)
 
     def has_greedy(self, system: str) -> bool:
-        """Whether one greedy chain is among the points of a system."""
-        return any(point.greedy for point in self.of(system))
+        """Whether one greedy chain of every length is among the points of a system."""
+        own = self.of(system)
+        return {p.length for p in own} == {p.length for p in own if p.greedy}
 
     def frontier(
         self, system: str, axis: Axis = "reads", method: Method = "vote"

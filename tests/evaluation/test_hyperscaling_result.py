@@ -16,7 +16,7 @@ from dms_jax.evaluation.hyperscaling_result import Stopped
 def made_up(name, *rows, greedy=True) -> list[Point]:
     """Points of (length, chains, reads, peak, score of each of three problems).
 
-    The first one is the greedy one, if any is.
+    The first one of every length that is of one chain is greedy, if any is.
     """
     return [
         Point(
@@ -24,7 +24,7 @@ def made_up(name, *rows, greedy=True) -> list[Point]:
             compression_ratio=None,
             length=length,
             chains=chains,
-            temperature=0 if greedy and index == 0 else 0.7,
+            temperature=0 if greedy and first_chain(rows, index) else 0.7,
             policy={},
             scores={
                 method: np.array([scores], float)
@@ -39,6 +39,10 @@ def made_up(name, *rows, greedy=True) -> list[Point]:
     ]
 
 
+def first_chain(rows, index) -> bool:
+    return rows[index][1] == 1 and rows[index][0] not in [row[0] for row in rows[:index]]
+
+
 def by_hand() -> Hyperscaling:
     slow = made_up(
         "slow",
@@ -47,15 +51,15 @@ def by_hand() -> Hyperscaling:
         (16, 1, 400, 20, (1, 0, 1)),
         (16, 2, 800, 40, (1, 0, 0)),
     )
-    fast = made_up("fast", (8, 1, 50, 5, (0, 0, 1)), (16, 4, 200, 16, (1, 1, 1)))
+    fast = made_up("fast", (8, 1, 50, 5, (0, 0, 1)), (8, 4, 200, 16, (1, 1, 1)))
     return Hyperscaling({"task": "made up"}, (*slow, *fast))
 
 
 def test_frontiers_and_gains_by_hand():
     result = by_hand()
     assert result.systems == ("slow", "fast")
-    assert [point.label for point in result.frontier("slow", "reads")] == ["8-1@0", "16-1@0.7"]
-    assert [point.label for point in result.frontier("slow", "peak")] == ["8-1@0", "16-1@0.7"]
+    assert [point.label for point in result.frontier("slow", "reads")] == ["8-1@0", "16-1@0"]
+    assert [point.label for point in result.frontier("slow", "peak")] == ["8-1@0", "16-1@0"]
     # By reads both cover 100 to 200: fast rises from 1/3 + 2/3 * 50/150 to 1, slow from 1/3 to
     # 1/3 + 1/3 * 100/300.
     gain = result.average_gain("fast", "slow", "reads")
@@ -65,7 +69,7 @@ def test_frontiers_and_gains_by_hand():
     # At 200 reads slow is half way between its frontier points 100 and 400 in the logarithm:
     # scores 0.5, 0, 1; not its own point at 200, which its point at 100 surpasses.
     (equal,) = result.equal_budget("fast", "slow", "reads")
-    assert equal.point.label == "16-4@0.7"
+    assert equal.point.label == "8-4@0.7"
     assert equal.gain.value == pytest.approx((0.5 + 1 + 0) / 3)
     assert equal.gain.error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / np.sqrt(3))
     # Up to its largest budget slow stays at its best.
@@ -81,7 +85,7 @@ def test_answers_of_one_token_read_nothing():
     """Their points have no place on a logarithmic axis; frontiers have room for them."""
     rows = [(1, 1, 0, 9, (0, 0, 0)), (8, 1, 100, 10, (0, 0, 1))]
     result = Hyperscaling({}, (*made_up("one", *rows), *made_up("two", *rows)))
-    assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1@0.7"]
+    assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1@0"]
     assert result.average_gain("two", "one", "reads").value == 0
     json.dumps(result.to_dict())
 
@@ -105,8 +109,8 @@ def test_tables_of_points_and_gains():
     assert result.gains_table().splitlines()[2].startswith("| fast | slow | 38.9 ± ")
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert data["frontiers"]["reads"] == {
-        "slow": ["8-1@0", "16-1@0.7"],
-        "fast": ["8-1@0", "16-4@0.7"],
+        "slow": ["8-1@0", "16-1@0"],
+        "fast": ["8-1@0", "8-4@0.7"],
     }
     assert data["gains"][0]["average_gain"][0] == pytest.approx(7 / 18)
     shown = io.StringIO()
@@ -130,6 +134,9 @@ def test_a_gain_is_over_the_best_plain_decoding():
         assert sampled.equal_budget("small", "plain", axis) == ()
     assert "no greedy point recorded" in sampled.gains_table()
     assert "no greedy point recorded" not in whole.gains_table()
+    # Each length needs its own: the whole answer says nothing of one that is cut off.
+    cut_off = made_up("plain", (4, 1, 50, 5, (0, 0, 0)), greedy=False)
+    assert Hyperscaling({}, (*whole.points, *cut_off)).average_gain("small", "plain") is None
     # One chain at temperature 0 is greedy; a vote of them, or one at another temperature, is not.
     assert [point.greedy for point in whole.points] == [True, False, False, True, False]
     assert not dataclasses.replace(whole.points[0], chains=3).greedy

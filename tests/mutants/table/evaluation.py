@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "evaluation: hyperscale, gains are over sampled votes where nothing greedy was recorded",
         FOLDER + "hyperscaling_result.py",
-        "return any(point.greedy for point in self.of(system))",
+        "return {p.length for p in own} == {p.length for p in own if p.greedy}",
         "return True",
         (
             "tests/evaluation/test_hyperscaling_result.py::test_a_gain_is_over_the_best_plain_decoding",
