@@ -91,8 +91,9 @@ display(Markdown(result.table()))
 # %% [markdown]
 # L-W-CR@T is the most new tokens of an answer, the number of chains, the compression ratio and the
 # temperature; @0 is greedy. Right answers are in percent: of `single` chains, by `vote`, by the
-# likeliest chain (its tokens' mean or sum), and in any chain (`pass`, estimated from all that were drawn). A star marks reads, or a
-# peak, with which the system scores better by vote than with any less.
+# likeliest chain (its tokens' mean or sum), and in any chain (`pass`, estimated from all that were
+# drawn). A star marks reads, or a peak, with which the system scores better by vote than with any
+# less.
 #
 # ## Frontiers
 # Each point is a length and a number of chains. Further up is better, further left is cheaper;

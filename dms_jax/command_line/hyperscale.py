@@ -104,6 +104,8 @@ def main(config: Config) -> Hyperscaling:
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     chat = read_chat(asked=config.chat, system=config.system, template=config.template)
     load = functools.cache(functools.partial(load_model, dtype=config.dtype))
+    for temperature in config.temperatures:  # checked before a model is read
+        dms_jax.Sampling(temperature=temperature)
     sampling = dms_jax.Sampling(top_p=config.top_p)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
     systems = [read_system(text, config.model, load) for text in config.systems]

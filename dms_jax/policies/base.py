@@ -241,7 +241,9 @@ class Policy(Options):
         """Updates the state from attention: of one query, or of all queries of a chunk at once."""
         return state
 
-    def due(self, lengths: Int[Array, "B K"], chunk: Chunk) -> Bool[Array, " B"] | None:
+    def due(
+        self, state: PolicyState, lengths: Int[Array, "B K"], chunk: Chunk
+    ) -> Bool[Array, " B"] | None:
         """Returns which sequences must be cut after a decode step; None for never."""
         return None
 

@@ -198,6 +198,7 @@ OTHER = {
     "alpha_offset": lambda value: -0.4 * value,
     "offset": lambda value: value + 0.3,
     "epsilon": lambda value: value + 0.1,
+    "mix": lambda value: value / 2,
     "threshold": lambda value: value - 1.5,
     "rate": lambda value: value - 0.3,
     "spread": lambda value: value + 0.1,

@@ -59,6 +59,7 @@ TRACED = {
     "StreamingLLM": {"compression_ratio"},
     "RandomEviction": {"rate", "spread", "seed"},
     "ExpectedAttention": SCORER | {"sinks", "epsilon"},
+    "RKV": SCORER | {"mix"},
     "RandomSelection": SCORER | {"seed"},
     "AdaKV": {"scorer", "alpha"},
     "PyramidKV": {"scorer", "beta"},

@@ -119,9 +119,9 @@ MUTANTS = [
     ),
     Mutant(
         "policies: SnapKV's ring loses its oldest query",
-        FOLDER + "snapkv.py",
-        "size = min(seen.q.shape[1], self.window)",
-        "size = min(seen.q.shape[1], max(self.window - 1, 1))",
+        FOLDER + "recent_queries.py",
+        "size = min(q.shape[1], window)",
+        "size = min(q.shape[1], max(window - 1, 1))",
         (layer_law("SnapKV-budget=9-"),),
     ),
     Mutant(
@@ -197,8 +197,8 @@ MUTANTS = [
     Mutant(
         "policies: rows are cut one token late",
         FOLDER + "periodic_eviction.py",
-        "return total >= heads * (",
-        "return total > heads * (",
+        "return total >= heads * tokens",
+        "return total > heads * tokens",
         (layer_law("KeyDiff-"),),
     ),
     Mutant(
