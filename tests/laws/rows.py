@@ -193,6 +193,7 @@ OTHER = {
     "compression_ratio": lambda value: value + 0.9,
     "interval": lambda value: value + 1,
     "sinks": lambda value: value + 1,
+    "recent": lambda value: value + 1,
     "seed": lambda value: value + 1,
     "alpha_scale": lambda value: 0.6 * value,
     "alpha_offset": lambda value: -0.4 * value,

@@ -294,8 +294,8 @@ def _(policy: PeriodicEviction, layer, prompt_length, page_size):
         scorer = scorer.scorer
     budget = scorer.budget
     if beta is not None:
-        protected = {dms_jax.SnapKV: "window", dms_jax.ExpectedAttention: "sinks"}.get(type(scorer))
-        always = getattr(scorer, protected) if protected else 0
+        fields = {dms_jax.SnapKV: ["window"], dms_jax.ExpectedAttention: ["sinks", "recent"]}
+        always = sum(getattr(scorer, name) for name in fields.get(type(scorer), []))
         budget = scored.pyramid(budget, always, beta, layer.index, LAYERS)
     return scored.simulate(
         *layer.rotated,

@@ -13,7 +13,8 @@ order; among equal scores the later is kept. Scores of a KV head's tokens after 
     ExpectedAttention   queries are Gaussian before rotation, with the mean m and the covariance C
                         of those so far (the first `sinks` left out); R is the mean rotation of the
                         next n positions; exp(k R m / sqrt(d) + k R C R' k / 2d) normalised over the
-                        tokens without the sinks, averaged over the group, plus epsilon, times |v_j|
+                        tokens without the sinks and the `recent` last ones, which stay, averaged
+                        over the group, plus epsilon, times |v_j|
 
 Two cut nothing at the end of a prompt, and in its answer where t + 1 tokens have been seen, P of
 them the prompt's (`when`):
@@ -188,7 +189,7 @@ def snapkv(q, k, window: int, kernel: int) -> Worth:
 
 @ranks(
     "ExpectedAttention",
-    dict(budget=9, interval=4, future=16, epsilon=0.01),
+    dict(budget=11, interval=4, future=16, epsilon=0.01, recent=2),
     dict(budget=7, interval=None, sinks=0, covariance=False, value_norm=False),
 )
 def expected_attention(
@@ -198,6 +199,7 @@ def expected_attention(
     *,
     theta: float,
     sinks: int,
+    recent: int,
     future: int,
     covariance: bool,
     epsilon: float,
@@ -212,7 +214,8 @@ def expected_attention(
         rotation = turned.mean(axis=0).T  # R e_i is the i-th column
         scores = []
         for h, ids in enumerate(held):
-            keys, values = k[ids[sinks:], h], v[ids[sinks:], h]
+            others = ids[sinks : len(ids) - recent]
+            keys, values = k[others, h], v[others, h]
             total = np.zeros(len(keys))
             for g in range(group):
                 past = queries[sinks : t + 1, h * group + g]
@@ -224,7 +227,7 @@ def expected_attention(
                 total += weights / weights.sum() / group
             if value_norm:
                 total = (total + epsilon) * np.linalg.norm(values, axis=-1)
-            scores.append(np.append(np.full(sinks, np.inf), total))
+            scores.append(np.concatenate([np.full(sinks, np.inf), total, np.full(recent, np.inf)]))
         return scores
 
     return worth

@@ -58,7 +58,7 @@ TRACED = {
     "KCache": {"compression_ratio", "over"},
     "StreamingLLM": {"compression_ratio"},
     "RandomEviction": {"rate", "spread", "seed"},
-    "ExpectedAttention": SCORER | {"sinks", "epsilon"},
+    "ExpectedAttention": SCORER | {"sinks", "recent", "epsilon"},
     "RKV": SCORER | {"mix"},
     "RandomSelection": SCORER | {"seed"},
     "AdaKV": {"scorer", "alpha"},
