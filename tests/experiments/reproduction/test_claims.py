@@ -121,7 +121,8 @@ def test_votes_by_hand():
     assert claims.computed("votes-gap m small 9 plain 0").startswith("-25.0 ± ")
     # The small cache's best, 50%, is below one greedy plain chain, 75%, wherever both have budgets.
     assert claims.computed("gain m small plain reads").startswith("-25.0 ± ")
-    assert claims.computed("sampled m small plain reads").startswith("+")
+    # Among sampled points alone it seems as good: 43.6 against 43.8 from 10 to 18 reads.
+    assert claims.computed("sampled m small plain reads").startswith("-0.2 ± ")
 
 
 @pytest.mark.parametrize(
