@@ -36,7 +36,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 from safetensors.numpy import load_file
 
-from dms_jax.checks import Range
+from dms_jax.checks import Range, Traced
 from dms_jax.errors import ConfigError
 from dms_jax.policies.periodic_eviction import AnswerEviction, holds
 from dms_jax.policies.values import ROWS, CacheShape, Chunk
@@ -53,6 +53,32 @@ class Centres:
     norm: Float[Array, "B K G half"] = struct.field(metadata=ROWS)
 
 
+@no_type_check
+@struct.dataclass
+class Statistics:
+    """The centres of a file as programs take them: an argument, not a part of the program."""
+
+    mean: Float[Array, "L H D"]
+    norm: Float[Array, "L H half"]
+    path: str = struct.field(pytree_node=False, default="")
+
+    @classmethod
+    def of(cls, path: str) -> "Statistics":
+        """Reads a file.
+
+        Raises:
+          ConfigError: there is no such file, or it holds something else.
+        """
+        arrays: Any = _read(path, _changed(path))
+        return cls(**arrays, path=path)
+
+    @staticmethod
+    def file(value: Any) -> Any:
+        """Returns the file of what was read, and what a program has of it as it is."""
+        read = isinstance(value, Statistics) and isinstance(value.mean, np.ndarray)
+        return value.path if read else value
+
+
 @dataclasses.dataclass(frozen=True)
 class TriAttention(AnswerEviction):
     """Keeps keys that lie where the centres of queries will look, in long answers.
@@ -66,16 +92,15 @@ class TriAttention(AnswerEviction):
       furthest: largest distance d, a bound on powers of two.
     """
 
-    statistics: str | None = None
+    statistics: Annotated[str | None, Traced(Statistics.of, Statistics.file)] = None
     counts_prompt: bool = False
     normalize: bool = False
     reduction: Literal["max", "mean"] = "max"
     furthest: Annotated[int, Range(1, FURTHEST)] = FURTHEST
 
     def init_own(self, shape: CacheShape) -> Any:
-        """Returns the centres of no queries; nothing if a file has them, which must be there."""
+        """Returns the centres of no queries; nothing if a file has them."""
         if self.statistics is not None:
-            _read(self.statistics, _changed(self.statistics))
             return ()
         size = (*shape.rows, shape.group)
         return Centres(
@@ -132,29 +157,30 @@ class TriAttention(AnswerEviction):
 
     def _centres(self, own: Any, chunk: Chunk, num_kv_heads: int, dtype: Any) -> Centres:
         """Returns the centres of the layer's query heads, those of a file without sequences."""
-        if self.statistics is None:
+        found: Any = self.statistics
+        if found is None:
             return jax.tree.map(lambda x: x.astype(dtype), own)
-        found = _read(self.statistics, _changed(self.statistics))
-        layer, heads, head_dim = chunk.tokens.layer, *found["mean"].shape[1:]
+        if isinstance(found, str):  # not in a program
+            found = Statistics.of(found)
+        layers, heads, head_dim = found.mean.shape
         axis = chunk.static.head_axis
         shards = 1 if axis is None else jax.lax.axis_size(axis)
         group = heads // (num_kv_heads * shards)
-        if found["mean"].shape[0] != chunk.static.num_layers or head_dim != 2 * len(
-            chunk.static.frequencies
-        ):
+        model = chunk.static.num_layers, 2 * len(chunk.static.frequencies)
+        if (layers, head_dim) != model or heads % (num_kv_heads * shards):
             raise ConfigError(
-                f"TriAttention: {self.statistics} has centres of {found['mean'].shape[0]} layers "
-                f"and heads of {head_dim}, and the model has {chunk.static.num_layers} and "
-                f"{2 * len(chunk.static.frequencies)}. Calibrate this model."
+                f"TriAttention: {found.path} has centres of {layers} layers with {heads} heads of "
+                f"{head_dim}, and the model has {model[0]} with {num_kv_heads * shards} KV heads "
+                f"of {model[1]}. Calibrate this model."
             )
         first = 0 if axis is None else jax.lax.axis_index(axis) * num_kv_heads
 
-        def of_layer(name: str) -> Array:
-            values = jnp.asarray(found[name], dtype)[layer]
+        def of_layer(values: Array) -> Array:
+            values = jnp.asarray(values, dtype)[chunk.tokens.layer]
             values = values.reshape(num_kv_heads * shards, group, -1)
             return jax.lax.dynamic_slice_in_dim(values, first, num_kv_heads)[None]
 
-        return Centres(mean=of_layer("mean"), norm=of_layer("norm"))
+        return Centres(mean=of_layer(found.mean), norm=of_layer(found.norm))
 
     def _future_rotation(self, chunk: Chunk, dtype: Any) -> tuple[Array, Array, Array]:
         """Returns the mean cos and sin of t + d, and the factor of the rotation, each [B, 1, half].
@@ -184,13 +210,13 @@ def _standard(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Arra
     return (score - mean) / jnp.maximum(jnp.sqrt(squares), 1e-6)
 
 
-def _changed(path: str) -> float | None:
+def _changed(path: str) -> tuple[int, int] | None:
     file = pathlib.Path(path)
-    return file.stat().st_mtime if file.is_file() else None
+    return (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: str, changed: float | None) -> dict[str, np.ndarray]:
+def _read(path: str, changed: tuple[int, int] | None) -> dict[str, np.ndarray]:
     """Reads a file of centres: `mean` [L, H, D] and `norm` [L, H, D/2].
 
     Raises:

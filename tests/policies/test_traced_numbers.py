@@ -60,6 +60,7 @@ TRACED = {
     "RandomEviction": {"rate", "spread", "seed"},
     "ExpectedAttention": SCORER | {"sinks", "recent", "epsilon"},
     "RKV": SCORER | {"mix"},
+    "TriAttention": SCORER | {"statistics"},
     "RandomSelection": SCORER | {"seed"},
     "AdaKV": {"scorer", "alpha"},
     "PyramidKV": {"scorer", "beta"},

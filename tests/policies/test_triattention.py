@@ -1,12 +1,14 @@
 """TriAttention's scores with calibrated centres, and what it makes of a file of them."""
 
 import dataclasses
+import os
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import dms_jax
 from dms_jax.errors import ConfigError, DataError
@@ -103,10 +105,26 @@ def test_one_query_and_one_distance_give_that_querys_dot_product(tmp_path):
     chex.assert_trees_all_close(scores_of(policy, k)[:, PROMPT:], want[:, PROMPT:], rtol=2e-5)
 
 
-def test_files_that_hold_something_else_are_refused(centres, tmp_path):
+def test_centres_are_arguments_of_programs(centres, tmp_path):
+    """A file that was written anew is read anew, also by a program that is kept on disk."""
     path, arrays = centres
-    shape = dms_jax.policies.values.CacheShape(1, HEADS, DIM, jnp.float32, group=GROUP)
-    assert dms_jax.TriAttention(statistics=path).init_state(shape).rows.own == ()
+    policy = dms_jax.TriAttention(statistics=path)
+    leaves, tree = jax.tree.flatten(policy)
+    assert {leaf.shape for leaf in leaves if np.ndim(leaf)} == {x.shape for x in arrays.values()}
+    assert jax.tree.unflatten(tree, leaves) == policy
+    on_device = jax.device_put(policy)
+    assert jax.tree.structure(on_device) == tree
+    k = np.random.default_rng(6).normal(size=(SEEN, HEADS, DIM))
+    before = scores_of(policy, k)
+    chex.assert_trees_all_equal(scores_of(on_device, k), before)
+    save_file({name: 2 * array for name, array in arrays.items()}, path)
+    os.utime(path, (0, 0))
+    chex.assert_trees_all_close(scores_of(policy, k), 2 * before, rtol=1e-6)
+    chex.assert_trees_all_equal(jax.tree.leaves(policy)[-1], 2 * jax.tree.leaves(on_device)[-1])
+
+
+def test_files_that_hold_something_else_are_refused(centres, tmp_path):
+    _, arrays = centres
     (tmp_path / "no.safetensors").write_bytes(b"{}")
     save_file({"mean": arrays["mean"]}, tmp_path / "half.safetensors")
     for name, said in (
@@ -116,11 +134,11 @@ def test_files_that_hold_something_else_are_refused(centres, tmp_path):
     ):
         policy = dms_jax.TriAttention(statistics=str(tmp_path / f"{name}.safetensors"))
         with pytest.raises(ConfigError, match=said):
-            policy.init_state(shape)
+            jax.tree.leaves(policy)
     other = {name: array[:2] for name, array in arrays.items()}
     save_file(other, tmp_path / "other.safetensors")
     policy = dms_jax.TriAttention(statistics=str(tmp_path / "other.safetensors"))
-    with pytest.raises(ConfigError, match="has centres of 2 layers"):
+    with pytest.raises(ConfigError, match="has centres of 2 layers with 4 heads of 8"):
         scores_of(policy, np.ones((SEEN, HEADS, DIM)))
 
 
@@ -133,8 +151,7 @@ def test_centres_of_a_model_are_those_of_its_queries(tmp_path):
     assert policy == dms_jax.TriAttention(statistics=str(tmp_path / "deep/queries.safetensors"))
     first = calibrate_queries(model, tokens[:1], tmp_path / "first.safetensors")
     second = calibrate_queries(model, tokens[1:], tmp_path / "second.safetensors")
-    read = dms_jax.policies.triattention._read
-    both, one, other = (read(each.statistics, 0.0) for each in (policy, first, second))
+    both, one, other = (load_file(each.statistics) for each in (policy, first, second))
     for name in both:
         chex.assert_trees_all_close(both[name], (one[name] + other[name]) / 2, rtol=1e-5, atol=1e-6)
     config = model.config
