@@ -161,3 +161,20 @@ def test_a_value_of_another_report(monkeypatch, tmp_path):
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     assert claims.computed("json a.json rows 0 x .1f") == "3.0"
     assert claims.computed("json a.json rows 1 x / a.json rows 0 x .2f") == "0.50"
+
+
+def test_a_page_that_differs_is_named_and_mended(monkeypatch, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("solves 1.0<!--= score m plain gsm8k -->%, **shown**<!--= a -->\n")
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    monkeypatch.setattr(claims, "PAGES", ("page.md",))
+    monkeypatch.setattr(claims, "PICTURES", {"drawn.png": lambda path: drawn.append(path.name)})
+    monkeypatch.setattr(claims, "computed", lambda word: "**shown**" if word == "a" else "2.5")
+    drawn = []
+    assert claims.main(claims.Config()) == 1
+    assert "1 differ from the records\n  1.0<!--= score" in capsys.readouterr().out
+    assert drawn == []
+    assert claims.main(claims.Config(write=True)) == 0
+    assert page.read_text().startswith("solves 2.5<!--= score m plain gsm8k -->%, **shown**")
+    assert drawn == ["drawn.png"]
+    assert claims.main(claims.Config()) == 0
