@@ -73,9 +73,10 @@ class Config:
     model: str = ""
     """Hugging Face directory, GGUF file or hub id of a model with a chat template."""
     data: pathlib.Path = pathlib.Path("data")
-    """Folder with gsm8k/train.jsonl and test.jsonl, math/train.jsonl, math500/test.jsonl,
-    amc23/test.jsonl, aime24/test.jsonl, humaneval/HumanEval.jsonl.gz, mmlu/test and mmlu/dev,
-    arc/ARC-Challenge-Test.jsonl. A piece whose file is missing is left out, and says so."""
+    """Folder with gsm8k/train.jsonl and test.jsonl, math/train.jsonl ("problem" and "solution" or
+    "answer"), math500/test.jsonl, amc23/test.jsonl, aime24/test.jsonl, mmlu/test,
+    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. A piece whose file is missing is
+    left out, and says so."""
     out: pathlib.Path = pathlib.Path("runs/campaign")
     """Run directory. The same command goes on with what is there."""
     only: str = "*"
@@ -282,6 +283,20 @@ class Campaign:
         run = self.config.out / "trainings" / f"{name}-{seed}"
         return run / "snapshots" / ratio if ratio else run / "model"
 
+    def file(self, name: str) -> pathlib.Path:
+        """A file of the data; of problems whose answers are numbers or within solutions, a copy."""
+        path = self.config.data / name
+        if name.partition("/")[0] not in ("math", "amc23", "aime24"):
+            return path
+        copy = self.config.out / "data" / name.replace("/", "-")
+        if not copy.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found = [answered(json.loads(line)) for line in lines if line.strip()]
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            text = "".join(json.dumps(row) + "\n" for row in found if row is not None)
+            copy.write_text(text, encoding="utf-8")
+        return copy
+
     # -- lessons and trainings --------------------------------------------------------------------
 
     def self_taught(self, kind: str) -> SelfTaught:
@@ -290,7 +305,7 @@ class Campaign:
         gsm8k = kind == "gsm8k"
         return SelfTaught(
             model=config.model,
-            prompts=config.data / kind / "train.jsonl",
+            prompts=self.file(FILES["held-out"] if gsm8k else "math/train.jsonl"),
             out=config.out / "lessons" / kind,
             questions=config.questions,
             held_out=config.held_out if gsm8k else 1,
@@ -398,7 +413,7 @@ class Campaign:
         model = self.model(system)
         serving = Serving(lanes=self.config.lanes, page_size=16, kv_dtype=kv_dtype)
         told: Any = dict(policy=policy, serving=serving)
-        tasks = TASKS[task](self.config.data / FILES.get(task, ""))
+        tasks = TASKS[task](self.file(FILES.get(task, "")))
         row: dict[str, Any] = dict(system=system.partition(":")[0], measure=task)
         row["run"] = int(system.partition(":")[2] or 0)
         if isinstance(tasks, ARC | MMLU):
@@ -453,7 +468,7 @@ class Campaign:
             policy = dms_jax.KVpop(compression_ratio=SHARE, window=16)
         found = hyperscale(
             model,
-            TASKS[task](config.data / FILES[task]),
+            TASKS[task](self.file(FILES[task])),
             [System(system, policy, compression_ratio=None if rival is None else SHARE)],
             lengths=LENGTHS[task](config),
             chains=config.chains if temperature else (1,),
@@ -464,6 +479,26 @@ class Campaign:
             out=config.out / "frontiers" / task / _safe(system),
         )
         return votes(found, system, temperature)
+
+
+def answered(row: dict[str, Any]) -> dict[str, str] | None:
+    r"""A problem with its answer as text, which may be the last box of its solution.
+
+    # In: {"question": "1 + 1?", "answer": 2.0}  Out: {"problem": "1 + 1?", "answer": "2"}
+    # In: {"problem": "1 + 1?", "solution": "It is \boxed{2}."}  Out: the same
+    """
+    answer = row.get("answer")
+    if answer is None:
+        _, box, rest = row.get("solution", "").rpartition("\\boxed{")
+        depth, end = 1, 0
+        while depth and end < len(rest):
+            depth += (rest[end] == "{") - (rest[end] == "}")
+            end += 1
+        if not box or depth:
+            return None
+        answer = rest[: end - 1]
+    text = f"{answer:g}" if isinstance(answer, int | float) else str(answer)
+    return {"problem": row.get("problem") or row["question"], "answer": text}
 
 
 def votes(found: Hyperscaling, system: str, temperature: float) -> list[dict[str, Any]]:
@@ -577,9 +612,12 @@ def pieces(config: Config) -> Iterator[Piece]:
             yield _ask("math500", system)
     yield _ask("gsm8k", "dms-3.3@2:0")
     systems = [PLAIN, *trained(config, "dms-3.3", "control", "dms-8", "kvpop", "all-3.3")]
-    for task in LENGTHS:
-        for system in (PLAIN, *trained(config, "dms-3.3", "dms-8", "kvpop"), *ON_FRONTIERS):
-            for temperature in (0.0, *config.temperatures):
+    every = (PLAIN, *trained(config, "dms-3.3", "dms-8", "kvpop"), *ON_FRONTIERS)
+    first = tuple(each for each in every if each.endswith(":0") or ":" not in each)
+    main_, *others = sorted(config.temperatures, key=lambda each: abs(each - 0.7))
+    for temperature in (0.0, main_, *others):
+        for task in LENGTHS:
+            for system in every if temperature in (0.0, main_) else first:
                 yield _frontier(task, system, temperature)
     for task in ("humaneval", "ruler-4k", "ruler-16k", "needles-16k", "amc23", "aime24"):
         for system in systems:

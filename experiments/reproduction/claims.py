@@ -12,7 +12,9 @@ A number on a page carries its formula, in a comment that Markdown does not show
                                            with the other sign; of several, a+b+c, the mean
     peak | reads | problems | trainings RECORD SYSTEMS MEASURE
     times RECORD SYSTEM SYSTEM MEASURE [peak | reads | cache_bytes]   how much more the second has
-    gain RECORD SYSTEM SYSTEM reads|peak   average gain of votes over the best plain decoding
+    gain RECORD SYSTEM SYSTEM reads|peak [MEASURE]   average gain of votes over the best decoding of
+                                           the second; `worst`: the least sure one at a budget of
+                                           more than 1.5 of its greedy chains
     sampled RECORD SYSTEM SYSTEM AXIS      the same with greedy points left out: what to distrust
     votes RECORD SYSTEM CHAINS             score of the vote of so many chains; greedy: 0 chains
     votes-gap RECORD SYSTEM CHAINS SYSTEM CHAINS, and likewise votes-reads (a ratio)
@@ -43,6 +45,7 @@ from dms_jax.command_line.running import run
 from dms_jax.errors import DataError
 from dms_jax.evaluation import Hyperscaling, Measured, Point, difference, mean_over_seeds
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
+from dms_jax.evaluation.pareto import Level, gain_at
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -143,15 +146,19 @@ def _error_of_seeds(means: Float[np.ndarray, " seeds"]) -> float:
     return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
 
 
-def points(name: str, systems: Sequence[str]) -> Hyperscaling:
-    """The votes of systems, each "control" or "control:8", as points of a comparison."""
+def points(name: str, systems: Sequence[str], measure: str = "gsm8k") -> Hyperscaling:
+    """The votes of systems on one task, each "control", "control:8" or all of its trainings.
+
+    Where systems have other numbers of trainings, a single one stands for as many as the others.
+    """
     found = []
     for one in systems:
         system, _, training = one.partition(":")
         own = [
             each
             for each in record(name)["votes"]
-            if each["system"] == system and training in ("", "*", str(each["run"]))
+            if (each["system"], each.get("measure", "gsm8k")) == (system, measure)
+            and training in ("", "*", str(each["run"]))
         ]
         runs = sorted({each["run"] for each in own}) if training == "*" else [own[-1]["run"]]
         settings = {(each["length"], each["temperature"]): each for each in own}
@@ -178,7 +185,20 @@ def points(name: str, systems: Sequence[str]) -> Hyperscaling:
                         ended=first["ended"],
                     )
                 )
-    return Hyperscaling({}, tuple(found))
+    most = max(len(point.reads) for point in found)
+    return Hyperscaling({}, tuple(_repeated(point, most) for point in found))
+
+
+def _repeated(point: Point, trainings: int) -> Point:
+    if len(point.reads) in (1, trainings):
+        wide = functools.partial(np.repeat, repeats=trainings // len(point.reads), axis=0)
+        return dataclasses.replace(
+            point,
+            scores={name: wide(x) for name, x in point.scores.items()},
+            reads=wide(point.reads),
+            peak=wide(point.peak),
+        )
+    raise DataError(f"{point.system} has {len(point.reads)} trainings, and others {trainings}.")
 
 
 def _votes(row: dict[str, Any], chains: int) -> Float[np.ndarray, " problems"]:
@@ -198,15 +218,36 @@ def _spent(row: dict[str, Any], axis: str, chains: int) -> Float[np.ndarray, " p
 # -- formulas -------------------------------------------------------------------------------------
 
 
-def _gain(name: str, left: str, right: str, axis: Any) -> Measured:
-    found = points(name, (right, left)).average_gain(left, right, axis)
+def _gain(name: str, left: str, right: str, axis: Any, *measure: str) -> Measured:
+    found = points(name, (right, left), *measure).average_gain(left, right, axis)
     if found is None:
         raise DataError(f"{left} and {right} of {name} share no budget, or lack a greedy point.")
     return found
 
 
-def _sampled(name: str, left: str, right: str, axis: str) -> Measured:
-    whole = points(name, (right, left))
+def _worst(name: str, left: str, right: str, axis: Any, *measure: str) -> Measured:
+    """The least sure gain at a budget of `left` above 1.5 greedy chains of `right`.
+
+    Each system does the best that it does with no more than that; the second one is interpolated.
+    """
+    whole = points(name, (right, left), *measure)
+    least = 1.5 * max(point.budget(axis) for point in whole.of(right) if point.greedy)
+    own, other = (whole.frontier(each, axis) for each in (left, right))
+    levels = [point.level(axis, "vote") for point in other]
+    gains = []
+    for budget in {point.budget(axis) for point in whole.of(left)}:
+        if budget >= least:
+            best = [point for point in own if point.budget(axis) <= budget][-1]
+            beyond = [Level(budget, levels[-1].scores)] if budget > levels[-1].budget else []
+            gain = gain_at(Level(budget, best.scores["vote"]), [*levels, *beyond])
+            gains += [] if gain is None else [gain]
+    if not gains:
+        raise DataError(f"{left} and {right} of {name} share no budget of 1.5 greedy chains.")
+    return min(gains, key=lambda gain: gain.value - 2 * gain.error)
+
+
+def _sampled(name: str, left: str, right: str, axis: str, *measure: str) -> Measured:
+    whole = points(name, (right, left), *measure)
     trials = [
         [
             Trial(getattr(point, axis), point.scores["vote"])
@@ -272,6 +313,7 @@ MEASURED: dict[str, Callable[..., Measured]] = {
     "gap": gap,
     "lost": lambda *words: _negative(gap(*words)),
     "gain": _gain,
+    "worst": _worst,
     "sampled": _sampled,
     "votes-gap": _votes_gap,
 }

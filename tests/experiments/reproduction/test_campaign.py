@@ -77,20 +77,23 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
         for only in ("ask-gsm8k-plain", "frontier-gsm8k-plain-*", "frontier-gsm8k-quest-*"):
             assert call(config, only) == 0
         assert call(config, "ask-gsm8k-quest+share") == 0
+        assert call(config, "ask-held-out-plain") == 0
         sizes = list(served)
         assert call(config, "*-gsm8k-plain*") == 0
         assert served == sizes  # nothing is asked twice
     done = {path.stem for path in (config.out / "done").iterdir()}
     assert done == {
-        *("ask-gsm8k-plain", "ask-gsm8k-quest+share"),
+        *("ask-gsm8k-plain", "ask-gsm8k-quest+share", "ask-held-out-plain"),
         *(f"frontier-gsm8k-{name}-{t}" for name in ("plain", "quest") for t in ("0", "0.7")),
     }
     record = recorded(config, monkeypatch)
-    assert {row["system"]: len(row["scores"]) for row in record["rows"]} == {
-        "plain": 4,
-        "quest/share": 4,
+    assert {(row["system"], row["measure"]): len(row["scores"]) for row in record["rows"]} == {
+        ("plain", "held-out"): 2,
+        ("plain", "gsm8k"): 4,
+        ("quest/share", "gsm8k"): 4,
     }
-    assert [(row["length"], row["temperature"], row["chains"]) for row in record["votes"][:4]] == [
+    plain = [row for row in record["votes"] if row["system"] == "plain"]
+    assert [(row["length"], row["temperature"], row["chains"]) for row in plain] == [
         *((6, 0.0, 1), (12, 0.0, 1), (6, 0.7, 3), (12, 0.7, 3))
     ]
     assert all(len(own) == 4 for row in record["votes"] for own in row["scores"].values())
@@ -103,6 +106,25 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
     assert call(config, "list") == 0
     listed = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("done") for line in listed) == len(done)
+
+
+def test_answers_of_files_become_text(config):
+    """As numbers, and within solutions; what has no answer is left out."""
+    rows = [
+        {"question": "1 + 1?", "answer": 2.0},
+        {"problem": "Half?", "solution": r"First \boxed{3}, then \boxed{\frac{1}{2}}."},
+        {"problem": "Lost?", "solution": "Nobody knows."},
+        {"problem": "Open?", "solution": r"\boxed{4"},
+        {"problem": "Five?", "answer": "5"},
+    ]
+    path = config.data / "amc23" / "test.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = campaign.Campaign(config).file("amc23/test.jsonl")
+    task = campaign.TASKS["amc23"](file)
+    assert [record.fields["answer"] for record in task.records] == ["2", r"\frac{1}{2}", "5"]
+    problem = task.problem("test", 1)
+    assert task.score(problem, r"It is $\boxed{\frac{1}{2}}$.") == 1
 
 
 def test_what_cannot_be_done_yet_says_why(config, capsys):

@@ -72,6 +72,9 @@ def made_up(monkeypatch):
             reads=[2, 2, 2, 2],
         ),
     ]
+    for each in votes[2:]:
+        votes += [each | dict(system="twice", run=run) for run in (1, 2)]
+    votes.append(votes[0] | dict(measure="math500"))
     for each in votes:
         each["peak"] = each["reads"]
     record = dict(rows=rows, votes=votes, groups={"pair": ["small:1", "small:3"]})
@@ -121,6 +124,14 @@ def test_votes_by_hand():
     assert claims.computed("votes-gap m small 9 plain 0").startswith("-25.0 ± ")
     # The small cache's best, 50%, is below one greedy plain chain, 75%, wherever both have budgets.
     assert claims.computed("gain m small plain reads").startswith("-25.0 ± ")
+    # Of points beyond 15 reads there is one, of nine chains for 18; nothing is above 75% there.
+    assert claims.computed("worst m small plain reads").startswith("-25.0 ± ")
+    # A single training of the other system stands for each of several.
+    twice = claims.points("m", ("plain", "twice:*"))
+    assert {point.reads.shape for point in twice.points} == {(2, 4)}
+    assert twice.average_gain("twice:*", "plain").value == pytest.approx(-0.25)
+    with pytest.raises(DataError, match="of math500"):
+        claims.computed("score m small math500")
     # Among sampled points alone it seems as good: 43.6 against 43.8 from 10 to 18 reads.
     assert claims.computed("sampled m small plain reads").startswith("-0.2 ± ")
 
