@@ -2,6 +2,7 @@
 
 The budgets are on logarithmic axes with plain numbers. Faint dots are points that another point of
 the same system surpasses; the line joins the others, and the system's name stands at its end.
+Squares are greedy answers; a system without one is drawn dashed and says so.
 matplotlib is imported where it is used.
 """
 
@@ -57,7 +58,17 @@ def hyperscaling_figure(
                 marker="o",
                 markersize=4,
                 linewidth=1.6,
+                linestyle="-" if result.has_greedy(system) else "--",
                 capsize=2,
+            )
+            greedy = [point for point in result.of(system) if point.greedy]
+            axes.plot(
+                [point.budget(axis) for point in greedy],
+                [100 * point.accuracy(method).value for point in greedy],
+                linestyle="",
+                marker="s",
+                markersize=7,
+                color=colour,
             )
             others = [point for point in result.of(system) if point not in best]
             axes.plot(
@@ -76,8 +87,9 @@ def hyperscaling_figure(
         low, high = axes.get_ylim()
         heights = label_heights(ends, 0.05 * (high - low), log=True)
         for system, colour, (x, _), y in zip(result.systems, _COLOURS, ends, heights, strict=False):
+            name = system if result.has_greedy(system) else f"{system}\n(no greedy point recorded)"
             axes.annotate(
-                system, (x, y), (6, 0), textcoords="offset points", color=colour, va="center"
+                name, (x, y), (6, 0), textcoords="offset points", color=colour, va="center"
             )
     figure.axes[0].set_ylabel(f"score by {method}, %")
     figure.savefig(path, dpi=130)

@@ -35,7 +35,7 @@ from dms_jax.policies import (
     StreamingLLM,
     Vanilla,
 )
-from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +139,11 @@ def explain(policy: Policy) -> str:
                 f"values of its {policy.top if policy.compression_ratio is None else 'few'} "
                 "largest weights. Colours show which values were fetched after the prompt."
                 f"{_below(policy)}"
+            )
+        case AnswerEviction():
+            return (
+                "The prompt is held in full; each time that so many tokens have been added to a "
+                "full row, it is cut to its budget by scores."
             )
         case PeriodicEviction():
             return (

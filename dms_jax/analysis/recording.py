@@ -131,9 +131,9 @@ class Recording(Policy):
         """See `Policy.evicted`."""
         return self.policy.evicted(chunk)
 
-    def due(self, lengths, chunk: Chunk):
+    def due(self, state: PolicyState, lengths, chunk: Chunk):
         """See `Policy.due`."""
-        return self.policy.due(lengths, chunk)
+        return self.policy.due(_inner(state), lengths, chunk)
 
     def merge(self, state: PolicyState, chunk: Chunk):
         """See `Policy.merge`."""

@@ -28,7 +28,7 @@ from dms_jax.command_line.writing import Writer
 from dms_jax.generation import Generation, Update
 from dms_jax.generation.requests import Prompt
 from dms_jax.policies import Policy, Vanilla
-from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
 from pallas_kernels import serving
 
@@ -144,7 +144,8 @@ def nothing_left(policy: Policy, generation: Generation) -> str | None:
     if isinstance(policy, Vanilla | SelectiveReading) or usage.compression_ratio > 1:
         return None
     if isinstance(policy, PeriodicEviction):
-        when = f"rows are cut after the prompt and every {policy.cut_interval} tokens of an answer"
+        prompt = "" if isinstance(policy, AnswerEviction) else "after the prompt and "
+        when = f"rows are cut {prompt}every {policy.cut_interval} tokens of an answer"
         if policy.cut_interval is None:
             when = "rows are cut once, after the prompt"
         return (

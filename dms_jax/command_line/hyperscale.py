@@ -1,6 +1,6 @@
 r"""Compare systems over lengths of answers and numbers of chains, at equal reads and equal peak.
 
-    dms-jax hyperscale --lengths 128 256 512 --chains 1 4 16 --out runs/wider
+    dms-jax hyperscale --lengths 128 256 512 --chains 1 3 9 --out runs/wider
     dms-jax hyperscale --systems Vanilla TOVA,compression_ratio=4 \
         TOVA,compression_ratio=8 DMS,model=runs/dms4,ratio=4 \
         DMS,model=runs/dms8,ratio=8
@@ -8,7 +8,7 @@ r"""Compare systems over lengths of answers and numbers of chains, at equal read
 A small setting that takes about a minute on two idle CPU cores:
 
     dms-jax hyperscale --task words --problems 8 --lengths 192 320 \
-        --chains 1 4 --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
+        --chains 1 3 --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
 
 Problems are made from seeds, or read from a file, as by `dms-jax evaluate`. With `--out` every
 answer is written as it ends, and the same call goes on after them.
@@ -71,8 +71,8 @@ class Config:
     """Variables of the chat template, as name=value (enable_thinking=false)."""
     lengths: tuple[int, ...] = (128, 256, 512)
     """L, the most new tokens of an answer."""
-    chains: tuple[int, ...] = (1, 4, 16)
-    """W, answers to each problem."""
+    chains: tuple[int, ...] = (1, 3, 9)
+    """W, answers to each problem; odd, since two chains that differ settle nothing by a vote."""
     problems: int | None = CALL["problems"].default
     """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
     seeds: tuple[int, ...] = CALL["seeds"].default
@@ -83,8 +83,8 @@ class Config:
     """What the frontiers and gains are of."""
     stop_decided: bool = CALL["stop_decided"].default
     """Also stop chains whose vote is decided, in runs of their own."""
-    temperature: float = SAMPLING.temperature
-    """0 takes the most likely token."""
+    temperatures: tuple[float, ...] = (SAMPLING.temperature,)
+    """Of the sampled chains. One greedy chain of every length is always a point, too."""
     top_p: float = SAMPLING.top_p
     """Keep the most likely tokens until their probability reaches this."""
     lanes: int = SERVING.lanes
@@ -104,7 +104,9 @@ def main(config: Config) -> Hyperscaling:
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     chat = read_chat(asked=config.chat, system=config.system, template=config.template)
     load = functools.cache(functools.partial(load_model, dtype=config.dtype))
-    sampling = dms_jax.Sampling(temperature=config.temperature, top_p=config.top_p)
+    for temperature in config.temperatures:  # checked before a model is read
+        dms_jax.Sampling(temperature=temperature)
+    sampling = dms_jax.Sampling(top_p=config.top_p)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
     systems = [read_system(text, config.model, load) for text in config.systems]
     result = dms_jax.hyperscale(
@@ -117,6 +119,7 @@ def main(config: Config) -> Hyperscaling:
         split=config.split,
         seeds=config.seeds,
         sampling=sampling,
+        temperatures=config.temperatures,
         chat=chat,
         serving=serving,
         stop_decided=config.stop_decided,
@@ -125,10 +128,12 @@ def main(config: Config) -> Hyperscaling:
     )
     Console(width=None if sys.stdout.isatty() else 200).print(result.rich_table(config.method))
     print(
-        f"\nGains between frontiers by {config.method}, averaged over the budgets that both cover:"
+        f"\nGains between frontiers by {config.method}, averaged over the budgets that both cover,"
+        f" greedy points included:"
         f"\n\n{result.gains_table(config.method)}\n"
         "\nIn percent, ± one standard error. reads, peak: tokens of all chains of a problem,"
-        "\naverages over layers and heads. L-W-CR: longest answer, chains, nominal ratio."
+        "\naverages over layers and heads. L-W-CR@T: longest answer, chains, nominal ratio,"
+        " temperature."
     )
     if config.out is not None:
         data = {**provenance(config), **result.to_dict(config.method)}

@@ -4,13 +4,19 @@ Inference-time hyper-scaling (DMS paper, section 5): answers of at most L tokens
 problem, compression ratio CR; systems are compared over all L-W-CR configurations at equal reads
 and at equal peak.
 
-Every system answers with the largest number of chains only: its first w chains are those of a run
-with w chains. The longest answers also serve the shorter ones, which are their first tokens, unless
-the policy takes a share of the longest answer (`traces`); then every length is a run of its own.
+Every system answers with the largest number of chains only, W: a point of w chains is the mean of
+their W // w groups. The longest answers also serve the shorter ones, which are their first tokens,
+unless the policy takes a share of the longest answer (`traces`); then every length is a run of its
+own.
+
+One greedy chain is a point of every system at every length, by construction: a vote of sampled
+chains that does not beat it has gained nothing, and many models answer better greedily than they do
+when sampled. Gains are over the best that the other system does with a budget, greedy included.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -19,15 +25,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from dms_jax.checks import Count, Options, Ratio, Whole, check, show
+from dms_jax.checks import Count, NotNegative, Options, Ratio, Whole, check, show
 from dms_jax.data.tasks import Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.aggregation import METHODS
 from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.evaluating import SAMPLING
-from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, Stopped
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, Stopped, point_label
 from dms_jax.evaluation.journal import model_mark, write_files
 from dms_jax.evaluation.prompting import Chat, answer_limit
 from dms_jax.evaluation.samples import Sample
@@ -69,6 +76,7 @@ def hyperscale(
     start: int = 0,
     seeds: Sequence[int] = (0,),
     sampling: Sampling | None = None,
+    temperatures: Sequence[float] | None = None,
     chat: Chat | None = None,
     serving: Serving | None = None,
     stop_decided: bool = False,
@@ -86,9 +94,12 @@ def hyperscale(
       problems, split, start, chat, serving: see `evaluate`.
       seeds: every seed draws new chains for the same problems.
       sampling: see `evaluate`; its seed and max_new_tokens are ignored.
+      temperatures: sampling temperatures, each a grid of lengths and chains; that of `sampling`
+        unless given. 0, with one chain, is always among them.
       stop_decided: also run each configuration of several chains with chains that stop as soon as
         those that ended have decided the vote. The vote is the same; `Point.stopped` says what it
-        cost. Each of these configurations is a run of its own.
+        cost. Each of these configurations is a run of its own, and every point is of the first
+        chains alone.
       out: a folder for the answers of each run (as `evaluate` writes them), `results.json` and
         `table.md`. The same call resumes after the answers that are there.
       progress: whether to show a progress bar for each run on standard error.
@@ -104,6 +115,7 @@ def hyperscale(
     `error.finished` is a `Hyperscaling`, whose files are in `out` as well.
     """
     check_model(model)
+    given = check_call(SAMPLING if sampling is None else sampling, None)
     questions = Questions.given(
         "hyperscale", model, task, count=problems, split=split, start=start, chat=chat
     )
@@ -114,8 +126,11 @@ def hyperscale(
         lengths=_numbers("lengths", lengths, Count),
         chains=_numbers("chains", chains, Count),
         seeds=_numbers("seeds", seeds, Whole),
-        sampling=dataclasses.replace(
-            check_call(SAMPLING if sampling is None else sampling, None), logprobs=True
+        sampling=dataclasses.replace(given, logprobs=True),
+        temperatures=_numbers(
+            "temperatures",
+            (given.temperature,) if temperatures is None else temperatures,
+            NotNegative,
         ),
         serving=Serving.given("hyperscale", serving),
         stop_decided=check("hyperscale: stop_decided", stop_decided, bool),
@@ -163,6 +178,7 @@ class Plan:
     chains: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+    temperatures: tuple[float, ...]
     serving: Serving
     stop_decided: bool
     out: pathlib.Path | None
@@ -190,22 +206,35 @@ class Plan:
                 )
 
     def points(self, system: Resolved) -> Iterator[Point]:
-        """Runs a system, and yields its points as they are finished."""
+        """Runs a system, and yields its points as they are finished: the greedy ones first."""
+        yield from self.points_at(system, 0.0, (1,), self.seeds[:1])
+        for temperature in filter(None, self.temperatures):
+            yield from self.points_at(system, temperature, self.chains, self.seeds)
+
+    def points_at(
+        self, system: Resolved, temperature: float, chains: Sequence[int], seeds: Sequence[int]
+    ) -> Iterator[Point]:
+        """Runs a system at one temperature. What one seed answers stands for all seeds."""
         runs = [self.lengths]
         if depends_on_length(system.policy):
             runs = [(length,) for length in self.lengths]
         for run in runs:
             samples: dict[int, list[Sample]] = {length: [] for length in run}
-            for seed in self.seeds:
-                answers = self.run(system, seed, length=run[-1], chains=self.chains[-1])
+            for seed in seeds:
+                answers = self.run(
+                    system, seed, length=run[-1], chains=chains[-1], temperature=temperature
+                )
                 for length in run:
                     samples[length].append(self.sample(system, answers, length))
             for length in run:
-                for chains in self.chains:
+                own = samples[length] * (len(self.seeds) // len(seeds))
+                for count in chains:
                     stopped = None
-                    if self.stop_decided and chains > 1:
-                        stopped = self.stopped(system, length, chains)
-                    yield _point(system, length, chains, samples[length], stopped)
+                    if self.stop_decided and count > 1:
+                        stopped = self.stopped(system, length, count, temperature)
+                    # What early stops cost is known of the first group alone.
+                    groups = 1 if self.stop_decided else chains[-1] // count
+                    yield _point(system, length, count, groups, temperature, own, stopped)
 
     def run(
         self,
@@ -214,16 +243,21 @@ class Plan:
         *,
         length: int,
         chains: int,
+        temperature: float,
         stop_decided: bool = False,
     ) -> list[Answer]:
         """Answers all problems, or reads the answers from the folder."""
         name = f"{length}-{chains}" if stop_decided else f"{length}"
-        folder = None if self.out is None else self.out / _slug(system) / name / f"seed{seed}"
+        folder = None
+        if self.out is not None:
+            folder = self.out / _slug(system) / f"{temperature:g}" / name / f"seed{seed}"
         evaluation = Evaluation(
             model=system.model,
             policy=system.policy,
             questions=self.questions,
-            sampling=dataclasses.replace(self.sampling, max_new_tokens=length),
+            sampling=dataclasses.replace(
+                self.sampling, max_new_tokens=length, temperature=temperature
+            ),
             serving=self.serving,
             chains=chains,
             seed=seed,
@@ -231,7 +265,9 @@ class Plan:
             traced=True,
             stop_decided=stop_decided,
         )
-        title = f"{system.name} {length}-{chains}" if self.progress else None
+        title = None
+        if self.progress:
+            title = f"{system.name} {point_label(length, chains, None, temperature)}"
         return list(evaluation.run(self.judge, folder, bar=title).values())
 
     def sample(self, system: Resolved, answers: list[Answer], length: int) -> Sample:
@@ -241,16 +277,17 @@ class Plan:
         chains = len(cuts) // count
         return Sample.of([cuts[i * chains : (i + 1) * chains] for i in range(count)], self.judge)
 
-    def stopped(self, system: Resolved, length: int, chains: int) -> Stopped:
+    def stopped(self, system: Resolved, length: int, chains: int, temperature: float) -> Stopped:
         """Runs a configuration whose chains stop when the vote is decided."""
-        samples = [
-            self.sample(
-                system,
-                self.run(system, seed, length=length, chains=chains, stop_decided=True),
-                length,
-            )
-            for seed in self.seeds
-        ]
+        run = functools.partial(
+            self.run,
+            system,
+            length=length,
+            chains=chains,
+            temperature=temperature,
+            stop_decided=True,
+        )
+        samples = [self.sample(system, run(seed), length) for seed in self.seeds]
         return Stopped(
             vote=np.stack([sample.score("vote", chains) for sample in samples]),
             reads=np.stack([sample.reads.sum(1) for sample in samples]),
@@ -260,13 +297,14 @@ class Plan:
 
     def result(self, points: Sequence[Point]) -> Hyperscaling:
         """The result so far."""
-        names = ("temperature", "top_k", "top_p", "min_p", "stop")
+        names = ("top_k", "top_p", "min_p", "stop")
         settings = {
             **self.questions.to_dict(),
             "problems": len(self.questions.problems),
             "lengths": list(self.lengths),
             "chains": list(self.chains),
             "seeds": list(self.seeds),
+            "temperatures": list(self.temperatures),
             "kv_dtype": self.serving.kv_dtype,
             "page_size": self.serving.page_size,
             "sampling": {name: getattr(self.sampling, name) for name in names},
@@ -289,23 +327,36 @@ class Plan:
 
 
 def _point(
-    system: Resolved, length: int, chains: int, samples: list[Sample], stopped: Stopped | None
+    system: Resolved,
+    length: int,
+    chains: int,
+    groups: int,
+    temperature: float,
+    samples: list[Sample],
+    stopped: Stopped | None,
 ) -> Point:
+    used = groups * chains
+
     def mean(name: str) -> float:
-        return float(np.mean([getattr(sample, name)[:, :chains] for sample in samples]))
+        return float(np.mean([getattr(sample, name)[:, :used] for sample in samples]))
+
+    def total(name: str) -> Float[np.ndarray, "seeds problems"]:
+        """Of all chains of a group, the mean over the groups."""
+        return np.stack([getattr(each, name)[:, :used].sum(1) for each in samples]) / groups
 
     return Point(
         system=system.name,
         compression_ratio=system.compression_ratio,
         length=length,
         chains=chains,
+        temperature=temperature,
         policy=system.policy.to_dict(),
         scores={
-            method: np.stack([sample.score(method, chains) for sample in samples])
+            method: np.stack([sample.score(method, chains, groups) for sample in samples])
             for method in METHODS
         },
-        reads=np.stack([sample.reads[:, :chains].sum(1) for sample in samples]),
-        peak=np.stack([sample.peak[:, :chains].sum(1) for sample in samples]),
+        reads=total("reads"),
+        peak=total("peak"),
         new_tokens=mean("new_tokens"),
         ended=mean("ended"),
         stopped=stopped,
@@ -340,7 +391,7 @@ def _resolved(systems: Any, model: LanguageModel) -> tuple[Resolved, ...]:
     return tuple(resolved.values())
 
 
-def _numbers(name: str, values: Any, kind: Any) -> tuple[int, ...]:
+def _numbers(name: str, values: Any, kind: Any) -> tuple[Any, ...]:
     """Different numbers in increasing order.
 
     Raises:

@@ -1,8 +1,12 @@
 """The result of `hyperscale`: points, their frontiers on two budgets, and gains at equal budget.
 
 A point is one L-W-CR configuration of a system (DMS paper, section 5): answers of at most L tokens,
-W chains of each problem, and the compression ratio. Its two budgets are the KV reads and the peak
-tokens of a problem, both summed over its W chains, which run side by side.
+W chains of each problem, and the compression ratio, drawn at a temperature. Its two budgets are the
+KV reads and the peak tokens of a problem, both summed over its W chains, which run side by side.
+
+Frontiers are compared only where both systems have a greedy point (temperature 0, one chain) of
+every length: without them, what votes of sampled chains gain may be what sampling lost before. The
+comparison is then with the best that a system does at a budget, greedy or sampled.
 """
 
 import dataclasses
@@ -25,6 +29,17 @@ from dms_jax.evaluation.statistics import Measured, mean_over_seeds
 Axis = Literal["reads", "peak"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 PerProblem = Float[np.ndarray, "seeds problems"]
+
+
+def point_label(
+    length: int, chains: int, compression_ratio: float | int | None, temperature: float
+) -> str:
+    """L-W-CR@T.
+
+    # In: 512, 4, 8.0, 0.7  Out: "512-4-8@0.7"
+    """
+    ratio = "" if compression_ratio is None else f"-{compression_ratio:g}"
+    return f"{length}-{chains}{ratio}@{temperature:g}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,9 +66,11 @@ class Point:
       system: name of the system.
       compression_ratio: its nominal ratio; None if it has none.
       length, chains: L and W.
+      temperature: of the draws; 0 for the most likely tokens.
       policy: the cache policy, as JSON data.
-      scores: score of each problem by method, see `aggregation`.
-      reads, peak: tokens of all chains of a problem.
+      scores: score of each problem by method, see `aggregation`; where more chains were drawn, the
+        mean over the disjoint groups of `chains` of them.
+      reads, peak: tokens of all chains of a problem, the mean over the same groups.
       new_tokens: mean number of tokens of a chain.
       ended: share of the chains that ended by themselves.
       stopped: the same with chains that stop early; None if that was not asked for.
@@ -63,6 +80,7 @@ class Point:
     compression_ratio: float | int | None
     length: int
     chains: int
+    temperature: float
     policy: Mapping[str, Any]
     scores: Mapping[Method, PerProblem]
     reads: PerProblem
@@ -73,9 +91,13 @@ class Point:
 
     @property
     def label(self) -> str:
-        """L-W-CR as in the paper, such as 512-4-8."""
-        ratio = "" if self.compression_ratio is None else f"-{self.compression_ratio:g}"
-        return f"{self.length}-{self.chains}{ratio}"
+        """L-W-CR as in the paper, and the temperature: 512-4-8@0.7."""
+        return point_label(self.length, self.chains, self.compression_ratio, self.temperature)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the point is the most likely answer alone."""
+        return self.temperature == 0 and self.chains == 1
 
     @property
     def reads_saved(self) -> float | None:
@@ -102,8 +124,8 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as JSON data."""
-        names = ("system", "compression_ratio", "length", "chains", "policy", "new_tokens", "ended")
-        data = {name: getattr(self, name) for name in names}
+        names = ("system", "compression_ratio", "length", "chains", "temperature")
+        data = {name: getattr(self, name) for name in (*names, "policy", "new_tokens", "ended")}
         data |= {axis: self.budget(axis) for axis in AXES}
         data["scores"] = {method: self.accuracy(method).to_list() for method in METHODS}
         if self.stopped is not None:
@@ -164,6 +186,11 @@ class Hyperscaling:
         )
         return tuple(point for point in self.points if point.system == system)
 
+    def has_greedy(self, system: str) -> bool:
+        """Whether one greedy chain of every length is among the points of a system."""
+        own = self.of(system)
+        return {p.length for p in own} == {p.length for p in own if p.greedy}
+
     def frontier(
         self, system: str, axis: Axis = "reads", method: Method = "vote"
     ) -> tuple[Point, ...]:
@@ -181,9 +208,11 @@ class Hyperscaling:
         """Mean gap between the frontiers of two systems over the budgets that both cover.
 
         The error is that of a paired bootstrap over problems and seeds (`bootstrap`). None if the
-        systems share no budgets.
+        systems share no budgets, or one of them has no greedy point.
         """
         _check(axis, method)
+        if not (self.has_greedy(left) and self.has_greedy(right)):
+            return None
         key = (left, right, axis, method)
         if key not in self._known:
             trials = [
@@ -200,8 +229,11 @@ class Hyperscaling:
 
         The right frontier is interpolated problem by problem (`pareto.gain_at`) and stays at its
         best point up to the largest budget of the system. Points outside its budgets are left out,
-        and so are those of no budget at all: an answer of one token reads nothing.
+        and so are those of no budget at all: an answer of one token reads nothing. There are none
+        if one of the systems has no greedy point.
         """
+        if not (self.has_greedy(left) and self.has_greedy(right)):
+            return ()
         rival, own = (
             [point for point in self.frontier(system, axis, method) if point.budget(axis) > 0]
             for system in (right, left)
@@ -233,7 +265,7 @@ class Hyperscaling:
             axis: {each for system in self.systems for each in self.frontier(system, axis, method)}
             for axis in AXES
         }
-        heads = ["system", "L-W-CR", *METHODS, *AXES, "new tokens", "ended"]
+        heads = ["system", "L-W-CR@T", *METHODS, *AXES, "new tokens", "ended"]
         stops = any(point.stopped for point in self.points)
         rows = [[*heads, *(["stopped early: vote", "reads saved"] if stops else [])]]
         for point in self.points:
@@ -254,7 +286,9 @@ class Hyperscaling:
         rows = [["system", "over", *(f"average gain by {axis}" for axis in AXES)]]
         for left, right in self._pairs():
             gains = [self.average_gain(left, right, axis, method) for axis in AXES]
-            cells = ["no shared budget" if g is None else percent(g.to_list()) for g in gains]
+            known = self.has_greedy(left) and self.has_greedy(right)
+            none = "no shared budget" if known else "no greedy point recorded"
+            cells = [none if g is None else percent(g.to_list()) for g in gains]
             rows.append([left, right, *cells])
         return rows
 

@@ -66,20 +66,24 @@ class Sample:
             },
         )
 
-    def score(self, method: Method, chains: int) -> Float[np.ndarray, " problems"]:
-        """Score of each problem from its first `chains` chains; pass@W from all of them."""
-        if method == "single":
-            return self.scores[:, :chains].mean(1)
+    def score(self, method: Method, chains: int, groups: int = 1) -> Float[np.ndarray, " problems"]:
+        """Score of each problem from `chains` chains: the mean over the first groups of so many.
+
+        pass@W is estimated from all chains.
+        """
         if method == "pass":
             return pass_at(self.scores, chains)
-        own = [answers[:chains] for answers in self.answers]
-        if method == "vote":
-            winners = [majority(answers) for answers in own]
-        else:
-            tokens = 1 if method == "likeliest_sum" else self.new_tokens
-            winners = [likeliest(*each) for each in zip(own, self.logprob / tokens, strict=True)]
-        scores = [
-            0.0 if winner is None else self.answer_scores[problem, winner]
-            for problem, winner in enumerate(winners)
-        ]
-        return np.asarray(scores, np.float64)
+        if method == "single":
+            return self.scores[:, : groups * chains].mean(1)
+        tokens = np.maximum(self.new_tokens, 1) if method == "likeliest_mean" else 1
+        weights, total = self.logprob / tokens, np.zeros(len(self.answers))
+        for first in range(0, groups * chains, chains):
+            own = slice(first, first + chains)
+            for problem, answers in enumerate(self.answers):
+                if method == "vote":
+                    winner = majority(answers[own])
+                else:
+                    winner = likeliest(answers[own], weights[problem, own])
+                if winner is not None:
+                    total[problem] += self.answer_scores[problem, first + winner]
+        return total / groups

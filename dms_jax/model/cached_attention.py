@@ -321,7 +321,7 @@ def _token_by_token(
         cache, lengths = attended.cache, attended.lengths
         live = in_use(lengths, one.count)[:, 0]
         out, reads = attended.out, live if attended.reads is None else attended.reads[:, 0]
-        if (due := policy.due(lengths, one)) is not None:
+        if (due := policy.due(cache.state, lengths, one)) is not None:
             out, cache = _in_order(out, cache)
             due &= one.count > 0
             reads += jnp.where(due, lengths.sum(-1, dtype=jnp.int32), 0)  # read again for scoring

@@ -107,12 +107,12 @@ def cut_layers(
       dtype: see `cut_layer`.
     """
 
-    def due_of(layer, page_table, lengths):
+    def due_of(layer, row_state, page_table, lengths):
         tokens = dataclasses.replace(chunk.tokens, layer=layer)
         own = dataclasses.replace(chunk, tokens=tokens, page_table=page_table, lengths=lengths)
-        return policy.due(lengths, own)
+        return policy.due(PolicyState(rows=row_state, pages=state.pages), lengths, own)
 
-    due = jax.vmap(due_of)(jnp.arange(lengths.shape[0]), page_table, lengths)
+    due = jax.vmap(due_of)(jnp.arange(lengths.shape[0]), state.rows, page_table, lengths)
     if due is None:
         return pool, state, lengths, jnp.zeros_like(chunk.count)
     due &= chunk.count > 0

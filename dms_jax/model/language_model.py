@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dms_jax import compilation, sharding
+from dms_jax.cache import Cache
 from dms_jax.cache.pages import few_sizes
 from dms_jax.checks import show
 from dms_jax.config import ModelConfig
@@ -294,8 +295,29 @@ def _logits_through_cache(
       transformer, tokens, prompts, policy: see `LanguageModel.logits`.
       width: pages of each row.
     """
-    config = transformer.config
     batch, num_tokens = tokens.shape
+    cache = temporary_cache(transformer, policy, batch, num_tokens, width=width)
+    in_prompt, behind = (in_one_pass(policy, num_tokens, prompt=each) for each in (True, False))
+    first = transformer.cached(
+        tokens, prompts, cache, policy, one_pass=in_prompt, ends_prompt=prompts > 0
+    )
+    index = jnp.arange(num_tokens)
+    rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)
+    second = transformer.cached(rest, num_tokens - prompts, first.cache, policy, one_pass=behind)
+    back = (index - prompts[:, None]) % num_tokens
+    moved = jnp.take_along_axis(second.hidden, back[..., None], axis=1)
+    hidden = jnp.where((index < prompts[:, None])[..., None], first.hidden, moved)
+    return transformer.unembed(hidden)
+
+
+def temporary_cache(
+    transformer: Transformer, policy: Policy, batch: int, num_tokens: int, *, width: int
+) -> Cache:
+    """Returns an empty cache for sequences of one length, each row with `width` pages of its own.
+
+    It is for programs that make a cache for themselves; engines share pages.
+    """
+    config = transformer.config
     page_size = QUEST_PAGE_SIZE
     num_pages = config.num_layers * batch * config.num_kv_heads * width
     dtype = transformer.embedding[...].dtype
@@ -313,16 +335,8 @@ def _logits_through_cache(
     data_shards, head_shards = (sharding.axis_size(axis) if axis else 1 for axis in (data, heads))
     rows = (config.num_layers, batch // data_shards, config.num_kv_heads // head_shards, width)
     pages = jnp.arange(math.prod(rows), dtype=jnp.int32).reshape(rows)
-    cache = dataclasses.replace(cache, page_table=jnp.tile(pages, (1, data_shards, head_shards, 1)))
-    cache = dataclasses.replace(cache, max_lengths=jnp.full(batch, num_tokens, jnp.int32))
-    in_prompt, behind = (in_one_pass(policy, num_tokens, prompt=each) for each in (True, False))
-    first = transformer.cached(
-        tokens, prompts, cache, policy, one_pass=in_prompt, ends_prompt=prompts > 0
+    return dataclasses.replace(
+        cache,
+        page_table=jnp.tile(pages, (1, data_shards, head_shards, 1)),
+        max_lengths=jnp.full(batch, num_tokens, jnp.int32),
     )
-    index = jnp.arange(num_tokens)
-    rest = jnp.take_along_axis(tokens, (prompts[:, None] + index) % num_tokens, axis=1)
-    second = transformer.cached(rest, num_tokens - prompts, first.cache, policy, one_pass=behind)
-    back = (index - prompts[:, None]) % num_tokens
-    moved = jnp.take_along_axis(second.hidden, back[..., None], axis=1)
-    hidden = jnp.where((index < prompts[:, None])[..., None], first.hidden, moved)
-    return transformer.unembed(hidden)

@@ -24,9 +24,11 @@ from dms_jax.policies.kvzap import KVzap
 from dms_jax.policies.quest import Quest
 from dms_jax.policies.random_eviction import RandomEviction
 from dms_jax.policies.random_selection import RandomSelection
+from dms_jax.policies.rkv import RKV
 from dms_jax.policies.snapkv import SnapKV
 from dms_jax.policies.streaming import StreamingLLM
 from dms_jax.policies.tova import TOVA
+from dms_jax.policies.triattention import TriAttention
 from dms_jax.policies.vanilla import Vanilla
 
 # The registry: what is listed here is known by its name, in this order, and public in `dms_jax`.
@@ -48,6 +50,8 @@ __all__ = [  # noqa: RUF022
     "Knorm",
     "KeyDiff",
     "ExpectedAttention",
+    "RKV",
+    "TriAttention",
     "RandomSelection",
     "AdaKV",
     "PyramidKV",

@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dms_jax.checks import CountOnDevice, Share, Traced, require, show
 from dms_jax.policies.base import Policy
 from dms_jax.policies.budget import highest
-from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
 from dms_jax.policies.snapkv import SnapKV
 from dms_jax.policies.values import CacheShape, Chunk, Footprint, PolicyState, TracedInt
 
@@ -58,9 +58,11 @@ class Allocation(PeriodicEviction):
 
     def __post_init__(self):
         require(
-            isinstance(self.scorer, PeriodicEviction),
-            f"{self.name}: scorer={show(self.scorer)} does not score what rows hold; give SnapKV, "
-            "Knorm, KeyDiff, ExpectedAttention, RandomSelection, or another allocation of one.",
+            isinstance(self.scorer, PeriodicEviction)
+            and not isinstance(self.scorer, AnswerEviction),
+            f"{self.name}: scorer={show(self.scorer)} does not score what rows hold at the end of "
+            "a prompt; give SnapKV, Knorm, KeyDiff, ExpectedAttention, RandomSelection, or another "
+            "allocation of one.",
         )
         super().__post_init__()
 

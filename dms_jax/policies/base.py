@@ -241,7 +241,9 @@ class Policy(Options):
         """Updates the state from attention: of one query, or of all queries of a chunk at once."""
         return state
 
-    def due(self, lengths: Int[Array, "B K"], chunk: Chunk) -> Bool[Array, " B"] | None:
+    def due(
+        self, state: PolicyState, lengths: Int[Array, "B K"], chunk: Chunk
+    ) -> Bool[Array, " B"] | None:
         """Returns which sequences must be cut after a decode step; None for never."""
         return None
 
@@ -319,7 +321,8 @@ def _flatten(policy: Policy) -> tuple[tuple[Any, ...], Any]:
 
     def child(name: str, mark: Traced | None) -> Any:
         value = getattr(policy, name)
-        return mark.leaf(value) if mark is not None and isinstance(value, int | float) else value
+        known = isinstance(value, int | float | str)  # not what a program was given for it
+        return mark.leaf(value) if mark is not None and known else value
 
     bounds = tuple(
         (name, policy.bound(name)) for name, mark in children.items() if mark and mark.bounded

@@ -7,8 +7,12 @@ expected unnormalised attention of a key is
     e_j     = exp(k_j R m / sqrt(d) + k_j R C R' k_j / 2d)
     score_j = (mean over the group of e_j / sum_i e_i  +  epsilon) * |v_j|
 
-The first `sinks` tokens are always kept, and are not part of the sum. The state holds the mean and
-covariance of every query head in at least float32: d and d * d numbers (d without `covariance`).
+The first `sinks` tokens are always kept, and are not part of the sum; nor are the last `recent`
+ones. As published a context is cut before the question is read, so that the question is whole:
+`recent` keeps as many last tokens, and their queries count among the others. Published figures on
+RULER are those of `AdaKV(ExpectedAttention(epsilon=1e-2, interval=None))` with the question kept.
+The state holds the mean and covariance of every query head in at least float32: d and d * d numbers
+(d without `covariance`).
 """
 
 import dataclasses
@@ -45,6 +49,7 @@ class ExpectedAttention(Scorer):
       budget, compression_ratio, interval: see `Scorer`.
       future: number of future positions over which rotations are averaged, at most `FURTHEST`.
       sinks: number of first tokens that are always kept and whose queries are ignored.
+      recent: number of last tokens that are always kept, such as those of a question.
       covariance: whether to use second moments.
       value_norm: whether to multiply by the norm of the value.
       epsilon: constant added to the expected weights before `value_norm` (1e-2 is common with
@@ -53,16 +58,17 @@ class ExpectedAttention(Scorer):
 
     future: Annotated[int, Range(1, FURTHEST)] = 512
     sinks: Sinks = 4
+    recent: Sinks = 0
     covariance: bool = True
     value_norm: bool = True
     epsilon: Annotated[NotNegative, Traced(float)] = 0.0
 
-    protected_by = "sinks"
+    protected_by = "sinks and recent"
 
     @property
     def protected(self) -> TracedInt:
-        """See `PeriodicEviction.protected`: the sinks."""
-        return self.sinks
+        """See `PeriodicEviction.protected`: the sinks and the recent tokens."""
+        return self.sinks + self.recent
 
     def init_state(self, shape: CacheShape) -> PolicyState:
         """Returns the statistics of zero queries."""
@@ -102,7 +108,8 @@ class ExpectedAttention(Scorer):
         scale = chunk.static.scale
         num_queries = jnp.maximum(chunk.newest + 1 - self.sinks, 1).astype(wide)
         slot = jnp.arange(keys.shape[2])
-        counted = rows.live & (slot >= self.sinks)
+        kept = (slot < self.sinks) | (slot >= (rows.lengths - self.recent)[..., None])
+        counted = rows.live & ~kept
 
         def of_head(statistics):
             logits = scale * jnp.einsum("BKD,BKSD->BKS", _turn(statistics.mean, cos, sin), keys)
@@ -119,7 +126,7 @@ class ExpectedAttention(Scorer):
         expected = jax.lax.map(of_head, by_head).mean(0)
         if self.value_norm:
             expected = (expected + self.epsilon) * jnp.linalg.norm(rows.v.astype(wide), axis=-1)
-        return jnp.where(slot < self.sinks, jnp.inf, expected)
+        return jnp.where(kept, jnp.inf, expected)
 
     def _future_rotation(
         self, chunk: Chunk, dtype: jnp.dtype

@@ -10,16 +10,25 @@ recent tokens, and the pages freed by a cut are released.
 """
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import Range, Traced, require
 from dms_jax.policies.base import Policy
 from dms_jax.policies.budget import LONGEST, BudgetedPolicy, bounded, highest
-from dms_jax.policies.values import Chunk, Footprint, PolicyState, Rows, TracedInt
+from dms_jax.policies.values import (
+    ROWS,
+    CacheShape,
+    Chunk,
+    Footprint,
+    PolicyState,
+    Rows,
+    TracedInt,
+)
 
 Interval = Annotated[
     Annotated[int, Range(1, LONGEST)] | None, "give None to cut after the prompt alone", Traced(int)
@@ -75,14 +84,13 @@ class PeriodicEviction(Policy):
         scores = jnp.where(rows.live, self.scores(state, chunk, rows), -jnp.inf)
         return self.select(scores, self.layer_budget(chunk), chunk)
 
-    def due(self, lengths: Int[Array, "B K"], chunk: Chunk) -> Bool[Array, " B"] | None:
+    def due(
+        self, state: PolicyState, lengths: Int[Array, "B K"], chunk: Chunk
+    ) -> Bool[Array, " B"] | None:
         """Returns whether the rows of the layer hold budget + interval tokens on average."""
         if self.cut_interval is None:
             return None
-        total, heads = lengths.sum(1), lengths.shape[1]
-        if chunk.static.head_axis is not None:
-            total, heads = jax.lax.psum((total, heads), chunk.static.head_axis)
-        return total >= heads * (self.layer_budget(chunk)[:, 0] + self.cut_interval)
+        return holds(lengths, self.layer_budget(chunk)[:, 0] + self.cut_interval, chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,3 +135,70 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
         """Returns the budget and the tokens that are appended before the next cut."""
         budget = self.budget_for(tokens)
         return bounded(tokens, None if self.interval is None else budget + self.interval)
+
+
+@no_type_check  # jax also builds it from shapes and from partitions
+@struct.dataclass
+class Answering:
+    """State of a policy that cuts rows during the answer alone.
+
+    Attributes:
+      prompt: number of tokens of the prompt, 0 before one was read.
+      own: what the policy itself remembers, as `SnapKV` and its like have it.
+    """
+
+    prompt: Int[Array, "B K"] = struct.field(metadata=ROWS)
+    own: Any = struct.field(default=(), metadata=ROWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerEviction(Scorer):
+    """Base of policies that were made for long answers: a prompt's end cuts nothing.
+
+    Attributes:
+      budget, compression_ratio: see `Scorer`.
+      interval: number of generated tokens between two cuts.
+    """
+
+    interval: Annotated[int, Range(1, LONGEST), Traced(int)] = 128
+
+    @property
+    def shrinks(self) -> bool:
+        """See `Policy.shrinks`: what a prompt appends stays until a cut in its answer."""
+        return False
+
+    def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
+        """Returns the budget and an interval on average, without a bound: prompts stay whole."""
+        slots = min(tokens, self.budget_for(tokens) + self.interval)
+        return Footprint(slots, 0, None, reads=slots, attended=slots)
+
+    def init_own(self, shape: CacheShape) -> Any:
+        """Returns what the policy itself remembers of empty rows."""
+        return ()
+
+    def observe_own(self, own: Any, chunk: Chunk, q: Float[Array, "B T H D"]) -> Any:
+        """Updates what the policy itself remembers; q are the chunk's rotated queries."""
+        return own
+
+    def init_state(self, shape: CacheShape) -> PolicyState:
+        """Returns the state of rows without a prompt."""
+        prompt = jnp.zeros(shape.rows, jnp.int32)
+        return PolicyState(rows=Answering(prompt=prompt, own=self.init_own(shape)))
+
+    def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
+        """Counts the tokens of a prompt, which come in chunks of one pass."""
+        rows: Answering = state.rows
+        prompt = rows.prompt
+        if chunk.static.one_pass:
+            read = jnp.where(chunk.count > 0, chunk.newest + 1, prompt[:, 0])
+            prompt = jnp.broadcast_to(read[:, None], prompt.shape)
+        own = self.observe_own(rows.own, chunk, seen.q)
+        return dataclasses.replace(state, rows=Answering(prompt=prompt, own=own))
+
+
+def holds(lengths: Int[Array, "B K"], tokens: Int[Array, " B"], chunk: Chunk) -> Bool[Array, " B"]:
+    """Returns whether the rows of a layer hold at least so many tokens on average."""
+    total, heads = lengths.sum(1), lengths.shape[1]
+    if chunk.static.head_axis is not None:
+        total, heads = jax.lax.psum((total, heads), chunk.static.head_axis)
+    return total >= heads * tokens

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from dms_jax.checks import Count, Range, require
 from dms_jax.policies.periodic_eviction import Scorer
+from dms_jax.policies.recent_queries import empty_ring, remember
 from dms_jax.policies.values import CacheShape, Chunk, PolicyState, Rows
 from pallas_kernels.received import received_attention, received_weights
 
@@ -52,23 +53,11 @@ class SnapKV(Scorer):
 
     def init_state(self, shape: CacheShape) -> PolicyState:
         """Returns an empty ring of rotated queries; position t is stored at t mod window."""
-        size = (*shape.rows, self.window, shape.group, shape.head_dim)
-        return PolicyState(rows=jnp.zeros(size, shape.dtype))
+        return PolicyState(rows=empty_ring(shape, self.window))
 
     def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
         """Writes the chunk's last queries into the ring."""
-        ring = state.rows
-        batch, num_kv_heads, _, group, head_dim = ring.shape
-        size = min(seen.q.shape[1], self.window)
-        index = chunk.count[:, None] - size + jnp.arange(size)
-        place = jnp.where(index >= 0, (chunk.first[:, None] + index) % self.window, self.window)
-        last = jnp.take_along_axis(seen.q, jnp.maximum(index, 0)[..., None, None], axis=1)
-        grouped = last.reshape(batch, -1, num_kv_heads, group, head_dim).astype(ring.dtype)
-        # What is before the chunk has no place. The barrier is that of `pool.store`.
-        place, grouped = jax.lax.optimization_barrier((place, grouped))
-        at = ring.at[jnp.arange(batch)[:, None], :, place]
-        ring = at.set(grouped, mode="drop", unique_indices=True)
-        return dataclasses.replace(state, rows=ring)
+        return dataclasses.replace(state, rows=remember(state.rows, chunk, seen.q))
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
         """Returns the mean weight of each slot over the window's queries, pooled."""

@@ -2,7 +2,7 @@
 
 from dms_jax.training import recipes
 from dms_jax.training.api import retrofit, train
-from dms_jax.training.calibration import calibrate
+from dms_jax.training.calibration import calibrate, calibrate_queries
 from dms_jax.training.held_out import held_out_distillation, held_out_loss
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.planning import Plan, plan
@@ -15,6 +15,7 @@ __all__ = [
     "RunOptions",
     "Stage",
     "calibrate",
+    "calibrate_queries",
     "held_out_distillation",
     "held_out_loss",
     "plan",

@@ -1,20 +1,31 @@
-"""The threshold of a learned eviction that keeps a share of the tokens of held-out text."""
+"""What policies take from text without training: thresholds, and the centres of queries."""
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
+from safetensors.numpy import save_file
 
 from dms_jax.checks import Ratio, check
 from dms_jax.data.batches import check_batch, check_batch_list
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.attention import Relaxation
-from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
+from dms_jax.model.language_model import (
+    QUEST_PAGE_SIZE,
+    LanguageModel,
+    check_model,
+    check_tokens,
+    temporary_cache,
+    use_mesh,
+    whole_numbers,
+)
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import DMS, KVzap, Policy
+from dms_jax.policies import DMS, KVzap, Policy, TriAttention
 
 
 def calibrate(
@@ -93,3 +104,53 @@ def _predictions(transformer: Transformer, tokens: Any, segment_ids: Any, policy
     )
     assert result.supervision is not None
     return result.supervision.predicted, result.supervision.known
+
+
+def calibrate_queries(
+    model: LanguageModel, tokens: Int[np.ndarray, "B T"], path: str | pathlib.Path
+) -> TriAttention:
+    """Writes the centres of a model's queries over some text, and returns a policy that has them.
+
+    A few thousand tokens of any text suffice: queries lie around the same centres whatever is read
+    (TriAttention, arXiv 2604.04921).
+
+    Args:
+      model: the model, whose queries are those of full attention.
+      tokens: token ids of sequences of one length, read one after the other.
+      path: the file to write: `mean` [L, H, D] and `norm` [L, H, D/2] in float32, safetensors.
+
+    Raises:
+      ConfigError: `model` is no model.
+      DataError: tokens are malformed, or too many for the model's positions.
+      OutOfMemoryError: a device's memory does not suffice for one sequence.
+    """
+    check_model(model)
+    tokens = whole_numbers("token ids", tokens)
+    if tokens.ndim != 2 or not tokens.size:
+        raise DataError(f"calibrate_queries wants token ids [B, T], got {list(tokens.shape)}.")
+    check_tokens(tokens, model.config)
+    room = fits_device("The device ran out of memory while calibrating. Give shorter sequences.")
+    with use_mesh(model.mesh), room:
+        found = [jax.device_get(_centres(model.transformer, row[None])) for row in tokens]
+    layers, heads = model.config.num_layers, model.config.num_heads
+    mean, norm = (
+        np.ascontiguousarray(np.mean(values, axis=0, dtype=np.float64), np.float32).reshape(
+            layers, heads, -1
+        )
+        for values in zip(*found, strict=True)
+    )
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"mean": mean, "norm": norm}, path)
+    return TriAttention(statistics=str(path))
+
+
+@jax.jit
+def _centres(transformer: Transformer, tokens: Any) -> tuple[Any, Any]:
+    """Returns the means of one sequence's queries and of the norms of their planes, by layer."""
+    policy, length = TriAttention(), tokens.shape[1]
+    width = -(-length // QUEST_PAGE_SIZE)
+    cache = temporary_cache(transformer, policy, 1, length, width=width)
+    read = transformer.cached(tokens, jnp.full(1, length), cache, policy, one_pass=True)
+    own = read.cache.row_state.own
+    return own.mean, own.norm

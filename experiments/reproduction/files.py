@@ -1,65 +1,18 @@
-"""Files of a run directory: JSON written beside its place and renamed; provenance."""
+"""Text of the pages that scripts write: tables, errors, filled paragraphs."""
 
-import datetime
-import json
 import math
 import os
 import pathlib
 import textwrap
-from collections.abc import Iterable, Sequence, Set
-from importlib import metadata
-from typing import Any
-
-import numpy as np
-
-import dms_jax
-from dms_jax.json_text import json_text
+from collections.abc import Sequence
 
 _WIDTH = 100  # of a line of a page
-
-
-def provenance() -> dict[str, Any]:
-    """Versions and date of this run."""
-    return {
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-    }
-
-
-def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it; what is not finite becomes null."""
-    write_text(path, json_text(data) + "\n")
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
-def give_back(root: pathlib.Path, job: str, reason: str) -> None:
-    """Frees a job whose process died, for one more process; the second that dies of it fails it.
-
-    Args:
-      root: the run directory.
-      job: name of the job, which the process has locked.
-      reason: what it died of.
-    """
-    once = root / "died" / f"{job}.txt"
-    if once.exists():
-        write_text(root / "failed" / f"{job}.txt", f"{once.read_text()}{reason.rstrip()}\n")
-    else:
-        write_text(once, f"{reason.rstrip()}\n")
-    (root / "locks" / job).unlink()  # last: from here on others may take it
-
-
-def write_arrays(path: pathlib.Path, **arrays: Any) -> None:
-    """Writes an .npz file beside its place and renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")  # no .npz if it is cut off here
-    with part.open("wb") as file:
-        np.savez_compressed(file, **arrays)
     part.replace(path)
 
 
@@ -72,20 +25,12 @@ def error_text(error: float | None, form: str) -> str:
     return f"± {error:{form}}" if known else "± unknown"
 
 
-def command(program: str, options: Iterable[str]) -> str:
-    """A command as a block of a page, over as many lines as it takes.
-
-    Args:
-      program: what is called.
-      options: each with its values, which stay on a line with it.
-    """
-    lines = [program]
-    for option in options:
-        if len(f"    {lines[-1]} {option} \\") > _WIDTH:
-            lines.append(f"    {option}")
-        else:
-            lines[-1] += f" {option}"
-    return " \\\n".join(f"    {line}" for line in lines)
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first column is text."""
+    line = "|---" + "|---:" * (len(heads) - 1) + "|"
+    return "\n".join(
+        ["| " + " | ".join(heads) + " |", line, *("| " + " | ".join(r) + " |" for r in rows)]
+    )
 
 
 def wrap(page: str) -> str:
@@ -112,26 +57,3 @@ def _filled(block: Sequence[str]) -> Sequence[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def read_json(path: pathlib.Path) -> Any:
-    """What a file holds; None where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def refuse_other_settings(before: Any, config: Any, names: Set[str]) -> None:
-    """Refuses to go on in a run directory with other settings than those that made what it holds.
-
-    Raises:
-      ConfigError: a setting of these names differs.
-    """
-    other = [
-        f"{name}={getattr(before, name)!r}, not {getattr(config, name)!r}"
-        for name in vars(config)
-        if name in names and getattr(before, name) != getattr(config, name)
-    ]
-    if other:
-        raise dms_jax.ConfigError(
-            f"{config.out} holds what was made with {'; '.join(other)}. Give the same settings to "
-            "go on, or another --out."
-        )

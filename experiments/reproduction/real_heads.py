@@ -6,7 +6,8 @@ others their window alone. Here each retrofit reads texts token by token through
 which no head gives up. Qwen2.5-Coder-0.5B reads answers that it gives itself, greedily, to test
 problems of GSM8K; SmolLM2 reads RULER's needles; both read wikitext-2.
 
-    python -m experiments.reproduction.real_heads --qwen q.gguf --smollm2 s.gguf --data data
+    python -m experiments.reproduction.real_heads --qwen q.gguf --qwen-adapter runs/adapter \
+        --smollm2 s.gguf --data data
 
 Writes heads.png, results.json and README.md.
 """
@@ -29,20 +30,18 @@ from dms_jax.evaluation import Chat
 from dms_jax.evaluation.prompting import encode_problem, fit_task
 from dms_jax.evaluation.tasks import GSM8K, RULER
 from dms_jax.model.language_model import LanguageModel
-from experiments.reproduction.claims.cells import table
-from experiments.reproduction.evictions.page import spread
-from experiments.reproduction.files import wrap, write_text
-from experiments.reproduction.real.measures import NEEDLES
-from experiments.reproduction.real.systems import KEPT
+from experiments.reproduction.files import table, wrap, write_text
 
 NEAR_WHOLE = 0.9
+NEEDLES = ("niah_single_1", "niah_single_2")
 SMALL = "smollm2-135m-instruct-dms"
 _TITLE = f"""# Which heads of real models hold their tokens
 
-`python -m experiments.reproduction.real_heads --qwen qwen.gguf --smollm2 smollm2.gguf --data data`:
-the retrofit that [real models](../real_models/README.md) judges (Qwen2.5-Coder-0.5B, DMS to 3.3)
-and the [one that ships](../../../dms_jax/assets/{SMALL}/README.md) (SmolLM2-135M, DMS to 4) read
-texts token by token."""
+`python -m experiments.reproduction.real_heads --qwen qwen.gguf --qwen-adapter runs/adapter
+--smollm2 smollm2.gguf --data data`: a retrofit of [real models](../real_models/README.md)
+(Qwen2.5-Coder-0.5B, DMS to 3.3) and the
+[one that ships](../../../dms_jax/assets/{SMALL}/README.md) (SmolLM2-135M, DMS to 4) read texts
+token by token."""
 _LEGEND = f"""
 times fewer: tokens over live tokens at the end of the text, all heads together. kept: the share of
 the tokens before the window that a head holds then, in the mean of all heads; of the head that
@@ -64,7 +63,7 @@ class Config:
     smollm2: str = ""
     """SmolLM2-135M-Instruct, in any of these forms. Left out if not given."""
     qwen_adapter: pathlib.Path | None = None
-    """Its retrofit; the one that real models are judged by unless given."""
+    """Its retrofit, as `campaign` or `dms-jax retrofit self-taught` exports it."""
     smollm2_adapter: pathlib.Path | None = None
     """Its retrofit; the one that ships unless given."""
     data: pathlib.Path = pathlib.Path("data")
@@ -84,9 +83,11 @@ def main(config: Config) -> None:
     make_folder("--out", config.out)
     if not (config.qwen or config.smollm2):
         raise dms_jax.ConfigError("give --qwen or --smollm2 or both.")
+    if config.qwen and config.qwen_adapter is None:
+        raise dms_jax.ConfigError("--qwen: give its retrofit too, --qwen-adapter DIR.")
     found: dict[str, Retention] = {}
     for name, path, adapter, own in (
-        ("Qwen2.5-Coder-0.5B", config.qwen, config.qwen_adapter or KEPT / "warm-up-w16", answers),
+        ("Qwen2.5-Coder-0.5B", config.qwen, config.qwen_adapter, answers),
         ("SmolLM2-135M", config.smollm2, config.smollm2_adapter or assets.path(SMALL), needles),
     ):
         if not path:
@@ -175,6 +176,19 @@ def figures_of(held: Retention) -> dict[str, Any]:
         "between": float(((shares >= 1 - NEAR_WHOLE) & (shares < NEAR_WHOLE)).mean()),
         "text_agreement": summaries.text_agreement(held),
         "heads": np.round(shares, 4).tolist(),
+    }
+
+
+def spread(kept: list[list[float]]) -> dict[str, float]:
+    """Returns how unevenly heads keep: the least, the most, and what the largest quarter holds."""
+    shares = np.sort(np.ravel(kept))
+    quarter = max(1, len(shares) // 4)
+    return {
+        "least": float(shares[0]),
+        "most": float(shares[-1]),
+        "largest_quarter": float(shares[-quarter:].sum() / max(shares.sum(), 1e-9)),
+        "near_empty": float((shares < 0.1 * shares.mean()).mean()),
+        "least_layer": float(np.mean(kept, axis=1).min()),
     }
 
 

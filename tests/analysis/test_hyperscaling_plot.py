@@ -60,3 +60,14 @@ def test_a_figure_of_too_many_systems_is_refused(count, tmp_path):
     points = [p for i in range(count) for p in made_up(f"s{i}", (8, 1, 100, 10, (0, 0, 1)))]
     with pytest.raises(ConfigError, match=f"one to 6 systems, got {count}"):
         hyperscaling_figure(tmp_path / "no.png", Hyperscaling({}, tuple(points)), title="")
+
+
+def test_a_system_without_a_greedy_point_says_so(monkeypatch, tmp_path):
+    rows = [(8, 1, 100, 10, (0, 0, 1)), (8, 3, 300, 30, (0, 1, 1))]
+    points = made_up("with", *rows) + made_up("without", *rows, greedy=False)
+    reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
+    assert {text.get_text() for text in reads.texts} == {
+        *("with", "without\n(no greedy point recorded)")
+    }
+    squares = [line.get_xydata().tolist() for line in reads.lines if line.get_marker() == "s"]
+    assert squares == [[[100, pytest.approx(100 / 3)]], []]

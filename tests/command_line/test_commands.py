@@ -237,7 +237,8 @@ def test_every_policy_tells_how_it_takes_a_prompt(capsys):
     want["StreamingLLM"] = f"{exact}; with a compression_ratio: {cut}"
     want |= dict.fromkeys(("Vanilla", "DMS", "DMC", "KVzap", "RandomEviction"), exact)
     want |= dict.fromkeys(("SnapKV", "AdaKV", "RandomSelection"), cut)
-    want["Quest"] = want["KCache"] = "full attention in one pass, then nothing is cut"
+    whole = ("Quest", "KCache", "RKV", "TriAttention")
+    want |= dict.fromkeys(whole, "full attention in one pass, then nothing is cut")
     found = {each.name: each.prompts for each in policy_options.described()}
     assert found | want == found
     assert all(told.startswith((exact, "full attention")) for told in found.values())
@@ -263,6 +264,8 @@ def test_every_policy_names_its_own_paper(capsys):
         "Knorm": "2406.11430",
         "KeyDiff": "2504.15364",
         "ExpectedAttention": "2510.00636",
+        "RKV": "2505.24133",
+        "TriAttention": "2604.04921",
         "AdaKV": "2407.11550",
         "PyramidKV": "2406.02069",
     }
@@ -327,7 +330,7 @@ SLIPS = {
     "evaluate --temperature -1": "temperature",
     "evaluate --task needle --lanes 0": "lanes",
     "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
-    "hyperscale --temperature -1": "temperature",
+    "hyperscale --temperatures -1": "temperature",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "generate Hi": "there is no directory or file /",
 }

@@ -80,7 +80,7 @@ def test_tables_files_and_going_on(tmp_path, capsys):
         systems=("Vanilla", "TOVA,budget=20,ratio=3"),
         task="linear",
         lengths=(2, 4),
-        chains=(1, 2),
+        chains=(1, 3),
         problems=2,
         page_size=16,
         method="pass",
@@ -88,7 +88,7 @@ def test_tables_files_and_going_on(tmp_path, capsys):
     )
     result = hyperscale.main(config)
     shown = capsys.readouterr().out
-    assert "4-2-3" in shown
+    assert "4-3-3@0.7" in shown
     assert result.gains_table("pass") in shown
     data = json.loads((tmp_path / "run/results.json").read_text())
     assert data["points"] == json.loads(json.dumps(result.to_dict("pass")["points"]))
@@ -97,7 +97,7 @@ def test_tables_files_and_going_on(tmp_path, capsys):
     assert data["versions"]["jax"]
     assert (tmp_path / "run/figure.png").stat().st_size > 10_000
     sizes = {path: path.stat().st_size for path in tmp_path.rglob("answers.jsonl")}
-    assert len(sizes) == 2
+    assert len(sizes) == 4  # of each system the greedy chains and the others
     assert hyperscale.main(config).table() == result.table()
     assert {path: path.stat().st_size for path in tmp_path.rglob("answers.jsonl")} == sizes
 
@@ -106,4 +106,4 @@ def test_what_is_not_said_is_as_the_library_has_it():
     config, library = hyperscale.Config(), inspect.signature(dms_jax.hyperscale).parameters
     for name in ("problems", "split", "seeds", "stop_decided"):
         assert getattr(config, name) == library[name].default
-    assert config.temperature == dms_jax.evaluation.SAMPLING.temperature
+    assert config.temperatures == (dms_jax.evaluation.SAMPLING.temperature,)

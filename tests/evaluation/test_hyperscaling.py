@@ -82,11 +82,12 @@ def whole():
         return run()
 
 
-def find(result, system, length, chains) -> Point:
+def find(result, system, length, chains, temperature=0.7) -> Point:
     (point,) = (
         each
         for each in result.points
-        if (each.system, each.length, each.chains) == (system, length, chains)
+        if (each.system, each.length, each.chains, each.temperature)
+        == (system, length, chains, temperature)
     )
     return point
 
@@ -100,14 +101,19 @@ def single(policy, *, length, chains, seed, **changes):
 
 @pytest.mark.parametrize(("name", "policy"), [("vanilla", dms_jax.Vanilla()), ("TOVA", TOVA)])
 def test_every_point_is_an_evaluation_of_its_own(whole, name, policy):
-    for length, chains in itertools.product((5, 12), (1, 3)):
-        point = find(whole, name, length, chains)
-        for index, seed in enumerate((0, 1)):
-            alone = single(policy, length=length, chains=chains, seed=seed)
-            chex.assert_trees_all_close(point.reads[index], alone.reads.sum(1), rtol=1e-12)
-            chex.assert_trees_all_close(point.peak[index], alone.peak.sum(1), rtol=1e-12)
+    for length, index in itertools.product((5, 12), (0, 1)):
+        alone = single(policy, length=length, chains=3, seed=index)
+        for chains in (1, 3):  # three groups of one, one of three
+            point, groups = find(whole, name, length, chains), 3 // chains
+            chex.assert_trees_all_close(point.reads[index], alone.reads.sum(1) / groups)
+            chex.assert_trees_all_close(point.peak[index], alone.peak.sum(1) / groups)
             chex.assert_trees_all_close(point.scores["single"][index], alone.scores.mean(1))
-            assert point.scores["vote"][index].mean() == alone.voted.value
+        assert find(whole, name, length, 3).scores["vote"][index].mean() == alone.voted.value
+        own = np.where(np.not_equal(alone.answers, None), alone.answer_scores, 0)
+        chex.assert_trees_all_close(
+            find(whole, name, length, 1).scores["vote"][index], own.mean(1), rtol=1e-12
+        )
+        point = find(whole, name, length, 3)
         assert point.policy == policy.to_dict()
         assert point.accuracy("single").value == point.scores["single"].mean()
 
@@ -155,15 +161,37 @@ def served(monkeypatch):
 def test_a_system_runs_once_for_all_lengths_and_chains(monkeypatch, whole):
     sizes = served(monkeypatch)
     result = run(SYSTEMS[:1])
-    assert sizes == [12, 12]  # two seeds, each with the longest answers and the most chains
-    assert result.table() == "\n".join(whole.table().splitlines()[:6])
+    # One greedy chain a problem, and two seeds, each with the longest answers and the most chains.
+    assert sizes == [4, 12, 12]
+    assert result.table() == "\n".join(whole.table().splitlines()[:8])
+
+
+def test_one_greedy_chain_is_a_point_of_every_system_at_every_length(whole):
+    greedy = dataclasses.replace(SAMPLING, temperature=0, logprobs=True)
+    for name, policy in (("vanilla", dms_jax.Vanilla()), ("TOVA", TOVA)):
+        assert whole.has_greedy(name)
+        for length in (5, 12):
+            point = find(whole, name, length, 1, temperature=0)
+            how = dataclasses.replace(greedy, max_new_tokens=length)
+            alone = single(policy, length=length, chains=1, seed=0, sampling=how)
+            for index in (0, 1):  # seeds make no difference
+                chex.assert_trees_all_close(point.scores["vote"][index], alone.scores[:, 0])
+                chex.assert_trees_all_close(point.reads[index], alone.reads[:, 0], rtol=1e-12)
+    several = run(
+        SYSTEMS[:1], lengths=(5,), chains=(1, 3), seeds=(0,), temperatures=(0, 1.0, 0.7), problems=2
+    )
+    assert [point.label for point in several.points] == [
+        *("5-1-1@0", "5-1-1@0.7", "5-3-1@0.7", "5-1-1@1", "5-3-1@1")
+    ]
 
 
 def test_a_share_of_the_request_is_run_length_by_length(monkeypatch):
     sizes = served(monkeypatch)
     result = run([System("share", SHARE)], seeds=(0,), chains=(1,), problems=2)
-    assert sizes == [2, 2]
-    assert result.points[0].label == "5-1-2"
+    assert sizes == [2, 2, 2, 2]
+    assert [point.label for point in result.points] == [
+        *("5-1-2@0", "12-1-2@0", "5-1-2@0.7", "12-1-2@0.7")
+    ]
     for length in (5, 12):
         alone = single(SHARE, length=length, chains=1, seed=0, problems=2)
         chex.assert_trees_all_close(find(result, "share", length, 1).peak[0], alone.peak[:, 0])
@@ -178,8 +206,10 @@ def test_systems_of_one_name_share_a_frontier():
     ]
     result = run(systems, lengths=(5,), chains=(1,), seeds=(0,))
     assert result.systems == ("TOVA",)
-    assert [point.label for point in result.points] == ["5-1-2", "5-1-4"]
-    assert result.points[1].peak.max() == 6
+    assert [point.label for point in result.points] == [
+        *("5-1-2@0", "5-1-2@0.7", "5-1-4@0", "5-1-4@0.7")
+    ]
+    assert result.points[3].peak.max() == 6
     with pytest.raises(ConfigError, match=r"'TOVA' is there twice with compression_ratio=None"):
         run([System("TOVA", TOVA), System("TOVA", dms_jax.TOVA(budget=6))])
 
@@ -196,7 +226,7 @@ def test_a_vote_that_is_decided_stops_the_other_chains(policy):
     )
     system = [System("one", policy)]
     result = hyperscale(model, Thirds(), system, stop_decided=True, **options)
-    alone, five = result.points
+    _, alone, five = result.points
     assert alone.stopped is None
     assert alone.reads_saved is None
     chex.assert_trees_all_equal(five.stopped.vote, five.scores["vote"])
@@ -207,7 +237,7 @@ def test_a_vote_that_is_decided_stops_the_other_chains(policy):
     assert five.reads_saved == pytest.approx(1 - five.stopped.reads.sum() / five.reads.sum())
     assert "reads saved" in result.table()
     plain = hyperscale(model, Thirds(), system, **options)
-    chex.assert_trees_all_equal(plain.points[1].reads, five.reads)
+    chex.assert_trees_all_equal(plain.points[2].reads, five.reads)
     assert "reads saved" not in plain.table()
 
 
@@ -220,7 +250,7 @@ def test_what_is_interrupted_returns_its_points_and_resumes(
 ):
     """Ctrl-C in the middle of the second system."""
     add, added = journal_module.Journal.add, []
-    most = 24 + 5 if not stop_decided else 24 + 4 * 12 + 5
+    most = 4 + 24 + 5 if not stop_decided else 4 + 24 + 4 * 12 + 5
 
     def interrupted(self, *arguments):
         add(self, *arguments)
@@ -235,7 +265,9 @@ def test_what_is_interrupted_returns_its_points_and_resumes(
     partial = caught.value.finished
     assert isinstance(partial, Hyperscaling)
     assert [(p.system, p.label) for p in partial.points] == [
-        ("vanilla", f"{length}-{chains}-1") for length in (5, 12) for chains in (1, 3)
+        *(("vanilla", "5-1-1@0"), ("vanilla", "12-1-1@0")),
+        *(("vanilla", f"{x}-{chains}-1@0.7") for x in (5, 12) for chains in (1, 3)),
+        *(("TOVA", "5-1@0"), ("TOVA", "12-1@0")),
     ]
     assert json.loads((tmp_path / "results.json").read_text())["points"] == [
         point.to_dict() for point in partial.points
@@ -243,7 +275,7 @@ def test_what_is_interrupted_returns_its_points_and_resumes(
     sizes = served(monkeypatch)
     again = run(out=tmp_path, stop_decided=stop_decided)
     if not stop_decided:
-        assert sum(sizes) == 24 - 5
+        assert sum(sizes) == 24 - 1
         assert again.table() == whole.table()
         assert again.to_dict() == whole.to_dict()
     sizes.clear()
@@ -318,6 +350,8 @@ def test_names_are_shown_as_they_are(whole):
         ({"lengths": ()}, "lengths is empty"),
         ({"chains": (0,)}, "chains must be a sequence, each a whole number of at least 1"),
         ({"seeds": (-1,)}, "seeds must be"),
+        ({"temperatures": ()}, "temperatures is empty"),
+        ({"temperatures": (-0.1,)}, "temperatures must be"),
         ({"systems": []}, r"systems of dms_jax\.evaluation\.System"),
         ({"problems": 0}, "hyperscale: problems"),
     ],
@@ -331,7 +365,7 @@ def test_figures_of_other_settings_are_not_mixed(tmp_path):
     small = dict(lengths=(2,), chains=(1,), seeds=(0,), problems=1, out=tmp_path)
     run(**small)
     with pytest.raises(DataError, match=r"settings \(sampling\)"):
-        run(**small, sampling=dms_jax.Sampling(temperature=0.5))
+        run(**small, sampling=dms_jax.Sampling(temperature=0.7, top_p=0.5))
 
 
 def test_lengths_that_the_model_has_no_positions_for_are_refused(tmp_path):
@@ -345,4 +379,4 @@ def test_lengths_that_the_model_has_no_positions_for_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"lengths of at most {most}"):
         run(lengths=(most + 1,), **small)
     assert 480 < most < 512
-    assert len(run(lengths=(most,), **small).points) == 1
+    assert len(run(lengths=(most,), **small).points) == 2

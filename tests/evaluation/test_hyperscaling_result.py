@@ -13,14 +13,18 @@ from dms_jax.evaluation import Hyperscaling, Point
 from dms_jax.evaluation.hyperscaling_result import Stopped
 
 
-def made_up(name, *rows) -> list[Point]:
-    """Points of (length, chains, reads, peak, score of each of three problems)."""
+def made_up(name, *rows, greedy=True) -> list[Point]:
+    """Points of (length, chains, reads, peak, score of each of three problems).
+
+    The first one of every length that is of one chain is greedy, if any is.
+    """
     return [
         Point(
             system=name,
             compression_ratio=None,
             length=length,
             chains=chains,
+            temperature=0 if greedy and first_chain(rows, index) else 0.7,
             policy={},
             scores={
                 method: np.array([scores], float)
@@ -31,8 +35,12 @@ def made_up(name, *rows) -> list[Point]:
             new_tokens=5.0,
             ended=0.5,
         )
-        for length, chains, reads, peak, scores in rows
+        for index, (length, chains, reads, peak, scores) in enumerate(rows)
     ]
+
+
+def first_chain(rows, index) -> bool:
+    return rows[index][1] == 1 and rows[index][0] not in [row[0] for row in rows[:index]]
 
 
 def by_hand() -> Hyperscaling:
@@ -43,15 +51,15 @@ def by_hand() -> Hyperscaling:
         (16, 1, 400, 20, (1, 0, 1)),
         (16, 2, 800, 40, (1, 0, 0)),
     )
-    fast = made_up("fast", (8, 1, 50, 5, (0, 0, 1)), (16, 4, 200, 16, (1, 1, 1)))
+    fast = made_up("fast", (8, 1, 50, 5, (0, 0, 1)), (8, 4, 200, 16, (1, 1, 1)))
     return Hyperscaling({"task": "made up"}, (*slow, *fast))
 
 
 def test_frontiers_and_gains_by_hand():
     result = by_hand()
     assert result.systems == ("slow", "fast")
-    assert [point.label for point in result.frontier("slow", "reads")] == ["8-1", "16-1"]
-    assert [point.label for point in result.frontier("slow", "peak")] == ["8-1", "16-1"]
+    assert [point.label for point in result.frontier("slow", "reads")] == ["8-1@0", "16-1@0"]
+    assert [point.label for point in result.frontier("slow", "peak")] == ["8-1@0", "16-1@0"]
     # By reads both cover 100 to 200: fast rises from 1/3 + 2/3 * 50/150 to 1, slow from 1/3 to
     # 1/3 + 1/3 * 100/300.
     gain = result.average_gain("fast", "slow", "reads")
@@ -61,7 +69,7 @@ def test_frontiers_and_gains_by_hand():
     # At 200 reads slow is half way between its frontier points 100 and 400 in the logarithm:
     # scores 0.5, 0, 1; not its own point at 200, which its point at 100 surpasses.
     (equal,) = result.equal_budget("fast", "slow", "reads")
-    assert equal.point.label == "16-4"
+    assert equal.point.label == "8-4@0.7"
     assert equal.gain.value == pytest.approx((0.5 + 1 + 0) / 3)
     assert equal.gain.error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / np.sqrt(3))
     # Up to its largest budget slow stays at its best.
@@ -77,7 +85,7 @@ def test_answers_of_one_token_read_nothing():
     """Their points have no place on a logarithmic axis; frontiers have room for them."""
     rows = [(1, 1, 0, 9, (0, 0, 0)), (8, 1, 100, 10, (0, 0, 1))]
     result = Hyperscaling({}, (*made_up("one", *rows), *made_up("two", *rows)))
-    assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1"]
+    assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1@0"]
     assert result.average_gain("two", "one", "reads").value == 0
     json.dumps(result.to_dict())
 
@@ -94,15 +102,41 @@ def test_chains_of_one_token_have_no_reads_to_save():
 def test_tables_of_points_and_gains():
     result = by_hand()
     lines = result.table().splitlines()
-    assert lines[0].startswith("| system | L-W-CR | single | vote | likeliest_mean |")
+    assert lines[0].startswith("| system | L-W-CR@T | single | vote | likeliest_mean |")
     assert "| 100 * | 10 * | 5 | 50% |" in lines[2]
     assert "| 200 | 30 |" in lines[3]
     assert len({line.count("|") for line in lines}) == 1
     assert result.gains_table().splitlines()[2].startswith("| fast | slow | 38.9 ± ")
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert data["frontiers"]["reads"] == {"slow": ["8-1", "16-1"], "fast": ["8-1", "16-4"]}
+    assert data["frontiers"]["reads"] == {
+        "slow": ["8-1@0", "16-1@0"],
+        "fast": ["8-1@0", "8-4@0.7"],
+    }
     assert data["gains"][0]["average_gain"][0] == pytest.approx(7 / 18)
     shown = io.StringIO()
     Console(file=shown, width=200).print(result)
     assert "likeliest_sum" in shown.getvalue()
     assert "800" in shown.getvalue()
+
+
+def test_a_gain_is_over_the_best_plain_decoding():
+    """Votes that beat the plain cache's votes, and not its one greedy chain, gain nothing."""
+    rows = [(8, 1, 100, 10, (1, 1, 0)), (8, 1, 100, 10, (0, 0, 0)), (8, 3, 300, 30, (1, 0, 0))]
+    small = made_up("small", (8, 1, 30, 3, (1, 1, 0)), (8, 9, 300, 30, (1, 1, 0)))
+    sampled = Hyperscaling({}, (*made_up("plain", *rows[1:], greedy=False), *small))
+    whole = Hyperscaling({}, (*made_up("plain", *rows), *small))
+    # Against the sampled points alone it would be 2/3 less something from 0 to 1/3.
+    assert whole.average_gain("small", "plain").value == 0
+    assert [each.gain.value for each in whole.equal_budget("small", "plain")] == []
+    for axis in ("reads", "peak"):
+        assert sampled.average_gain("small", "plain", axis) is None
+        assert sampled.average_gain("plain", "small", axis) is None
+        assert sampled.equal_budget("small", "plain", axis) == ()
+    assert "no greedy point recorded" in sampled.gains_table()
+    assert "no greedy point recorded" not in whole.gains_table()
+    # Each length needs its own: the whole answer says nothing of one that is cut off.
+    cut_off = made_up("plain", (4, 1, 50, 5, (0, 0, 0)), greedy=False)
+    assert Hyperscaling({}, (*whole.points, *cut_off)).average_gain("small", "plain") is None
+    # One chain at temperature 0 is greedy; a vote of them, or one at another temperature, is not.
+    assert [point.greedy for point in whole.points] == [True, False, False, True, False]
+    assert not dataclasses.replace(whole.points[0], chains=3).greedy

@@ -15,7 +15,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies.allocation import Allocation
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.merging import Merging
-from dms_jax.policies.periodic_eviction import PeriodicEviction
+from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
 from tests.laws.expected import live_totals, read_again, read_totals, simulate
@@ -86,15 +86,18 @@ def bytes_per_row(config: ModelConfig, policy: dms_jax.Policy) -> int:
 
 
 def bytes_of_queries(config: ModelConfig, policy: dms_jax.Policy) -> int:
-    """Returns the bytes of SnapKV's window of queries, or of ExpectedAttention's moments."""
+    """Returns the bytes of a window of queries, or of moments of queries."""
     while isinstance(policy, Allocation):
         policy = policy.scorer
     numbers = 0
-    if isinstance(policy, dms_jax.SnapKV):
+    if isinstance(policy, dms_jax.SnapKV | dms_jax.RKV):
         numbers = policy.window * config.head_dim
+    if isinstance(policy, dms_jax.TriAttention):
+        numbers = config.head_dim * 3 // 2
     if isinstance(policy, dms_jax.ExpectedAttention):
         numbers = config.head_dim * (1 + policy.covariance * config.head_dim)
-    return config.num_heads // config.num_kv_heads * numbers * FLOAT64
+    prompt = INT32 if isinstance(policy, AnswerEviction) else 0
+    return config.num_heads // config.num_kv_heads * numbers * FLOAT64 + prompt
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

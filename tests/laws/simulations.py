@@ -240,14 +240,25 @@ def _(policy: dms_jax.KVpop, layer, prompt_length, page_size):
 # -- rows cut by scores ---------------------------------------------------------------------------
 
 
-def worth_of(scorer: Scorer, layer: LayerInput) -> scored.Worth:
+def worth_of(scorer: Scorer, layer: LayerInput, prompt_length: int) -> scored.Worth:
     """Returns what tokens are worth to a policy that ranks them."""
     if isinstance(scorer, dms_jax.RandomSelection):
         return own_draws(scorer, layer)
     given = dict(zip("qkv", layer.rotated, strict=True), queries=layer.q, theta=THETA)
+    given |= dict(prompt_length=prompt_length, centres=None)
+    return called_with(scored.RANKINGS[scorer.name].worth, scorer, **given)
+
+
+def when_of(scorer: Scorer) -> scored.When | None:
+    """Returns when rows are cut, if the policy has a rule of its own."""
+    when = scored.RANKINGS[scorer.name].when if scorer.name in scored.RANKINGS else None
+    return None if when is None else called_with(when, scorer)
+
+
+def called_with(function, scorer: Scorer, **given):
+    """Calls a function with those of its parameters that are given or are options of a policy."""
     given |= {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
-    worth = scored.RANKINGS[scorer.name].worth
-    return worth(**{name: given[name] for name in inspect.signature(worth).parameters})
+    return function(**{name: given[name] for name in inspect.signature(function).parameters})
 
 
 def own_draws(scorer: dms_jax.RandomSelection, layer: LayerInput) -> scored.Worth:
@@ -283,16 +294,17 @@ def _(policy: PeriodicEviction, layer, prompt_length, page_size):
         scorer = scorer.scorer
     budget = scorer.budget
     if beta is not None:
-        protected = {dms_jax.SnapKV: "window", dms_jax.ExpectedAttention: "sinks"}.get(type(scorer))
-        always = getattr(scorer, protected) if protected else 0
+        fields = {dms_jax.SnapKV: ["window"], dms_jax.ExpectedAttention: ["sinks", "recent"]}
+        always = sum(getattr(scorer, name) for name in fields.get(type(scorer), []))
         budget = scored.pyramid(budget, always, beta, layer.index, LAYERS)
     return scored.simulate(
         *layer.rotated,
         prompt_length,
-        worth=worth_of(scorer, layer),
+        worth=worth_of(scorer, layer, prompt_length),
         budget=budget,
         interval=scorer.interval,
         alpha=alpha,
+        when=when_of(scorer),
     )
 
 

@@ -13,7 +13,16 @@ order; among equal scores the later is kept. Scores of a KV head's tokens after 
     ExpectedAttention   queries are Gaussian before rotation, with the mean m and the covariance C
                         of those so far (the first `sinks` left out); R is the mean rotation of the
                         next n positions; exp(k R m / sqrt(d) + k R C R' k / 2d) normalised over the
-                        tokens without the sinks, averaged over the group, plus epsilon, times |v_j|
+                        tokens without the sinks and the `recent` last ones, which stay, averaged
+                        over the group, plus epsilon, times |v_j|
+
+Two cut nothing at the end of a prompt, and in its answer where t + 1 tokens have been seen, P of
+them the prompt's (`when`):
+
+    RKV                 every `interval` tokens of the answer, where heads hold budget + interval:
+                        mix A_j - (1 - mix) R_j, see `rkv`; the window always stays
+    TriAttention        where t + 1 is a multiple of `interval` and heads hold budget tokens beside
+                        the prompt, which is below the budget and always stays: see `triattention`
 
 AdaKV ranks the tokens of all heads of a layer together after each head has its alpha * budget best.
 PyramidKV gives the layers budgets that fall linearly, see `pyramid`.
@@ -38,25 +47,32 @@ from tests.oracles.trace import (
 Worth = Callable[[int, list[list[int]]], list[np.ndarray]]
 
 
+# (tokens seen, tokens of the prompt, tokens held on average) -> whether rows are cut.
+When = Callable[[int, int, float], bool]
+
+
 class Ranking(NamedTuple):
     """What tokens are worth to a policy, and the options with which the laws run it."""
 
     worth: Callable[..., Worth]
     options: tuple[dict, ...]
+    when: Callable[..., When] | None = None
 
 
 RANKINGS: dict[str, Ranking] = {}  # by the name of the policy
 
 
-def ranks(policy: str, *options: dict):
+def ranks(policy: str, *options: dict, when: Callable[..., When] | None = None):
     """Registers what tokens are worth to a policy, and the options with which the laws run it.
+
+    `when` makes of the policy's options when its rows are cut, if that is its own rule.
 
     The parameters of the function say by their names what it needs: the rotated `q`, `k` and `v`,
     the `queries` before rotation, its `theta`, or an option of the policy.
     """
 
     def register(worth: Callable[..., Worth]):
-        RANKINGS[policy] = Ranking(worth, options)
+        RANKINGS[policy] = Ranking(worth, options, when)
         return worth
 
     return register
@@ -72,6 +88,7 @@ def simulate(
     budget: int,
     interval: int | None,
     alpha: float | None = None,
+    when: When | None = None,
 ) -> Trace:
     """Simulate over q [T, H, D] and k, v [T, K, D], all rotated already; `alpha` is AdaKV's."""
     q, k, v = as_float64(q, k, v)
@@ -86,6 +103,9 @@ def simulate(
         due = t == prompt_length - 1
         if t >= prompt_length and interval is not None:
             due = sum(map(len, held)) >= kv_heads * (budget + interval)
+        if when is not None:
+            answer, mean = t >= prompt_length, sum(map(len, held)) / kv_heads
+            due = answer and when(t + 1, prompt_length, mean)
         if due and sum(map(len, held)) > kv_heads * budget:
             held = cut(held, worth(t, held), budget, alpha)
         recorder.step(output, live, kept=held)
@@ -169,7 +189,7 @@ def snapkv(q, k, window: int, kernel: int) -> Worth:
 
 @ranks(
     "ExpectedAttention",
-    dict(budget=9, interval=4, future=16, epsilon=0.01),
+    dict(budget=11, interval=4, future=16, epsilon=0.01, recent=2),
     dict(budget=7, interval=None, sinks=0, covariance=False, value_norm=False),
 )
 def expected_attention(
@@ -179,6 +199,7 @@ def expected_attention(
     *,
     theta: float,
     sinks: int,
+    recent: int,
     future: int,
     covariance: bool,
     epsilon: float,
@@ -193,7 +214,8 @@ def expected_attention(
         rotation = turned.mean(axis=0).T  # R e_i is the i-th column
         scores = []
         for h, ids in enumerate(held):
-            keys, values = k[ids[sinks:], h], v[ids[sinks:], h]
+            others = ids[sinks : len(ids) - recent]
+            keys, values = k[others, h], v[others, h]
             total = np.zeros(len(keys))
             for g in range(group):
                 past = queries[sinks : t + 1, h * group + g]
@@ -205,7 +227,123 @@ def expected_attention(
                 total += weights / weights.sum() / group
             if value_norm:
                 total = (total + epsilon) * np.linalg.norm(values, axis=-1)
-            scores.append(np.append(np.full(sinks, np.inf), total))
+            scores.append(np.concatenate([np.full(sinks, np.inf), total, np.full(recent, np.inf)]))
+        return scores
+
+    return worth
+
+
+def when_rkv(budget: int, interval: int) -> When:
+    return lambda seen, prompt, held: (seen - prompt) % interval == 0 and held >= budget + interval
+
+
+@ranks(
+    "RKV",
+    dict(budget=9, interval=4, window=3, kernel=3, mix=0.3),
+    dict(compression_ratio=2.6, interval=3, window=2, kernel=5),
+    when=when_rkv,
+)
+def rkv(q, k, window: int, kernel: int, mix: float) -> Worth:
+    """Attention of the last queries less the redundancy of keys, one head and key at a time."""
+    scale, group = default_scale(q, None), q.shape[1] // k.shape[1]
+
+    def attention(t, ids, h):
+        old = ids[:-window]
+        votes = np.zeros(len(old))
+        for query in range(t - window + 1, t + 1):
+            logits = [k[old, h] @ q[query, h * group + g] * scale for g in range(group)]
+            largest = np.max(logits, axis=0)
+            weights = np.exp(largest - largest.max())
+            votes += weights / weights.sum() / window
+        reach = kernel // 2
+        return np.array([votes[max(0, j - reach) : j + reach + 1].max() for j in range(len(old))])
+
+    def redundancy(ids, h):
+        unit = [key / (np.linalg.norm(key) + 1e-8) for key in k[ids, h]]
+        alike = np.array(
+            [[0 if i == j else a @ b for j, b in enumerate(unit)] for i, a in enumerate(unit)]
+        )
+        for row in alike:
+            above = [j for j, cosine in enumerate(row) if cosine > 0.5]
+            row[above[-1] if above else 0] = 0
+        mean = alike.mean(axis=0)
+        shares = np.exp(mean - mean.max())
+        return shares / shares.sum()
+
+    def worth(t, held):
+        scores = []
+        for h, ids in enumerate(held):
+            older = len(ids) - window
+            score = mix * attention(t, ids, h) - (1 - mix) * redundancy(ids, h)[:older]
+            scores.append(np.append(score, np.full(window, np.inf)))
+        return scores
+
+    return worth
+
+
+def when_triattention(budget: int, interval: int, counts_prompt: bool) -> When:
+    def when(seen, prompt, held):
+        beside = held if counts_prompt else held - prompt
+        return seen % interval == 0 and beside >= budget and prompt < budget
+
+    return when
+
+
+@ranks(
+    "TriAttention",
+    dict(budget=9, interval=4, furthest=40),
+    dict(budget=8, interval=3, counts_prompt=True, normalize=True, reduction="mean", furthest=9),
+    when=when_triattention,
+)
+def triattention(
+    queries,
+    k,
+    *,
+    prompt_length: int,
+    theta: float,
+    furthest: int,
+    normalize: bool,
+    reduction: str,
+    centres: Callable[[int, int], tuple[np.ndarray, np.ndarray]] | None = None,
+) -> Worth:
+    """The published sum over distances and planes; `queries` [T, H, D] are unrotated, k is rotated.
+
+    `centres` gives the complex means [half] of a query head's planes and the means of their norms
+    after so many tokens; None for those of the queries themselves.
+    """
+    group, dim = queries.shape[1] // k.shape[1], k.shape[2]
+    omega = theta ** (-np.arange(0, dim, 2) / dim)
+    planes = queries[..., : dim // 2] + 1j * queries[..., dim // 2 :]
+
+    def own_centres(head, seen):
+        return planes[:seen, head].mean(0), np.abs(planes[:seen, head]).mean(0)
+
+    distances = [2**n for n in range(20) if 2**n <= furthest]
+
+    def of_head(head, seen, ids):
+        mean, norm = (centres or own_centres)(head, seen)
+        scores = []
+        for j in ids:
+            rotated = k[j, head // group]
+            key = (rotated[: dim // 2] + 1j * rotated[dim // 2 :]) * np.exp(-1j * j * omega)
+            phase = np.angle(mean * np.conj(key))
+            by_distance = [
+                np.sum(np.abs(mean) * np.abs(key) * np.cos((seen - j + d) * omega + phase))
+                for d in distances
+            ]
+            extra = np.sum((norm - np.abs(mean)) * np.abs(key))
+            scores.append(np.mean(by_distance) + extra)
+        return np.array(scores)
+
+    def worth(t, held):
+        scores = []
+        for h, ids in enumerate(held):
+            may_go = [j for j in ids if j >= prompt_length]
+            own = [of_head(h * group + g, t + 1, may_go) for g in range(group)]
+            if normalize:
+                own = [(x - x.mean()) / max(x.std(), 1e-6) for x in own]
+            joined = np.max(own, axis=0) if reduction == "max" else np.mean(own, axis=0)
+            scores.append(np.append(np.full(len(ids) - len(may_go), np.inf), joined))
         return scores
 
     return worth

@@ -122,14 +122,14 @@ def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
     policy, lengths = Knorm(budget=3, interval=1), jnp.asarray([[9, 2, 2, last]])
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
     of_devices = jax.shard_map(
-        lambda lengths: policy.due(lengths, token(head_axis="heads")),
+        lambda lengths: policy.due(PolicyState(), lengths, token(head_axis="heads")),
         mesh=mesh,
         in_specs=PartitionSpec(None, "heads"),
         out_specs=PartitionSpec("heads"),
         check_vma=False,
     )
     chex.assert_trees_all_equal(of_devices(lengths), np.array([due] * 4))
-    chex.assert_trees_all_equal(policy.due(lengths, token()), np.array([due]))
+    chex.assert_trees_all_equal(policy.due(PolicyState(), lengths, token()), np.array([due]))
 
 
 def test_random_selection_draws_anew_for_layers_heads_and_cuts():

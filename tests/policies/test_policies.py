@@ -31,6 +31,7 @@ from dms_jax.policies import (
     RandomSelection,
     SnapKV,
     StreamingLLM,
+    TriAttention,
     Vanilla,
     as_policy,
     from_dict,
@@ -47,6 +48,7 @@ EXAMPLES = [policy for mechanism in OPTIONS.values() for policy in mechanism] + 
     KVpop(hidden=8),
     AdaKV(PyramidKV(Knorm(budget=7)), rule="published"),
     PyramidKV(Knorm(budget=7), redistribute=True),
+    TriAttention(statistics="runs/queries.safetensors"),
 ]
 OF_EACH = {type(policy): policy for policy in EXAMPLES}
 

@@ -2,11 +2,11 @@
 
     dms-jax demo --only solve
 
-The shipped model of 11 million parameters and the one retrofitted from it with DMS (by
-`experiments/reproduction/first_curve.py`) get the same problems: equations, nested arithmetic,
-chains of comparisons, and a number hidden in a page of prose. Each draws its answers at
-temperature 0.7 from the paged cache. One problem of each kind is shown with both workings; the
-table counts what was right and what the cache held and read.
+The shipped model of 11 million parameters and the one retrofitted from it with DMS
+(`reasoner-11m-dms`) get the same problems: equations, nested arithmetic, chains of comparisons, and
+a number hidden in a page of prose. Each draws its answers at temperature 0.7 from the paged cache.
+One problem of each kind is shown with both workings; the table counts what was right and what the
+cache held and read.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ import dms_jax
 from dms_jax.analysis import NEVER, OverTraining, Retention
 from experiments.reproduction import heads_verdicts as verdicts
 from experiments.reproduction import real_heads
-from experiments.reproduction.evictions.page import spread
+from experiments.reproduction.real_heads import spread
 
 N = NEVER
 

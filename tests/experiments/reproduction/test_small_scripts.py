@@ -1,8 +1,7 @@
-"""Small scripts: recipes that are tried, answers by batch, few bits; and what becomes of a job."""
+"""Small scripts: answers by batch, few bits, DMC beside a window."""
 
 import dataclasses
-import subprocess
-import sys
+import math
 
 import numpy as np
 import pytest
@@ -11,17 +10,8 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.cache.quantization import KV_DTYPES
 from dms_jax.command_line.comparison.texts import packed
-from experiments.reproduction import (
-    batch_dependence,
-    choose_recipe,
-    dmc_stories,
-    kv_bits,
-    processes,
-)
-from experiments.reproduction.choose_recipe import Trial, distance
-from experiments.reproduction.files import write_text
-
-MODEL = str(assets.path("stories260k"))
+from experiments.reproduction import batch_dependence, dmc_stories, kv_bits
+from experiments.reproduction.files import error_text
 
 
 def test_where_answers_part():
@@ -38,51 +28,6 @@ def test_the_share_that_differs_from_one_row_at_a_time():
         return rows + (len(rows) > 2) * (rows % 4 == 0)
 
     assert batch_dependence.shares(operation) == {1: 0, 2: 0, 4: 0.25, 16: 0.25, 64: 0.25}
-
-
-def test_a_trial_goes_up_to_the_ratio():
-    ramp = Trial(1e-4, 1e-3, steps_per_ratio=50, final_learning_rate=1e-6).stage(4.0)
-    assert (ramp.kind, ramp.steps, ramp.compression_ratio) == ("ramp", 150, 4.0)
-    assert (ramp.learning_rate, ramp.adapter_learning_rate) == (1e-4, 1e-3)
-    assert ramp.final_learning_rate == 1e-6
-    control = Trial(1e-4, steps_per_ratio=50).stage(4.0)
-    assert (control.kind, control.steps, control.compression_ratio) == ("train", 150, 1)
-
-
-@pytest.mark.nightly
-def test_distance_is_the_divergence_a_token_of_the_completions():
-    model = dms_jax.load(MODEL)
-    policy = dms_jax.StreamingLLM(budget=6, sinks=2)
-    rng = np.random.default_rng(1)
-    documents = [
-        (rng.integers(3, 500, length).astype(np.int32), prompt)
-        for length, prompt in ((20, 4), (37, 30), (9, 1))
-    ]
-    total = count = 0.0
-    for tokens, prompt in documents:
-        before, after = (
-            np.asarray(model.logits(tokens[None], policy=each), np.float64)[0]
-            for each in (dms_jax.Vanilla(), policy)
-        )
-        before, after = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (before, after))
-        each = (np.exp(before) * (before - after)).sum(-1)
-        total += each[prompt - 1 : -1].sum()
-        count += len(tokens) - prompt
-    found = distance(model, model, policy, documents)
-    assert total / count > 0.01
-    assert found == pytest.approx(total / count, rel=1e-4)
-    assert distance(model, model, dms_jax.Vanilla(), documents) == 0
-
-
-def test_differences_are_paired_by_problem():
-    rows = [
-        {"trial": name, "per_problem": {"scores": scores}}
-        for name, scores in (("better", [1.0, 0.5, 0.75, 0.75]), ("worse", [1.0, 0.25, 0.25, 0.5]))
-    ]
-    # gaps 0, 0.25, 0.5, 0.25: mean 0.25, deviation sqrt(0.125 / 3), error half of that
-    better, worse = choose_recipe.differences(rows)
-    assert better == {"worse": pytest.approx([0.25, (0.125 / 3) ** 0.5 / 2])}
-    assert worse == {"better": pytest.approx([-0.25, (0.125 / 3) ** 0.5 / 2])}
 
 
 @pytest.mark.nightly
@@ -139,19 +84,6 @@ def test_errors_of_kv_bits_are_those_of_a_mean_over_sequences():
     assert (alone["mean"], np.isnan(alone["error"])) == (1.0, True)  # not 0, which nobody measured
 
 
-def dead(status: int) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
-    process.wait()
-    return process
-
-
-def test_a_job_that_two_processes_died_of_has_failed(tmp_path):
-    """Others would wait for it for ever."""
-    for process, again in ((dead(3), True), (dead(4), False)):
-        for name, owner in (("data-0", process.pid), ("data-1", process.pid + 1)):
-            write_text(tmp_path / "locks" / name, str(owner))
-        assert processes.give_back_job_of(process, tmp_path) == ["data-0"]
-        assert [lock.name for lock in (tmp_path / "locks").iterdir()] == ["data-1"]
-        assert (tmp_path / "failed").exists() is not again
-    failure = (tmp_path / "failed" / "data-0.txt").read_text()
-    assert all(f"ended with {status}" in failure for status in (3, 4))
+def test_an_error_that_is_unknown_is_said_to_be():
+    assert error_text(0.0213, ".2f") == "± 0.02"
+    assert error_text(math.nan, ".2f") == error_text(None, ".2f") == "± unknown"

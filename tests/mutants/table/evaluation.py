@@ -182,6 +182,22 @@ MUTANTS = [
         ("tests/evaluation/test_hyperscaling_result.py::test_frontiers_and_gains_by_hand",),
     ),
     Mutant(
+        "evaluation: hyperscale, gains are over sampled votes where nothing greedy was recorded",
+        FOLDER + "hyperscaling_result.py",
+        "return {p.length for p in own} == {p.length for p in own if p.greedy}",
+        "return True",
+        (
+            "tests/evaluation/test_hyperscaling_result.py::test_a_gain_is_over_the_best_plain_decoding",
+        ),
+    ),
+    Mutant(
+        "evaluation: hyperscale, systems have no greedy points",
+        FOLDER + "hyperscaling.py",
+        "        yield from self.points_at(system, 0.0, (1,), self.seeds[:1])\n",
+        "",
+        (f"{HYPERSCALING}::test_one_greedy_chain_is_a_point_of_every_system_at_every_length",),
+    ),
+    Mutant(
         "evaluation: hyperscale, what is interrupted loses its points",
         FOLDER + "hyperscaling.py",
         "error.finished = plan.result(points)",

@@ -48,7 +48,7 @@ MUTANTS = [
         CUTTING,
         "    due &= chunk.count > 0\n    reads",
         "    reads",
-        (layer_law("ExpectedAttention-budget=9-"),),
+        (layer_law("ExpectedAttention-budget=11-"),),
     ),
     Mutant(
         "layers: rows of all layers are cut like those of the first",

@@ -1,1 +1,0 @@
-"""The parts of `first_curve.py`: plan, data, jobs, analysis, figure, page."""

@@ -1,1 +1,0 @@
-"""Learned evictions beside each other: the plan, its jobs and its page."""

@@ -1,1 +1,0 @@
-"""Two real language models: own answers, retrofits, and what every method keeps of them."""
