@@ -1,0 +1,447 @@
+"""Cached prefixes: the cache of beginnings that were read before, with the policy's state.
+
+A request whose prompt begins as one that was read before continues from there:
+
+    "system, document, question 1"      states   after the document
+    "system, document, question 2"      ------>  reads its question alone
+
+What is exact. A state may be continued if it depends on its tokens alone (`Policy.prefix_exact`):
+always where a policy decides from the tokens before a query, in prompts and answers alike (Vanilla,
+DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the prompt for policies that
+read answers in another way (Quest, KCache); and before its end for those that cut it there (SnapKV
+and similar policies, TOVA and H2O with dense prompts), or behind that as long as the budget was not
+reached. What was cut is never continued here: a `Conversation` does that, turn by turn.
+
+How it is stored. Policies that evict write over old slots in place, so that a page holds another
+prefix a few tokens later: their states are copies, at a few places of a sequence. The copy is of
+what the policy keeps, and takes about 0.1 ms on a GPU for 100 MB. A policy that only appends
+(`Policy.appends`) never writes to a full page again: its states share whole pages with the
+sequences and with each other, cost nothing, and serve every prefix that is whole pages long. When a
+request ends nothing writes to its pages any more: they become a state as they are.
+
+Where states are taken (as Marconi does, arXiv 2411.19379):
+
+    where known prompts part     a beginning that several share, at the last whole page before
+    near the end of a prompt     at its last whole page, as templates often change what follows
+    at the end of an answer      the next turn of an agent begins with it
+
+Only the first is taken for the requests of a closed list whose engine keeps no prefixes; and a
+request waits for a prefix that another one is reading.
+
+Where they are. In pages of the pool that no row needs: they count as free, and rows that need them
+get them from the prefixes that were used least recently. These go to host memory, up to a number of
+bytes, from where they come back when they are used; beyond it they are dropped.
+
+A tree belongs to one engine, so that model, adapter, dtype, policy and cache format are those of
+its states; its tokens are those behind the chat template. A policy whose decisions depend on the
+longest length of a request has a tree for each. Caches on a mesh keep no prefixes.
+"""
+
+import dataclasses
+from collections.abc import Collection, Hashable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from dms_jax.cache.accounting import Meter
+from dms_jax.cache.host_pages import NO_PAGE, HostPages
+from dms_jax.generation.prefix_tree import Node, PrefixTree
+
+if TYPE_CHECKING:
+    from dms_jax.generation.prefill import Prefill
+    from dms_jax.generation.requests import Request
+    from dms_jax.generation.runner import Runner
+
+
+@dataclasses.dataclass(eq=False)
+class PrefixState:
+    """What the cache holds after some tokens.
+
+    Attributes:
+      node: its place in the tree, whose depth is the number of tokens.
+      lengths: slots in use of each row.
+      pages: the pages of the rows, row by row: of the device's pool, or of the one on the host.
+      rows: the policy's state of each row, leaves [L, K, ...].
+      use: the use of the cache by these tokens.
+    """
+
+    node: Node
+    lengths: Int[np.ndarray, "L K"]
+    pages: Int[np.ndarray, " n"]
+    rows: Any
+    use: Meter
+
+
+@dataclasses.dataclass
+class PrefixCounts:
+    """What prefixes did and hold.
+
+    Attributes:
+      queries: requests that were looked up.
+      hits: those that found a prefix.
+      cached_tokens: tokens of their prompts that were not read again.
+      states, host_states: prefixes in the pool, and in host memory.
+      bytes, host_bytes: bytes of their pages there; a page that several share counts once, and one
+        that a running request shares counts too.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    cached_tokens: int = 0
+    states: int = 0
+    host_states: int = 0
+    bytes: int = 0
+    host_bytes: int = 0
+
+
+class Prefixes:
+    """The cached prefixes of a runner.
+
+    Args:
+      runner: the runner whose pages they take.
+      host_bytes: the most bytes in host memory; None for prefixes that are shared by the requests
+        of a call and then dropped.
+
+    Attributes:
+      enabled: whether prefixes are cached: not on a mesh.
+      keeps: whether they are kept for requests that nobody knows yet.
+    """
+
+    def __init__(self, runner: "Runner", host_bytes: float | None):
+        self._runner, self._policy = runner, runner.policy
+        self.enabled = runner.model.mesh is None
+        self.keeps = self.enabled and host_bytes is not None
+        self._host_bytes = int(host_bytes or 0)
+        self._host: HostPages | None = None
+        self._counts = PrefixCounts()
+        self.reset()
+
+    # -- places -----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forgets all prefixes, whose pages are gone; the runner has an allocator of new ones."""
+        self._trees: dict[Hashable, PrefixTree] = {}
+        self._on_device: dict[PrefixState, None] = {}  # the least recently used first
+        self._on_host: dict[PrefixState, None] = {}
+        self._pinned: PrefixState | None = None
+        if self._host is not None:
+            self._host.clear()
+        if self.enabled:
+            allocator = self._runner.reservation.allocator
+            allocator.reclaim, allocator.on_free = self._reclaim, self._forget
+
+    def clear(self) -> None:
+        """Drops all prefixes, and frees their pages."""
+        for state in self._on_device:
+            self._allocator.drop(state.pages)
+        self.reset()
+
+    @property
+    def counts(self) -> PrefixCounts:
+        """What they did and hold."""
+        host = 0 if self._host is None else self._host.used
+        page_bytes = self._runner.page_bytes
+        return dataclasses.replace(
+            self._counts,
+            states=len(self._on_device),
+            host_states=len(self._on_host),
+            bytes=self._allocator.pages_of_prefixes * page_bytes,
+            host_bytes=host * page_bytes,
+        )
+
+    @property
+    def _allocator(self) -> Any:
+        return self._runner.reservation.allocator
+
+    def _tree(self, max_length: int) -> PrefixTree:
+        """Returns the tree of requests that can reach a length."""
+        policy = self._policy
+        by_length = policy.parallel == "never" and policy.for_length(1) is not policy
+        return self._trees.setdefault(max_length if by_length else None, PrefixTree())
+
+    def _whole(self, tokens: int) -> int:
+        """Returns the tokens of the whole pages of so many."""
+        return tokens - tokens % self._runner.page_size
+
+    # -- what requests have in common -------------------------------------------------------------
+
+    def serves(self, request: "Request") -> bool:
+        """Whether a request may begin with a prefix: not one that continues a conversation."""
+        past = request.seen or request.before or request.base is not None
+        return self.enabled and bool(request.prompt) and not past
+
+    def note(self, request: "Request") -> None:
+        """Adds the prompt of a request that waits to the tree."""
+        if self.serves(request):
+            self._tree(request.max_length).insert(request.tokens).ends = True
+
+    def read_now(self, prefills: Collection["Prefill"]) -> set[Node]:
+        """Returns the prefixes that become states soon, and the ends of prompts that are read."""
+        served = (item for item in prefills if self.serves(item.request))
+        return {node for item in served for node in self._nodes(item.request, item.stops)}
+
+    def will_read(self, request: "Request") -> set[Node]:
+        """Returns the same of a request that is admitted next."""
+        if not self.serves(request):
+            return set()
+        found = self._find(request.max_length, *self._readable(request))
+        return self._nodes(request, self.stops(request, found[1] if found else 0))
+
+    def _nodes(self, request: "Request", stops: Collection[int]) -> set[Node]:
+        """Returns the nodes at some tokens of a request, and at the end of its prompt."""
+        tree, tokens = self._tree(request.max_length), request.tokens
+        return {tree.insert(tokens[:each]) for each in (*stops, len(tokens))}
+
+    def waits(self, request: "Request", read_now: set[Node]) -> bool:
+        """Whether a longer prefix of a request than any that is cached is being read.
+
+        An equal prompt is copied when it is read, which is no reason to wait.
+        """
+        if not read_now or request.generated or not self.serves(request):
+            return False
+        tokens = request.tokens
+        path, _, last = self._tree(request.max_length).walk(tokens)
+        if last.depth == len(tokens) and last in read_now:
+            return False
+        coming = max((node.depth for node in path if node in read_now), default=0)
+        if coming >= len(tokens):
+            return False
+        found = self._find(request.max_length, tokens, len(tokens) - 1)
+        return coming >= (found[1] if found else 0) + self._runner.page_size
+
+    def stops(self, request: "Request", start: int) -> tuple[int, ...]:
+        """Returns where states are to be taken of a prompt of which `start` tokens are cached."""
+        if not self.serves(request):
+            return ()
+        most = len(request.prompt) - 1
+        path, _, _ = self._tree(request.max_length).walk(request.tokens)
+        parts = {node.depth for node in path if len(node.children) + node.ends > 1}
+        parts |= {most} if self.keeps else set()
+        whole = {self._whole(min(each, most)) for each in parts}
+        return tuple(sorted(each for each in whole if each > start))
+
+    def shared_slots(self, request: "Request") -> int:
+        """Returns the slots of each row that a request shares with running ones at once."""
+        if not (self._policy.appends and self.serves(request)):
+            return 0
+        found = self._find(request.max_length, *self._readable(request))
+        if found is None or found[0] not in self._on_device:
+            return 0
+        state, count = found
+        pages = self._first_pages(state, count)
+        held = self._allocator.held_by_rows(pages.ravel()) // (pages.size // pages.shape[-1])
+        return held * self._runner.page_size
+
+    # -- lookup -----------------------------------------------------------------------------------
+
+    def _readable(self, request: "Request") -> tuple[Int[np.ndarray, " n"], int]:
+        """Returns what a request prefills, and how many tokens of it a prefix may have at most.
+
+        One that continues its answer knows the token that comes next; others need the hidden state
+        of the last token of their prompt, and policies that cut prompts their end.
+        """
+        if request.generated and self._policy.parallel != "prompts":
+            tokens = request.all_tokens[:-1]
+            return tokens, len(tokens)
+        return request.tokens, len(request.prompt) - 1
+
+    def _find(
+        self, max_length: int, tokens: Int[np.ndarray, " n"], most: int
+    ) -> tuple[PrefixState, int] | None:
+        """Returns the state that serves the longest prefix of at most so many tokens, and that."""
+        path, known, last = self._tree(max_length).walk(tokens)
+        best = None
+        for node in path:
+            if node.state is not None and node.depth <= most:
+                best = node.state, node.depth
+        if self._policy.appends:  # the first pages of any state that goes on from here
+            whole = self._whole(min(known, most))
+            if whole > (best[1] if best else 0):
+                states = (node.state for node in last.below() if node.depth >= whole)
+                if (state := next(filter(None, states), None)) is not None:
+                    best = state, whole
+        return best
+
+    def restore(self, lane: int, request: "Request") -> int:
+        """Puts the longest cached prefix of a request into an empty lane; returns its tokens."""
+        if not self.serves(request):
+            return 0
+        found = self._find(request.max_length, *self._readable(request))
+        self._counts.queries += 1
+        if found is None or not found[1]:
+            return 0
+        state, count = found
+        if state in self._on_host and not self._load(state):
+            return 0
+        self._touch(state)
+        lengths = np.full_like(state.lengths, count) if self._policy.appends else state.lengths
+        if self._policy.appends:
+            self._allocator.share(lane, self._first_pages(state, count))
+        else:
+            self._copy_to(lane, state)
+        self._runner.load_lane(lane, lengths, count, state.rows)
+        request.meter.read_before(self._use(state, count))
+        self._counts.hits += 1
+        self._counts.cached_tokens += count
+        return count
+
+    def _copy_to(self, lane: int, state: PrefixState) -> None:
+        """Gives a lane copies of the pages of a state, or these themselves for want of others."""
+        allocator, counts = self._allocator, self._allocator.pages_for(state.lengths)
+        if allocator.can_take(counts, besides=state.pages):
+            self._pinned = state
+            allocator.give(lane, counts)
+            self._pinned = None
+            self._runner.copy_pages(state.pages, allocator.pages_of(lane, state.lengths))
+            return
+        self._remove(state)
+        allocator.give(lane, counts, state.pages)
+
+    def _first_pages(self, state: PrefixState, count: int) -> Int[np.ndarray, "L K m"]:
+        """Returns the pages of the first tokens of a state whose rows are all alike."""
+        columns = state.pages.reshape(*state.lengths.shape, -1)
+        return columns[..., : count // self._runner.page_size]
+
+    def _use(self, state: PrefixState, count: int) -> Meter:
+        """Returns the use of the cache by the first tokens of a state."""
+        if not self._policy.appends:
+            return state.use
+        live = count * state.lengths.size
+        return Meter(rows=state.lengths.size, peak=live, held=live, live=live)
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def take(self, lane: int, request: "Request", count: int) -> None:
+        """Caches the first tokens of a prompt, which a lane has just read."""
+        self._store(lane, request, request.tokens[:count], ended=False)
+
+    def keep(self, lane: int, request: "Request") -> None:
+        """Caches the sequence of a request that leaves its lane, as far as that is exact."""
+        if not (self.keeps and self.serves(request) and request.generated):
+            return
+        prompt, tokens = len(request.prompt), request.all_tokens[:-1]
+        exact = self._policy.prefix_exact(len(tokens), prompt=prompt, max_length=request.max_length)
+        seen = int(self._runner.seen[lane])
+        if self._policy.appends:
+            if seen >= len(tokens):
+                self._store(lane, request, tokens[: None if exact else prompt], ended=True)
+        # Not if steps went on that were launched before a stop string was found.
+        elif exact and seen == len(tokens) and not self._runner.reservation.steps_in_flight[lane]:
+            self._store(lane, request, tokens, ended=True)
+
+    def _store(
+        self, lane: int, request: "Request", tokens: Int[np.ndarray, " n"], *, ended: bool
+    ) -> None:
+        allocator, lengths = self._allocator, self._runner.reservation.lengths_of(lane)
+        if self._policy.appends:
+            tokens = tokens[: self._whole(len(tokens))]
+            lengths = np.full_like(lengths, len(tokens))
+        if not len(tokens):
+            return
+        node = self._tree(request.max_length).insert(tokens)
+        if node.state is not None:
+            if node.state in self._on_device:
+                self._touch(node.state)
+            return
+        pages = allocator.pages_of(lane, lengths)
+        if ended or self._policy.appends:
+            allocator.hold(pages)
+        else:
+            own = allocator.take(allocator.pages_for(lengths))
+            if own is None:
+                return
+            self._runner.copy_pages(pages, own)
+            pages = own
+        rows, live = self._runner.read_lane(lane), int(lengths.sum())
+        use = dataclasses.replace(request.meter, reads=0)
+        use.add(request.totals()[0])
+        use.finish(live)
+        node.state = PrefixState(node, lengths.copy(), pages, rows, use)
+        self._on_device[node.state] = None
+
+    def _touch(self, state: PrefixState) -> None:
+        """Makes a state the most recently used one."""
+        del self._on_device[state]
+        self._on_device[state] = None
+
+    def _remove(self, state: PrefixState) -> None:
+        """Removes a state from the tree."""
+        self._on_device.pop(state, None)
+        self._on_host.pop(state, None)
+        state.node.state = None
+
+    # -- device and host --------------------------------------------------------------------------
+
+    def _reclaim(self, number: int, count: int) -> None:
+        """Frees so many pages of a free list: states leave the device, the oldest first."""
+        while count > 0:
+            before = count
+            for state in list(self._on_device):
+                gain = int(self._allocator.yields(state.pages)[number])
+                if not gain or state is self._pinned:
+                    continue  # running requests hold its pages
+                self._leave_device(state)
+                count -= gain
+                if count <= 0:
+                    break
+            assert count < before, "prefixes hold fewer pages than they should yield"
+
+    def _forget(self, pages: Int[np.ndarray, " n"]) -> None:
+        if self._host is not None:
+            self._host.forget_device(pages)
+
+    def _leave_device(self, state: PrefixState) -> None:
+        """Moves a state to host memory if it has room there, else drops it; frees its pages."""
+        pages, host = state.pages, self._host_pages()
+        slots = None if host is None else host.add(pages, self._runner.read_pages, self._make_room)
+        if slots is None:
+            self._remove(state)
+        else:
+            del self._on_device[state]
+            self._on_host[state] = None
+            state.pages, state.rows = slots, jax.tree.map(np.asarray, state.rows)
+        self._allocator.drop(pages)
+
+    def _host_pages(self) -> HostPages | None:
+        """Returns the pages in host memory, made when they are first needed; None for none."""
+        num_pages = self._host_bytes // self._runner.page_bytes
+        if self._host is None and num_pages and self._runner.host is None:
+            block = self._runner.page_block()
+            self._host = HostPages(block, num_pages, self._allocator.pages_per_shard)
+        return self._host
+
+    def _make_room(self) -> bool:
+        """Drops the state in host memory that was used least recently."""
+        state = next(iter(self._on_host), None)
+        if state is not None:
+            self._remove(state)
+            assert self._host is not None
+            self._host.drop(state.pages)
+        return state is not None
+
+    def _load(self, state: PrefixState) -> bool:
+        """Brings a state back from host memory; False if the pool has no room for it."""
+        host, allocator = self._host, self._allocator
+        assert host is not None
+        slots = state.pages
+        pages = host.on_device(slots)
+        away = pages == NO_PAGE
+        counts = allocator.pages_for(state.lengths)
+        row_of = np.repeat(np.arange(counts.size), counts.ravel())
+        needed = np.bincount(row_of[away], minlength=counts.size).reshape(counts.shape)
+        allocator.hold(pages[~away])
+        del self._on_host[state]  # others make room for it
+        if (own := allocator.take(needed)) is None:
+            allocator.drop(pages[~away])
+            self._on_host[state] = None
+            return False
+        for which, block in host.read(slots[away]):
+            self._runner.write_pages(own[which], block)
+        pages[away] = own
+        host.match(slots[away], own)
+        host.drop(slots)
+        state.pages = pages
+        self._on_device[state] = None
+        return True
