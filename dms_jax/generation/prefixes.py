@@ -38,6 +38,7 @@ longest length of a request has a tree for each. Caches on a mesh keep no prefix
 """
 
 import dataclasses
+import weakref
 from collections.abc import Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -110,21 +111,25 @@ class Prefixes:
     """
 
     def __init__(self, runner: "Runner", host_bytes: float | None):
-        self._runner, self._policy = runner, runner.policy
+        # Not a cycle, in which the memory of a runner would outlive it.
+        self._runner, self._policy = weakref.proxy(runner), runner.policy
         self.enabled = runner.model.mesh is None
         self.keeps = self.enabled and host_bytes is not None
         self._host_bytes = int(host_bytes or 0)
         self._host: HostPages | None = None
         self._counts = PrefixCounts()
+        self._on_device: dict[PrefixState, None] = {}  # the least recently used first
+        self._on_host: dict[PrefixState, None] = {}
         self.reset()
 
     # -- places -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forgets all prefixes, whose pages are gone; the runner has an allocator of new ones."""
+        for state in (*self._on_device, *self._on_host):
+            state.node.state = state.rows = None  # what they hold of the device's memory goes now
         self._trees: dict[Hashable, PrefixTree] = {}
-        self._on_device: dict[PrefixState, None] = {}  # the least recently used first
-        self._on_host: dict[PrefixState, None] = {}
+        self._on_device, self._on_host = {}, {}
         self._pinned: PrefixState | None = None
         if self._host is not None:
             self._host.clear()
@@ -175,7 +180,7 @@ class Prefixes:
     def note(self, request: "Request") -> None:
         """Adds the prompt of a request that waits to the tree."""
         if self.serves(request):
-            self._tree(request.max_length).insert(request.tokens).ends = True
+            self._tree(request.max_length).insert(request.prompt_array).ends = True
 
     def read_now(self, prefills: Collection["Prefill"]) -> set[Node]:
         """Returns the prefixes that become states soon, and the ends of prompts that are read."""
@@ -191,7 +196,7 @@ class Prefixes:
 
     def _nodes(self, request: "Request", stops: Collection[int]) -> set[Node]:
         """Returns the nodes at some tokens of a request, and at the end of its prompt."""
-        tree, tokens = self._tree(request.max_length), request.tokens
+        tree, tokens = self._tree(request.max_length), request.prompt_array
         return {tree.insert(tokens[:each]) for each in (*stops, len(tokens))}
 
     def waits(self, request: "Request", read_now: set[Node]) -> bool:
@@ -201,7 +206,7 @@ class Prefixes:
         """
         if not read_now or request.generated or not self.serves(request):
             return False
-        tokens = request.tokens
+        tokens = request.prompt_array
         path, _, last = self._tree(request.max_length).walk(tokens)
         if last.depth == len(tokens) and last in read_now:
             return False
@@ -212,11 +217,14 @@ class Prefixes:
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
     def stops(self, request: "Request", start: int) -> tuple[int, ...]:
-        """Returns where states are to be taken of a prompt of which `start` tokens are cached."""
-        if not self.serves(request):
+        """Returns where states are to be taken of a prompt of which `start` tokens are cached.
+
+        Not of one that was put back: its use of the cache up to there is not known any more.
+        """
+        if request.slots is not None or not self.serves(request):
             return ()
         most = len(request.prompt) - 1
-        path, _, _ = self._tree(request.max_length).walk(request.tokens)
+        path, _, _ = self._tree(request.max_length).walk(request.prompt_array)
         parts = {node.depth for node in path if len(node.children) + node.ends > 1}
         parts |= {most} if self.keeps else set()
         whole = {self._whole(min(each, most)) for each in parts}
@@ -243,9 +251,9 @@ class Prefixes:
         of the last token of their prompt, and policies that cut prompts their end.
         """
         if request.generated and self._policy.parallel != "prompts":
-            tokens = request.all_tokens[:-1]
+            tokens = request.sequence[:-1]
             return tokens, len(tokens)
-        return request.tokens, len(request.prompt) - 1
+        return request.prompt_array, len(request.prompt) - 1
 
     def _find(
         self, max_length: int, tokens: Int[np.ndarray, " n"], most: int
@@ -273,13 +281,16 @@ class Prefixes:
         if found is None or not found[1]:
             return 0
         state, count = found
+        appends = self._policy.appends
+        lengths = np.full_like(state.lengths, count) if appends else state.lengths
         if state in self._on_host and not self._load(state):
-            return 0
-        self._touch(state)
-        lengths = np.full_like(state.lengths, count) if self._policy.appends else state.lengths
-        if self._policy.appends:
+            if not self._write_to(lane, state, lengths):
+                return 0
+        elif appends:
+            self._touch(state)
             self._allocator.share(lane, self._first_pages(state, count))
         else:
+            self._touch(state)
             self._copy_to(lane, state)
         self._runner.load_lane(lane, lengths, count, state.rows)
         request.meter.read_before(self._use(state, count))
@@ -296,8 +307,36 @@ class Prefixes:
             self._pinned = None
             self._runner.copy_pages(state.pages, allocator.pages_of(lane, state.lengths))
             return
-        self._remove(state)
-        allocator.give(lane, counts, state.pages)
+        pages = state.pages
+        self._move_to_host(state)
+        allocator.give(lane, counts, pages)
+        self._forget(pages)  # they change
+
+    def _write_to(self, lane: int, state: PrefixState, lengths: Int[np.ndarray, "L K"]) -> bool:
+        """Gives a lane what is in host memory; False if the pool has no room for it.
+
+        Args:
+          lane: the lane, which is empty.
+          state: the state, for which the pool has no room besides.
+          lengths: the slots of each row that are wanted of it.
+        """
+        allocator, counts = self._allocator, self._allocator.pages_for(lengths)
+        if not allocator.can_take(counts):
+            return False
+        del self._on_host[state]  # what yields pages makes room for itself, but not here
+        allocator.give(lane, counts)
+        self._on_host[state] = None
+        held = allocator.pages_for(state.lengths)
+        first = np.arange(held.max()) < counts[..., None]
+        slots = state.pages[first[np.arange(held.max()) < held[..., None]]]
+        self._write(slots, allocator.pages_of(lane, lengths))
+        return True
+
+    def _write(self, slots: Int[np.ndarray, " n"], pages: Int[np.ndarray, " n"]) -> None:
+        """Copies pages of host memory to pages of the pool."""
+        assert self._host is not None
+        for which, block in self._host.read(slots):
+            self._runner.write_pages(pages[which], block)
 
     def _first_pages(self, state: PrefixState, count: int) -> Int[np.ndarray, "L K m"]:
         """Returns the pages of the first tokens of a state whose rows are all alike."""
@@ -315,13 +354,13 @@ class Prefixes:
 
     def take(self, lane: int, request: "Request", count: int) -> None:
         """Caches the first tokens of a prompt, which a lane has just read."""
-        self._store(lane, request, request.tokens[:count], ended=False)
+        self._store(lane, request, request.prompt_array[:count], ended=False)
 
     def keep(self, lane: int, request: "Request") -> None:
         """Caches the sequence of a request that leaves its lane, as far as that is exact."""
         if not (self.keeps and self.serves(request) and request.generated):
             return
-        prompt, tokens = len(request.prompt), request.all_tokens[:-1]
+        prompt, tokens = len(request.prompt), request.sequence[:-1]
         exact = self._policy.prefix_exact(len(tokens), prompt=prompt, max_length=request.max_length)
         seen = int(self._runner.seen[lane])
         if self._policy.appends:
@@ -345,21 +384,22 @@ class Prefixes:
             if node.state in self._on_device:
                 self._touch(node.state)
             return
-        pages = allocator.pages_of(lane, lengths)
-        if ended or self._policy.appends:
-            allocator.hold(pages)
-        else:
-            own = allocator.take(allocator.pages_for(lengths))
-            if own is None:
-                return
-            self._runner.copy_pages(pages, own)
-            pages = own
-        rows, live = self._runner.read_lane(lane), int(lengths.sum())
         use = dataclasses.replace(request.meter, reads=0)
         use.add(request.totals()[0])
-        use.finish(live)
-        node.state = PrefixState(node, lengths.copy(), pages, rows, use)
-        self._on_device[node.state] = None
+        use.finish(int(lengths.sum()))
+        pages = allocator.pages_of(lane, lengths)
+        state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), use)
+        if ended or self._policy.appends:
+            allocator.hold(pages)
+        elif (own := allocator.take(allocator.pages_for(lengths))) is not None:
+            self._runner.copy_pages(pages, own)
+            state.pages = own
+        else:  # the pool is full of running requests
+            self._move_to_host(state)
+            self._forget(pages)  # they change
+            return
+        node.state = state
+        self._on_device[state] = None
 
     def _touch(self, state: PrefixState) -> None:
         """Makes a state the most recently used one."""
@@ -382,7 +422,9 @@ class Prefixes:
                 gain = int(self._allocator.yields(state.pages)[number])
                 if not gain or state is self._pinned:
                     continue  # running requests hold its pages
-                self._leave_device(state)
+                pages = state.pages
+                self._move_to_host(state)
+                self._allocator.drop(pages)
                 count -= gain
                 if count <= 0:
                     break
@@ -392,17 +434,17 @@ class Prefixes:
         if self._host is not None:
             self._host.forget_device(pages)
 
-    def _leave_device(self, state: PrefixState) -> None:
-        """Moves a state to host memory if it has room there, else drops it; frees its pages."""
-        pages, host = state.pages, self._host_pages()
-        slots = None if host is None else host.add(pages, self._runner.read_pages, self._make_room)
+    def _move_to_host(self, state: PrefixState) -> None:
+        """Copies a state to host memory, or drops it for want of room; its pages are not freed."""
+        host, slots = self._host_pages(), None
+        if host is not None:
+            slots = host.add(state.pages, self._runner.read_pages, self._make_room)
+        self._remove(state)
         if slots is None:
-            self._remove(state)
-        else:
-            del self._on_device[state]
-            self._on_host[state] = None
-            state.pages, state.rows = slots, jax.tree.map(np.asarray, state.rows)
-        self._allocator.drop(pages)
+            return
+        state.node.state = state
+        self._on_host[state] = None
+        state.pages, state.rows = slots, jax.tree.map(np.asarray, state.rows)
 
     def _host_pages(self) -> HostPages | None:
         """Returns the pages in host memory, made when they are first needed; None for none."""
@@ -437,8 +479,7 @@ class Prefixes:
             allocator.drop(pages[~away])
             self._on_host[state] = None
             return False
-        for which, block in host.read(slots[away]):
-            self._runner.write_pages(own[which], block)
+        self._write(slots[away], own)
         pages[away] = own
         host.match(slots[away], own)
         host.drop(slots)

@@ -132,14 +132,14 @@ class Request:
     usage: Usage | None = None
 
     @functools.cached_property
-    def tokens(self) -> Int[np.ndarray, " n"]:
+    def prompt_array(self) -> Int[np.ndarray, " n"]:
         """The prompt as an array."""
         return np.asarray(self.prompt, np.int32)
 
     @property
-    def all_tokens(self) -> Int[np.ndarray, " n"]:
+    def sequence(self) -> Int[np.ndarray, " n"]:
         """The prompt and the answer so far."""
-        return np.concatenate([self.tokens, np.asarray(self.generated, np.int32)])
+        return np.concatenate([self.prompt_array, np.asarray(self.generated, np.int32)])
 
     @property
     def remaining(self) -> int:

@@ -318,6 +318,7 @@ class Scheduler:
             self.running[lane] = started[lane] = request
             request.state = State.PREFILL
             taken.add(lane)
+            extra[:, lane] = self._begin(lane, request)
         left = [each for each in others if each.state is State.WAITING]
         self.waiting.extendleft(reversed(left))
         if not started:
@@ -348,19 +349,27 @@ class Scheduler:
                 read_now |= prefixes.will_read(request)
         return chosen, taken
 
+    def _begin(self, lane: int, request: Request) -> Slots:
+        """Begins the prefill of a request, behind what is cached of it.
+
+        Returns the slots of each row that it needs besides those.
+        """
+        item, prefixes = self._prefill_of(request, lane), self.runner.prefixes
+        if self.prefill.add(lane, item):
+            item.done = prefixes.restore(lane, request)
+            item.stops = prefixes.stops(request, item.done)
+            if not request.generated:
+                request.meter.cached = item.done
+        return self.admission.rest(request, item.done, item.left)
+
     def _start(self, started: Mapping[int, Request]) -> None:
-        """Begins the prefill of requests in their lanes, behind what the cache has of them."""
-        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
-        prefixes = self.runner.prefixes
-        for lane, request in started.items():
-            item = self._prefill_of(request, lane)
-            if self.prefill.add(lane, item):
-                item.done = prefixes.restore(lane, request)
-                item.stops = prefixes.stops(request, item.done)
-                if not request.generated:
-                    request.meter.cached = item.done
-                if request.base is not None:
-                    continued[lane] = request.base
+        """Gives the lanes of requests what their programs need."""
+        prefills = self.prefill.items
+        continued = {
+            lane: request.base
+            for lane, request in started.items()
+            if request.base is not None and prefills[lane].source == lane
+        }
         self.seeds = self.seeds.copy()  # a program in flight may use the old
         self.seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
