@@ -77,8 +77,8 @@ class PageAllocator:
 
     @property
     def pages_in_use(self) -> int:
-        """Reserved pages of all shards."""
-        return int(self.reserved.sum())
+        """Pages of all shards that rows hold."""
+        return int(np.count_nonzero(self._rows))
 
     @property
     def free_pages(self) -> int:

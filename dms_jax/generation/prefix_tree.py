@@ -24,28 +24,49 @@ class Node:
       parent: the node before it; None for the root, and for a node that was cut off.
       children: first token of an edge -> the node that it leads to.
       depth: number of tokens from the root.
-      state: what is cached of these tokens; None if nothing is.
+      state: what is cached of these tokens; None if nothing is. Set it with `set_state`.
+      states: number of states here and behind this node.
       ends: whether a prompt ends here.
       used: when a sequence last came through here.
     """
 
-    __slots__ = ("children", "depth", "ends", "parent", "state", "tokens", "used")
+    __slots__ = ("children", "depth", "ends", "parent", "state", "states", "tokens", "used")
 
     def __init__(self, tokens: Int[np.ndarray, " n"], parent: "Node | None"):
         self.tokens, self.parent = tokens, parent
         self.children: dict[int, Node] = {}
         self.depth = len(tokens) + (0 if parent is None else parent.depth)
         self.state: Any = None
+        self.states = 0
         self.ends = False
         self.used = 0
 
-    def below(self) -> Iterator["Node"]:
-        """Yields this node and all behind it."""
+    def set_state(self, state: Any) -> None:
+        """Sets or, with None, removes the state."""
+        change = (state is not None) - (self.state is not None)
+        self.state, node = state, self
+        while node is not None:
+            node.states += change
+            node = node.parent
+
+    def state_behind(self, depth: int) -> Any:
+        """Returns a state of this node or one behind it, of at least so many tokens; else None."""
         stack = [self]
         while stack:
             node = stack.pop()
-            yield node
+            if node.state is not None and node.depth >= depth:
+                return node.state
+            stack.extend(each for each in node.children.values() if each.states)
+        return None
+
+    def leaves(self) -> Iterator["Node"]:
+        """Yields the ends of what comes behind this node."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
             stack.extend(node.children.values())
+            if not node.children:
+                yield node
 
 
 class PrefixTree:
@@ -102,7 +123,7 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         upper = Node(node.tokens[:at], parent)
-        upper.used = node.used
+        upper.used, upper.states = node.used, node.states
         node.tokens, node.parent = node.tokens[at:], upper
         parent.children[int(upper.tokens[0])] = upper
         upper.children[int(node.tokens[0])] = node
@@ -113,8 +134,8 @@ class PrefixTree:
         while self.size > MOST_TOKENS // 2:
             leaves = [
                 node
-                for node in self._root.below()
-                if not node.children and node.state is None and node not in (kept, self._root)
+                for node in self._root.leaves()
+                if node.state is None and node not in (kept, self._root)
             ]
             if not leaves:
                 return

@@ -75,22 +75,16 @@ class PrefixState:
     use: Meter
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class PrefixCounts:
-    """What prefixes did and hold.
+    """What prefixes hold.
 
     Attributes:
-      queries: requests that were looked up.
-      hits: those that found a prefix.
-      cached_tokens: tokens of their prompts that were not read again.
       states, host_states: prefixes in the pool, and in host memory.
       bytes, host_bytes: bytes of their pages there; a page that several share counts once, and one
         that a running request shares counts too.
     """
 
-    queries: int = 0
-    hits: int = 0
-    cached_tokens: int = 0
     states: int = 0
     host_states: int = 0
     bytes: int = 0
@@ -117,7 +111,6 @@ class Prefixes:
         self.keeps = self.enabled and host_bytes is not None
         self._host_bytes = int(host_bytes or 0)
         self._host: HostPages | None = None
-        self._counts = PrefixCounts()
         self._on_device: dict[PrefixState, None] = {}  # the least recently used first
         self._on_host: dict[PrefixState, None] = {}
         self.reset()
@@ -127,7 +120,8 @@ class Prefixes:
     def reset(self) -> None:
         """Forgets all prefixes, whose pages are gone; the runner has an allocator of new ones."""
         for state in (*self._on_device, *self._on_host):
-            state.node.state = state.rows = None  # what they hold of the device's memory goes now
+            state.rows = None  # what they hold of the device's memory goes now
+            state.node.state = None
         self._trees: dict[Hashable, PrefixTree] = {}
         self._on_device, self._on_host = {}, {}
         self._pinned: PrefixState | None = None
@@ -145,11 +139,10 @@ class Prefixes:
 
     @property
     def counts(self) -> PrefixCounts:
-        """What they did and hold."""
+        """What they hold."""
         host = 0 if self._host is None else self._host.used
         page_bytes = self._runner.page_bytes
-        return dataclasses.replace(
-            self._counts,
+        return PrefixCounts(
             states=len(self._on_device),
             host_states=len(self._on_host),
             bytes=self._allocator.pages_of_prefixes * page_bytes,
@@ -260,24 +253,24 @@ class Prefixes:
     ) -> tuple[PrefixState, int] | None:
         """Returns the state that serves the longest prefix of at most so many tokens, and that."""
         path, known, last = self._tree(max_length).walk(tokens)
-        best = None
-        for node in path:
-            if node.state is not None and node.depth <= most:
-                best = node.state, node.depth
-        if self._policy.appends:  # the first pages of any state that goes on from here
-            whole = self._whole(min(known, most))
-            if whole > (best[1] if best else 0):
-                states = (node.state for node in last.below() if node.depth >= whole)
-                if (state := next(filter(None, states), None)) is not None:
-                    best = state, whole
-        return best
+        stated = (node for node in path[::-1] if node.state is not None and node.depth <= most)
+        found = next(((node.state, node.depth) for node in stated), None)
+        if not self._policy.appends:
+            return found
+        # The first pages of any state that goes on from where the tokens part from it.
+        for common, node in ((known, last), *((node.depth, node) for node in path[::-1])):
+            whole = self._whole(min(common, most))
+            if whole <= (found[1] if found else 0):
+                break
+            if (state := node.state_behind(whole)) is not None:
+                return state, whole
+        return found
 
     def restore(self, lane: int, request: "Request") -> int:
         """Puts the longest cached prefix of a request into an empty lane; returns its tokens."""
         if not self.serves(request):
             return 0
         found = self._find(request.max_length, *self._readable(request))
-        self._counts.queries += 1
         if found is None or not found[1]:
             return 0
         state, count = found
@@ -294,8 +287,6 @@ class Prefixes:
             self._copy_to(lane, state)
         self._runner.load_lane(lane, lengths, count, state.rows)
         request.meter.read_before(self._use(state, count))
-        self._counts.hits += 1
-        self._counts.cached_tokens += count
         return count
 
     def _copy_to(self, lane: int, state: PrefixState) -> None:
@@ -398,7 +389,7 @@ class Prefixes:
             self._move_to_host(state)
             self._forget(pages)  # they change
             return
-        node.state = state
+        node.set_state(state)
         self._on_device[state] = None
 
     def _touch(self, state: PrefixState) -> None:
@@ -410,7 +401,7 @@ class Prefixes:
         """Removes a state from the tree."""
         self._on_device.pop(state, None)
         self._on_host.pop(state, None)
-        state.node.state = None
+        state.node.set_state(None)
 
     # -- device and host --------------------------------------------------------------------------
 
@@ -442,7 +433,7 @@ class Prefixes:
         self._remove(state)
         if slots is None:
             return
-        state.node.state = state
+        state.node.set_state(state)
         self._on_host[state] = None
         state.pages, state.rows = slots, jax.tree.map(np.asarray, state.rows)
 

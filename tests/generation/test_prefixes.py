@@ -44,7 +44,6 @@ def engine_of(name: str, lanes: int = 2, **options) -> Engine:
     engine = host_engine(name, lanes, page_size=PAGE, **dict(prefix_cache=1e6) | options)
     engine.runner.recover()
     engine.runner.prefixes.clear()
-    engine.runner.prefixes._counts.__init__()
     return engine
 
 
