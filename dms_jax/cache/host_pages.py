@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 NO_PAGE = -1
-_IN_FLIGHT = 2  # blocks on their way to the host, which the device holds beside its pool
+_IN_FLIGHT = 8  # blocks on their way to the host, which the device holds beside its pool
 
 
 class HostPages:
@@ -78,7 +78,7 @@ class HostPages:
             for leaf in jax.tree.leaves(arrays):
                 leaf.copy_to_host_async()
             self._writing.append((own[some], arrays))
-            if len(self._writing) > _IN_FLIGHT:
+            while len(self._writing) > _IN_FLIGHT or self._oldest_is_there():
                 self._write_oldest()
         return slots
 
@@ -90,6 +90,10 @@ class HostPages:
             which = np.arange(start, min(start + self.block, len(slots)))
             padded = np.resize(slots[which], self.block)
             yield which, jax.tree.map(lambda x, own=padded: x[own], self._pages)
+
+    def _oldest_is_there(self) -> bool:
+        oldest = self._writing[0][1] if self._writing else ()
+        return bool(oldest) and all(leaf.is_ready() for leaf in jax.tree.leaves(oldest))
 
     def _write_oldest(self) -> None:
         slots, arrays = self._writing.popleft()

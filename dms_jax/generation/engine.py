@@ -111,7 +111,7 @@ class EngineOptions(Options):
         by XLA alone); None uses the model's dtype.
       prefix_cache: bytes of host memory for cached prefixes (`dms_jax.generation.prefixes`), which
         also take what requests leave of the page pool; 0 for those alone. None keeps no prefix
-        for later: then only requests of one call read a beginning that they share once.
+        for later: then only the requests of a list read a beginning that they share once.
     """
 
     num_lanes: CountOnDevice
@@ -207,6 +207,7 @@ class Call:
     def __init__(self, engine: "Engine", source: Source):
         self.source, self.runner, self._given = source, engine.runner, source.given
         self.overlap = Overlap.of(source, engine.policy, engine.chunk)
+        self.runner.prefixes.closed = source.incoming is None
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer
         self.in_flight = InFlight(self.runner, end_tokens)

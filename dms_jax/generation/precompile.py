@@ -137,10 +137,11 @@ def compile_all(
         calls.decode(pages, num_steps, end_tokens)
         for pages in runner.reservation.table_widths(steps=True)
     ]
+    prefixes = calls.prefixes() if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
     # Equal arguments are one program: where lanes are fixed, all have an entry.
-    return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes))
+    return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes, *prefixes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +210,29 @@ class _Calls:
         return [(programs.set_max_lengths, (self.runner.cache, self._lanes))]
 
     def copy_lanes(self) -> list[_Call]:
-        if len(self._lanes) == 1:
+        if len(self._lanes) == 1 and not self.runner.prefixes.keeps:
             return []
         pages = self.runner.no_pages()
         num_kv_heads = self.runner.reservation.allocator.reserved.shape[2]
         return [(programs.copy_lanes, (self.runner.cache, pages, self._lanes, num_kv_heads))]
+
+    def prefixes(self) -> list[_Call]:
+        """Returns the programs that take a state of a lane, put it back, and move its pages."""
+        runner, cache = self.runner, self.runner.cache
+        number, lengths = (
+            np.int32(0),
+            np.zeros((cache.lengths.shape[0], cache.lengths.shape[2]), np.int32),
+        )
+        block, pages = runner.page_block(), runner.block_of(np.zeros(0, np.int32))
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), cache.row_state
+        )
+        return [
+            *([(programs.read_lane, (cache, number))] if jax.tree.leaves(rows) else []),
+            (programs.load_lane, (cache, number, lengths, number, rows)),
+            (programs.read_pages, (cache, pages)),
+            (programs.write_pages, (cache, pages, block)),
+        ]
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:

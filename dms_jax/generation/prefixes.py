@@ -100,15 +100,16 @@ class Prefixes:
         of a call and then dropped.
 
     Attributes:
-      enabled: whether prefixes are cached: not on a mesh.
-      keeps: whether they are kept for requests that nobody knows yet.
+      keeps: whether they are kept for requests that nobody knows yet: not on a mesh.
+      closed: whether all requests of the running call are known.
     """
 
     def __init__(self, runner: "Runner", host_bytes: float | None):
         # Not a cycle, in which the memory of a runner would outlive it.
         self._runner, self._policy = weakref.proxy(runner), runner.policy
-        self.enabled = runner.model.mesh is None
-        self.keeps = self.enabled and host_bytes is not None
+        self._on_mesh = runner.model.mesh is not None
+        self.keeps = host_bytes is not None and not self._on_mesh
+        self.closed = True
         self._host_bytes = int(host_bytes or 0)
         self._host: HostPages | None = None
         self._on_device: dict[PrefixState, None] = {}  # the least recently used first
@@ -125,9 +126,10 @@ class Prefixes:
         self._trees: dict[Hashable, PrefixTree] = {}
         self._on_device, self._on_host = {}, {}
         self._pinned: PrefixState | None = None
+        self._leaving: list[PrefixState] = []  # whose rows are on their way to the host
         if self._host is not None:
             self._host.clear()
-        if self.enabled:
+        if not self._on_mesh:
             allocator = self._runner.reservation.allocator
             allocator.reclaim, allocator.on_free = self._reclaim, self._forget
 
@@ -167,8 +169,10 @@ class Prefixes:
 
     def serves(self, request: "Request") -> bool:
         """Whether a request may begin with a prefix: not one that continues a conversation."""
+        if self._on_mesh or not (self.keeps or self.closed):
+            return False
         past = request.seen or request.before or request.base is not None
-        return self.enabled and bool(request.prompt) and not past
+        return bool(request.prompt) and not past
 
     def note(self, request: "Request") -> None:
         """Adds the prompt of a request that waits to the tree."""
@@ -221,7 +225,8 @@ class Prefixes:
         parts = {node.depth for node in path if len(node.children) + node.ends > 1}
         parts |= {most} if self.keeps else set()
         whole = {self._whole(min(each, most)) for each in parts}
-        return tuple(sorted(each for each in whole if each > start))
+        least = start + self._runner.page_size  # less is not worth a program of its own
+        return tuple(sorted(each for each in whole if each >= least))
 
     def shared_slots(self, request: "Request") -> int:
         """Returns the slots of each row that a request shares with running ones at once."""
@@ -368,7 +373,7 @@ class Prefixes:
         if self._policy.appends:
             tokens = tokens[: self._whole(len(tokens))]
             lengths = np.full_like(lengths, len(tokens))
-        if not len(tokens):
+        if len(tokens) < self._runner.page_size:
             return
         node = self._tree(request.max_length).insert(tokens)
         if node.state is not None:
@@ -434,8 +439,11 @@ class Prefixes:
         if slots is None:
             return
         state.node.set_state(state)
-        self._on_host[state] = None
-        state.pages, state.rows = slots, jax.tree.map(np.asarray, state.rows)
+        state.pages, self._on_host[state] = slots, None
+        for leaf in jax.tree.leaves(state.rows):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+        self._leaving = [each for each in self._leaving if not _left(each)] + [state]
 
     def _host_pages(self) -> HostPages | None:
         """Returns the pages in host memory, made when they are first needed; None for none."""
@@ -477,3 +485,12 @@ class Prefixes:
         state.pages = pages
         self._on_device[state] = None
         return True
+
+
+def _left(state: PrefixState) -> bool:
+    """Puts the copy of a state's rows on the host in their place, if it is there; returns that."""
+    leaves = jax.tree.leaves(state.rows)
+    there = all(isinstance(leaf, np.ndarray) or leaf.is_ready() for leaf in leaves)
+    if there:
+        state.rows = jax.tree.map(np.asarray, state.rows)
+    return there

@@ -556,18 +556,19 @@ class Runner:
 
     def read_pages(self, pages: Int[np.ndarray, " n"]) -> Any:
         """Launches a copy of the contents of up to a block of pages; returns it on the device."""
-        return programs.read_pages(self.cache, self._block_of(pages))
+        return programs.read_pages(self.cache, self.block_of(pages))
 
     def write_pages(self, pages: Int[np.ndarray, " n"], contents: Any) -> None:
         """Writes the contents of up to a block of pages, as `read_pages` returns them."""
-        self.cache = programs.write_pages(self.cache, self._block_of(pages), contents)
+        self.cache = programs.write_pages(self.cache, self.block_of(pages), contents)
 
     def page_block(self) -> Any:
         """Returns the shapes of a block of pages on their way to the host, leaves [n, ...]."""
-        pages = self._block_of(np.zeros(0, np.int32))
+        pages = self.block_of(np.zeros(0, np.int32))
         return jax.eval_shape(programs.read_pages, self.cache, pages)
 
-    def _block_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " b"]:
+    def block_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " b"]:
+        """Returns pages in a block of `read_pages`, filled up with what is no page."""
         allocator = self.reservation.allocator
         size = min(max(1, HOST_BLOCK_BYTES // self.page_bytes), allocator.pages_per_shard)
         return np.pad(pages, (0, size - len(pages)), constant_values=allocator.no_page)
