@@ -10,6 +10,7 @@ compiled (`compile_all`).
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -65,16 +66,17 @@ def compile_first(
     unique = {tuple(request.prompt): request for request in first.values()}
     refilled = len(requests) > num_lanes
 
-    # Of each prompt, the tokens that attend in one pass, and the rest.
-    lengths = [(len(each.prompt), each.max_length) for each in unique.values()]
-    if refilled:
-        lengths = {(len(each.prompt), each.max_length) for each in requests}
+    # Of each prompt, in parts where others begin alike, the tokens that attend in one pass, and
+    # the rest.
+    parts = [part for each in unique.values() for part in _parts(runner, each)]
+    if refilled := refilled or len(parts) > len(unique):
+        parts = {part for each in requests for part in _parts(runner, each)}
     policy = runner.policy
-    whole = [
-        min(count, tokens_in_one_pass(policy, seen=0, prompt=count, max_length=most))
-        for count, most in lengths
-    ]
-    rest = [count - each for (count, _), each in zip(lengths, whole, strict=True)]
+    whole, rest = [], []
+    for start, end, most in parts:
+        ends = tokens_in_one_pass(policy, seen=0, prompt=end, max_length=most)
+        whole.append(min(max(ends, start), end) - start)
+        rest.append(end - start - whole[-1])
     batches = [
         each
         for own, counts in zip(shapes, (whole, rest), strict=True)
@@ -103,6 +105,12 @@ def compile_first(
             calls.clear(),
         ),
     )
+
+
+def _parts(runner: Runner, request: Request) -> list[tuple[int, int, int]]:
+    """Returns the parts in which a prompt is read: start, end, and the length it can come to."""
+    stops = (0, *runner.prefixes.stops(request, 0), len(request.prompt))
+    return [(*part, request.max_length) for part in itertools.pairwise(stops)]
 
 
 def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:

@@ -27,10 +27,21 @@ class Node:
       state: what is cached of these tokens; None if nothing is. Set it with `set_state`.
       states: number of states here and behind this node.
       ends: whether a prompt ends here.
+      waiting: number of prompts that end here and wait to be read.
       used: when a sequence last came through here.
     """
 
-    __slots__ = ("children", "depth", "ends", "parent", "state", "states", "tokens", "used")
+    __slots__ = (
+        "children",
+        "depth",
+        "ends",
+        "parent",
+        "state",
+        "states",
+        "tokens",
+        "used",
+        "waiting",
+    )
 
     def __init__(self, tokens: Int[np.ndarray, " n"], parent: "Node | None"):
         self.tokens, self.parent = tokens, parent
@@ -38,7 +49,7 @@ class Node:
         self.depth = len(tokens) + (0 if parent is None else parent.depth)
         self.state: Any = None
         self.states = 0
-        self.ends = False
+        self.ends, self.waiting = False, 0
         self.used = 0
 
     def set_state(self, state: Any) -> None:

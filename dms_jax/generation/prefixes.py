@@ -21,7 +21,8 @@ request ends nothing writes to its pages any more: they become a state as they a
 
 Where states are taken (as Marconi does, arXiv 2411.19379):
 
-    where known prompts part     a beginning that several share, at the last whole page before
+    where known prompts part     a beginning that several share, at the last whole page before; or
+                                 all of a prompt of which copies wait that have no lane yet
     near the end of a prompt     at its last whole page, as templates often change what follows
     at the end of an answer      the next turn of an agent begins with it
 
@@ -177,7 +178,13 @@ class Prefixes:
     def note(self, request: "Request") -> None:
         """Adds the prompt of a request that waits to the tree."""
         if self.serves(request):
-            self._tree(request.max_length).insert(request.prompt_array).ends = True
+            node = self._tree(request.max_length).insert(request.prompt_array)
+            node.ends, node.waiting = True, node.waiting + 1
+
+    def begin(self, request: "Request") -> None:
+        """Notes that a request waits no more."""
+        if self.serves(request):
+            self._tree(request.max_length).insert(request.prompt_array).waiting -= 1
 
     def read_now(self, prefills: Collection["Prefill"]) -> set[Node]:
         """Returns the prefixes that become states soon, and the ends of prompts that are read."""
@@ -222,7 +229,9 @@ class Prefixes:
             return ()
         most = len(request.prompt) - 1
         path, _, _ = self._tree(request.max_length).walk(request.prompt_array)
-        parts = {node.depth for node in path if len(node.children) + node.ends > 1}
+        parts = {
+            node.depth for node in path if len(node.children) + node.ends > 1 or node.waiting > 0
+        }
         parts |= {most} if self.keeps else set()
         whole = {self._whole(min(each, most)) for each in parts}
         least = start + self._runner.page_size  # less is not worth a program of its own

@@ -355,21 +355,21 @@ class Scheduler:
         Returns the slots of each row that it needs besides those.
         """
         item, prefixes = self._prefill_of(request, lane), self.runner.prefixes
+        prefixes.begin(request)
         if self.prefill.add(lane, item):
             item.done = prefixes.restore(lane, request)
-            item.stops = prefixes.stops(request, item.done)
             if not request.generated:
                 request.meter.cached = item.done
         return self.admission.rest(request, item.done, item.left)
 
     def _start(self, started: Mapping[int, Request]) -> None:
         """Gives the lanes of requests what their programs need."""
-        prefills = self.prefill.items
-        continued = {
-            lane: request.base
-            for lane, request in started.items()
-            if request.base is not None and prefills[lane].source == lane
-        }
+        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
+        for lane, request in started.items():
+            if (item := self.prefill.items[lane]).source == lane:
+                item.stops = self.runner.prefixes.stops(request, item.done)
+                if request.base is not None:
+                    continued[lane] = request.base
         self.seeds = self.seeds.copy()  # a program in flight may use the old
         self.seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
@@ -430,9 +430,8 @@ class Scheduler:
             lane, source = source_of.popitem()
             request = self.running.pop(lane)
             request.slots = lengths[:, source].copy()
-            request.state = State.WAITING
             extra[:, lane] = 0
-            self.waiting.appendleft(request)
+            self._put_back(request)
         if source_of:
             self.runner.fork(source_of)
 
@@ -449,11 +448,16 @@ class Scheduler:
         if request.state is State.DECODE:
             self.runner.prefixes.keep(lane, request)
         request.slots = self.runner.reservation.lengths[:, lane].copy()
-        request.state = State.WAITING
-        self.waiting.appendleft(request)
+        self._put_back(request)
         self.prefill.drop_departed(self.running)
         self.runner.clear([lane])
         return lane
+
+    def _put_back(self, request: Request) -> None:
+        """Lets a request that left its lane wait at the front of the queue."""
+        request.state = State.WAITING
+        self.waiting.appendleft(request)
+        self.runner.prefixes.note(request)
 
     # -- ends -------------------------------------------------------------------------------------
 

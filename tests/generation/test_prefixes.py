@@ -121,6 +121,18 @@ def test_equal_prompts_do_not_wait_for_each_other():
     assert {each.usage.prefilled_tokens for each in others} == {0}
 
 
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
+def test_chains_that_have_no_lane_yet_find_their_prompt(name):
+    """Five chains in two lanes: the first two read it, and the others what is behind its pages."""
+    engine, (prompt,) = engine_of(name, prefix_cache=None), prompts((30,))
+    sampling = dataclasses.replace(SHORT, temperature=1.0)
+    found = engine.generate([prompt] * 5, sampling=sampling)
+    for copy, one in enumerate(found):
+        answer(prompt, sampling, name, copy=copy).check(one)
+    assert [one.usage.prefilled_tokens for one in found] == [30, 0, 6, 0, 6]
+    assert cached(found) == [0, 0, 24, 0, 24]
+
+
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_later_requests_pass_those_that_wait_for_a_prefix(name):
     """Lanes are not left idle for them, and they come next."""

@@ -26,7 +26,7 @@ ROWS = MODEL_ROWS + [row for row in EVERY_POLICY if row not in MODEL_ROWS]
 by_name = dict(ids=lambda row: row.name)
 SAMPLING = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=6)
 DOCUMENT, *QUESTIONS = (
-    random_tokens(seed, length).tolist() for seed, length in ((80, 13), (81, 4), (82, 5), (83, 3))
+    random_tokens(seed, length).tolist() for seed, length in ((80, 13), (81, 4), (82, 4), (83, 4))
 )
 
 
@@ -81,6 +81,8 @@ def test_a_continued_prefix_equals_a_prompt_that_is_read(row, record_property):
         len(turn) - 1, prompt=len(first), max_length=len(first) + SAMPLING.max_new_tokens
     )
     held = len(turn) - 1 if exact else len(first) - (not shares)
+    if row.policy.parallel == "never" and row.policy.for_length(1) is not row.policy:
+        held = 0  # its budget is a share of another length
     check(turn[:-1] + QUESTIONS[2][:2], whole(held) if shares or not exact else held)
     assert largest < TOLERANCE
     record_property("largest", largest)
