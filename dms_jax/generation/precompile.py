@@ -109,7 +109,8 @@ def compile_first(
 
 def _parts(runner: Runner, request: Request) -> list[tuple[int, int, int]]:
     """Returns the parts in which a prompt is read: start, end, and the length it can come to."""
-    stops = (0, *runner.prefixes.stops(request, 0), len(request.prompt))
+    stops = runner.prefixes.stops(request, 0, runner.num_lanes)
+    stops = (0, *stops, len(request.prompt))
     return [(*part, request.max_length) for part in itertools.pairwise(stops)]
 
 

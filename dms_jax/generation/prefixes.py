@@ -196,7 +196,7 @@ class Prefixes:
         if not self.serves(request):
             return set()
         found = self._find(request.max_length, *self._readable(request))
-        return self._nodes(request, self.stops(request, found[1] if found else 0))
+        return self._nodes(request, self.stops(request, found[1] if found else 0, 1))
 
     def _nodes(self, request: "Request", stops: Collection[int]) -> set[Node]:
         """Returns the nodes at some tokens of a request, and at the end of its prompt."""
@@ -220,17 +220,24 @@ class Prefixes:
         found = self._find(request.max_length, tokens, len(tokens) - 1)
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
-    def stops(self, request: "Request", start: int) -> tuple[int, ...]:
-        """Returns where states are to be taken of a prompt of which `start` tokens are cached.
+    def stops(self, request: "Request", start: int, admitted: int = 0) -> tuple[int, ...]:
+        """Returns where states are to be taken of a prompt.
 
         Not of one that was put back: its use of the cache up to there is not known any more.
+
+        Args:
+          request: the request.
+          start: tokens that are cached.
+          admitted: how many of those that wait are admitted at once, it included.
         """
         if request.slots is not None or not self.serves(request):
             return ()
         most = len(request.prompt) - 1
         path, _, _ = self._tree(request.max_length).walk(request.prompt_array)
         parts = {
-            node.depth for node in path if len(node.children) + node.ends > 1 or node.waiting > 0
+            node.depth
+            for node in path
+            if len(node.children) + node.ends > 1 or node.waiting > admitted
         }
         parts |= {most} if self.keeps else set()
         whole = {self._whole(min(each, most)) for each in parts}
