@@ -62,7 +62,7 @@ class Node:
 
     def state_behind(self, depth: int) -> Any:
         """Returns a state of this node or one behind it, of at least so many tokens; else None."""
-        stack = [self]
+        stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             if node.state is not None and node.depth >= depth:
@@ -72,7 +72,7 @@ class Node:
 
     def leaves(self) -> Iterator["Node"]:
         """Yields the ends of what comes behind this node."""
-        stack = [self]
+        stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())

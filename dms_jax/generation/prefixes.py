@@ -261,10 +261,11 @@ class Prefixes:
     def _readable(self, request: "Request") -> tuple[Int[np.ndarray, " n"], int]:
         """Returns what a request prefills, and how many tokens of it a prefix may have at most.
 
-        One that continues its answer knows the token that comes next; others need the hidden state
-        of the last token of their prompt, and policies that cut prompts their end.
+        One that continues its answer knows the token that comes next. Others need the hidden state
+        of the last token of their prompt, or those do that share it; and policies that cut prompts
+        need their end.
         """
-        if request.generated and self._policy.parallel != "prompts":
+        if len(request.generated) > 1 and self._policy.parallel != "prompts":
             tokens = request.sequence[:-1]
             return tokens, len(tokens)
         return request.prompt_array, len(request.prompt) - 1

@@ -327,7 +327,8 @@ def tree_of_prompts(choose: random.Random) -> list[list[int]]:
     for number in range(choose.randint(4, 10)):
         start = choose.choice(given)
         start = start[: choose.randint(0, len(start))] if choose.random() < 0.7 else start
-        more = story_tokens()[50 * number : 50 * number + choose.randint(1, 24)]
+        first = 50 * number + 1  # behind the token that begins a text
+        more = story_tokens()[first : first + choose.randint(1, 24)]
         given.append((start + more)[:40])
     return given
 
@@ -346,7 +347,7 @@ def tree_of_prompts(choose: random.Random) -> list[list[int]]:
     ],
 )
 @pytest.mark.parametrize(
-    "seeds", [range(8), pytest.param(range(8, 633), marks=pytest.mark.nightly)], ids=["", "more"]
+    "seeds", [range(6, 14), pytest.param(range(633), marks=pytest.mark.nightly)], ids=["", "more"]
 )
 def test_random_trees_of_prompts_in_small_pools(name, pages, ends, host, seeds):
     """Whatever is evicted, cancelled or put back, each answer is that of the request alone.
