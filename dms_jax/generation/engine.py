@@ -21,7 +21,8 @@ the next one:
 
 Updates of a chunk are sent when the next one is launched, except to such a listener. Equal prompts
 that are admitted together are prefilled once, and their sequence is copied to the other lanes.
-Requests whose copies do not fit into the pool wait again.
+Requests whose copies do not fit into the pool wait again. Those that begin as others do wait until
+that is read, and continue from there (`prefixes`).
 """
 
 import contextlib

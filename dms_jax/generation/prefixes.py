@@ -49,6 +49,7 @@ from jaxtyping import Int
 
 from dms_jax.cache.accounting import Meter
 from dms_jax.cache.host_pages import NO_PAGE, HostPages
+from dms_jax.errors import ConfigError
 from dms_jax.generation.prefix_tree import Node, PrefixTree
 
 if TYPE_CHECKING:
@@ -101,15 +102,23 @@ class Prefixes:
         of a call and then dropped.
 
     Attributes:
-      keeps: whether they are kept for requests that nobody knows yet: not on a mesh.
+      keeps: whether they are kept for requests that nobody knows yet.
       closed: whether all requests of the running call are known.
+
+    Raises:
+      ConfigError: prefixes are to be kept on a mesh.
     """
 
     def __init__(self, runner: "Runner", host_bytes: float | None):
         # Not a cycle, in which the memory of a runner would outlive it.
         self._runner, self._policy = weakref.proxy(runner), runner.policy
         self._on_mesh = runner.model.mesh is not None
-        self.keeps = host_bytes is not None and not self._on_mesh
+        self.keeps = host_bytes is not None
+        if self.keeps and self._on_mesh:
+            raise ConfigError(
+                "prefix_cache: prefixes are kept on one device, not on a mesh. Leave it out, or "
+                "load the model without a mesh."
+            )
         self.closed = True
         self._host_bytes = int(host_bytes or 0)
         self._host: HostPages | None = None

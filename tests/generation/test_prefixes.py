@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import dms_jax
+from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation.engine import Source
 from dms_jax.generation.prefixes import Prefixes
@@ -28,6 +29,7 @@ from tests.generation.support import (
     prompts,
     serve_arrivals,
     squeezed,
+    stories,
     story_tokens,
 )
 from tests.support.fake_programs import ENDS
@@ -300,6 +302,14 @@ def test_who_was_put_back_continues_where_it_was(name):
     assert sum(one.usage.prefilled_tokens for one in found) <= 59 + PAGE
 
 
+def test_prefixes_on_a_mesh_are_refused():
+    model = dataclasses.replace(stories(), mesh=mock.sentinel.mesh)
+    runner = mock.Mock(model=model)
+    with pytest.raises(ConfigError, match=r"prefix_cache.*one device"):
+        Prefixes(runner, 0)
+    assert not Prefixes(runner, None).keeps
+
+
 def test_prefixes_are_forgotten_with_the_cache():
     engine, (prompt,) = engine_of("evicts"), prompts((30,))
     ask(engine, "evicts", [prompt])
@@ -392,7 +402,7 @@ def test_random_trees_of_prompts_in_small_pools(name, pages, ends, host, seeds):
                 want.check(request)
     assert told["cached"] > 30
     assert told["cancelled"]
-    assert told["preempted"] or name in ("bounded", "cuts", "cuts often"), told
+    assert told["preempted"] or (name, pages) not in (("keeps", 9), ("evicts", 7)), told
 
 
 def serve_at_random(engine, requests, pending, choose) -> int:
