@@ -114,13 +114,13 @@ class Meter:
         self.held = max(self.held, self.peak, held)
         self.reads += sum(reads)
 
-    def read_before(self, other: "Meter") -> None:
-        """Adds the use of a prefix that was in the cache already."""
-        self.live, self.peak, self.held = (
-            other.live,
-            max(self.peak, other.peak),
-            max(self.held, other.held),
-        )
+    def read_before(self, live: int) -> None:
+        """Adds the tokens of a prefix that was in the cache already, after which rows never shrank.
+
+        Args:
+          live: live entries after it, which are the most after any of its tokens.
+        """
+        self.live, self.peak, self.held = live, max(self.peak, live), max(self.held, live)
 
     def finish(self, live: int) -> None:
         """Sets the live entries at the end, after any eviction that the last token caused."""

@@ -47,7 +47,6 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from dms_jax.cache.accounting import Meter
 from dms_jax.cache.host_pages import NO_PAGE, HostPages
 from dms_jax.errors import ConfigError
 from dms_jax.generation.prefix_tree import Node, PrefixTree
@@ -67,14 +66,12 @@ class PrefixState:
       lengths: slots in use of each row.
       pages: the pages of the rows, row by row: of the device's pool, or of the one on the host.
       rows: the policy's state of each row, leaves [L, K, ...].
-      use: the use of the cache by these tokens.
     """
 
     node: Node
     lengths: Int[np.ndarray, "L K"]
     pages: Int[np.ndarray, " n"]
     rows: Any
-    use: Meter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,16 +227,14 @@ class Prefixes:
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
     def stops(self, request: "Request", start: int, admitted: int = 0) -> tuple[int, ...]:
-        """Returns where states are to be taken of a prompt.
-
-        Not of one that was put back: its use of the cache up to there is not known any more.
+        """Returns where states are to be taken of a prompt, in tokens.
 
         Args:
           request: the request.
           start: tokens that are cached.
           admitted: how many of those that wait are admitted at once, it included.
         """
-        if request.slots is not None or not self.serves(request):
+        if not self.serves(request):
             return ()
         most = len(request.prompt) - 1
         path, _, _ = self._tree(request.max_length).walk(request.prompt_array)
@@ -317,7 +312,7 @@ class Prefixes:
             self._touch(state)
             self._copy_to(lane, state)
         self._runner.load_lane(lane, lengths, count, state.rows)
-        request.meter.read_before(self._use(state, count))
+        request.meter.read_before(int(lengths.sum()))
         return count
 
     def _copy_to(self, lane: int, state: PrefixState) -> None:
@@ -365,13 +360,6 @@ class Prefixes:
         columns = state.pages.reshape(*state.lengths.shape, -1)
         return columns[..., : count // self._runner.page_size]
 
-    def _use(self, state: PrefixState, count: int) -> Meter:
-        """Returns the use of the cache by the first tokens of a state."""
-        if not self._policy.appends:
-            return state.use
-        live = count * state.lengths.size
-        return Meter(rows=state.lengths.size, peak=live, held=live, live=live)
-
     # -- states -----------------------------------------------------------------------------------
 
     def take(self, lane: int, request: "Request", count: int) -> None:
@@ -406,11 +394,8 @@ class Prefixes:
             if node.state in self._on_device:
                 self._touch(node.state)
             return
-        use = dataclasses.replace(request.meter, reads=0)
-        use.add(request.totals()[0])
-        use.finish(int(lengths.sum()))
         pages = allocator.pages_of(lane, lengths)
-        state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), use)
+        state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane))
         if ended or self._policy.appends:
             allocator.hold(pages)
         elif (own := allocator.take(allocator.pages_for(lengths))) is not None:

@@ -101,11 +101,4 @@ MUTANTS = [
         "self._trees.setdefault(by_length, PrefixTree())",
         (f"{PREFIXES}::test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes",),
     ),
-    Mutant(
-        "prefixes: the peak of a prefix is forgotten",
-        "dms_jax/cache/accounting.py",
-        "            max(self.peak, other.peak),\n",
-        "            self.peak,\n",
-        (f"{PREFIXES}::test_a_prompt_again_reads_what_is_behind_its_last_whole_page",),
-    ),
 ]
