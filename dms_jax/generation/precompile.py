@@ -219,7 +219,7 @@ class _Calls:
         return [(programs.set_max_lengths, (self.runner.cache, self._lanes))]
 
     def copy_lanes(self) -> list[_Call]:
-        if len(self._lanes) == 1 and not self.runner.prefixes.keeps:
+        if len(self._lanes) == 1:
             return []
         pages = self.runner.no_pages()
         num_kv_heads = self.runner.reservation.allocator.reserved.shape[2]
@@ -239,6 +239,7 @@ class _Calls:
         return [
             *([(programs.read_lane, (cache, number))] if jax.tree.leaves(rows) else []),
             (programs.load_lane, (cache, number, lengths, number, rows)),
+            (programs.copy_pages, (cache, runner.no_pages()[0])),
             (programs.read_pages, (cache, pages)),
             (programs.write_pages, (cache, pages, block)),
         ]

@@ -621,7 +621,19 @@ def copy_lanes(
 
 
 def _copy_shard(cache: Cache, pages: Int[Array, "1 2 n"], lanes: Int[Array, " b"]) -> Cache:
-    source, target = pages[0]
+    def take(x):
+        return x.at[:, lanes].get(mode="clip")
+
+    return dataclasses.replace(
+        _copy_pages(cache, pages[0]),
+        lengths=take(cache.lengths),
+        seen=take(cache.seen[None])[0],
+        row_state=jax.tree.map(take, cache.row_state),
+    )
+
+
+def _copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
+    source, target = pages
 
     def copy(x):
         if not x.size:  # no value is on the device
@@ -630,20 +642,17 @@ def _copy_shard(cache: Cache, pages: Int[Array, "1 2 n"], lanes: Int[Array, " b"
         moved = jax.lax.optimization_barrier(x.at[source].get(mode="clip"))
         return x.at[target].set(moved, mode="drop")
 
-    def take(x):
-        return x.at[:, lanes].get(mode="clip")
-
-    return dataclasses.replace(
-        cache,
-        pool=jax.tree.map(copy, cache.pool),
-        page_state=jax.tree.map(copy, cache.page_state),
-        lengths=take(cache.lengths),
-        seen=take(cache.seen[None])[0],
-        row_state=jax.tree.map(take, cache.row_state),
-    )
+    pool, page_state = jax.tree.map(copy, (cache.pool, cache.page_state))
+    return dataclasses.replace(cache, pool=pool, page_state=page_state)
 
 
 # -- cached prefixes -------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
+    """Copies pages, (source, target); a target that is no page is not written."""
+    return _copy_pages(cache, pages)
 
 
 @jax.jit

@@ -17,7 +17,7 @@ prefilled one by one. Pages are copied as they are, because policies overwrite s
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -472,23 +472,25 @@ class Runner:
         self.reservation.reserve(extra, prompt=True)
         lanes = np.arange(self.num_lanes, dtype=np.int32)
         lanes[targets] = sources
-        self._copy(self.reservation.allocator.copies(source_of), lanes)
+        pairs = self.reservation.allocator.copies(source_of)
+        if self.host is not None:  # then there is one shard
+            self.host.copy(pairs[0])
+        for pages in self._blocks(pairs):
+            with use_mesh(self.model.mesh):
+                self.cache = programs.copy_lanes(self.cache, pages, lanes, lengths.shape[2])
         self.reservation.copy(source_of)
         self.seen[targets] = self.seen[sources]
 
-    def _copy(self, pairs: list[Int[np.ndarray, "2 n"]], lanes: Int[np.ndarray, " B"]) -> None:
-        """Copies pages, (source, target) of each shard, and the state of lanes to lanes."""
-        if self.host is not None:  # then there is one shard
-            self.host.copy(pairs[0])
+    def _blocks(self, pairs: list[Int[np.ndarray, "2 n"]]) -> Iterator[Int[np.ndarray, "s 2 b"]]:
+        """Yields (source, target) pages of each shard in blocks, at least one."""
         longest = max(each.shape[1] for each in pairs)
-        block, num_kv_heads = self.no_pages().shape[-1], self.model.config.num_kv_heads
+        block = self.no_pages().shape[-1]
         for start in range(0, max(longest, 1), block):
             pages = self.no_pages()
             for shard, each in enumerate(pairs):
                 some = each[:, start : start + block]
                 pages[shard, :, : some.shape[1]] = some
-            with use_mesh(self.model.mesh):
-                self.cache = programs.copy_lanes(self.cache, pages, lanes, num_kv_heads)
+            yield pages
 
     def no_pages(self) -> Int[np.ndarray, "shards 2 n"]:
         """Returns a block of `programs.copy_lanes` in which nothing is copied."""
@@ -552,7 +554,11 @@ class Runner:
 
     def copy_pages(self, sources: Int[np.ndarray, " n"], targets: Int[np.ndarray, " n"]) -> None:
         """Copies pages."""
-        self._copy([np.stack([sources, targets])], np.arange(self.num_lanes, dtype=np.int32))
+        pairs = np.stack([sources, targets])
+        if self.host is not None:
+            self.host.copy(pairs)
+        for pages in self._blocks([pairs]):
+            self.cache = programs.copy_pages(self.cache, pages[0])
 
     def read_pages(self, pages: Int[np.ndarray, " n"]) -> Any:
         """Launches a copy of the contents of up to a block of pages; returns it on the device."""

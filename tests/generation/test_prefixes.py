@@ -11,12 +11,13 @@ import random
 from unittest import mock
 
 import chex
+import jax
 import numpy as np
 import pytest
 
 import dms_jax
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling
+from dms_jax.generation import Engine, Sampling, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
@@ -24,8 +25,10 @@ from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     GREEDY,
     ROWS_OF,
+    SHAPE,
     answer,
     host_engine,
+    model_for,
     prompts,
     serve_arrivals,
     squeezed,
@@ -326,6 +329,33 @@ def test_an_answer_that_a_stop_string_ends_is_kept_only_where_nothing_came_behin
     assert found.finish_reason == "stop"
     (again,) = ask(engine, "evicts", [prompt + found.tokens + [5]])
     assert again.usage.cached_tokens in (24, 30 + len(found.tokens) - 1)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
+def test_the_pool_is_copied_nowhere(name, optimized):
+    """Programs of prefixes take the cache over, and need little besides."""
+    del optimized
+
+    def of_pool(max_tokens):
+        engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
+        cache, runner = engine.runner.cache, engine.runner
+        pages = np.zeros(16, np.int32)
+        contents = jax.eval_shape(programs.read_pages, cache, pages)
+        rows = jax.eval_shape(programs.read_lane, cache, np.int32(0))
+        lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
+        lowered = {
+            "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
+            "write": programs.write_pages.lower(cache, pages, contents),
+            "load": programs.load_lane.lower(cache, np.int32(0), lengths, np.int32(0), rows),
+        }
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
+        return {key: each.compile().memory_analysis() for key, each in lowered.items()}, pool
+
+    (small, pool), (large, four_pools) = of_pool(64), of_pool(256)
+    assert four_pools == 4 * pool
+    for key, each in large.items():
+        assert each.alias_size_in_bytes >= four_pools
+        assert each.temp_size_in_bytes - small[key].temp_size_in_bytes < pool / 50
 
 
 # -- at random -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import chex
 import numpy as np
 import pytest
 
+import dms_jax
 from dms_jax.generation import Completion, Engine
 from dms_jax.model.language_model import LanguageModel
 from tests.laws.rows import MODEL_ROWS, POLICY_ROWS, Row, model_for
@@ -22,7 +23,11 @@ from tests.support.models import random_tokens
 # Whole pages that are shared, a ring and slots that are written again, a window of queries.
 QUICK = [MODEL_ROWS[0], MODEL_ROWS[1], MODEL_ROWS[4]]
 EVERY_POLICY = [Row(policy, 2, 4) for _, policy in POLICY_ROWS]
-ROWS = MODEL_ROWS + [row for row in EVERY_POLICY if row not in MODEL_ROWS]
+OF_FEW_BITS = [
+    Row(dms_jax.Vanilla(), 2, 4, "int4"),
+    Row(dms_jax.DMS(window=4, source="adapter"), 2, 4, "float8_e4m3"),
+]
+ROWS = MODEL_ROWS + [row for row in EVERY_POLICY if row not in MODEL_ROWS] + OF_FEW_BITS
 by_name = dict(ids=lambda row: row.name)
 SAMPLING = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=6)
 DOCUMENT, *QUESTIONS = (
