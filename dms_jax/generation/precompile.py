@@ -228,13 +228,11 @@ class _Calls:
     def prefixes(self) -> list[_Call]:
         """Returns the programs that take a state of a lane, put it back, and move its pages."""
         runner, cache = self.runner, self.runner.cache
-        number, lengths = (
-            np.int32(0),
-            np.zeros((cache.lengths.shape[0], cache.lengths.shape[2]), np.int32),
-        )
-        block, pages = runner.page_block(), runner.block_of(np.zeros(0, np.int32))
+        lengths = np.zeros((cache.lengths.shape[0], cache.lengths.shape[2]), np.int32)
+        number, pages = np.int32(0), runner.block_of(np.zeros(0, np.int32))
+        block = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), runner.page_block())
         rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), cache.row_state
+            lambda x: np.zeros((x.shape[0], *x.shape[2:]), x.dtype), cache.row_state
         )
         return [
             *([(programs.read_lane, (cache, number))] if jax.tree.leaves(rows) else []),

@@ -649,19 +649,19 @@ def _copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
 # -- cached prefixes -------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(Program, donate_argnums=0)
 def copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
     """Copies pages, (source, target); a target that is no page is not written."""
     return _copy_pages(cache, pages)
 
 
-@jax.jit
+@Program
 def read_lane(cache: Cache, lane: Int[Array, ""]) -> Any:
     """Returns the policy's state of each row of a lane, leaves [L, K, ...]."""
     return jax.tree.map(lambda x: x[:, lane], cache.row_state)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(Program, donate_argnums=0)
 def load_lane(
     cache: Cache,
     lane: Int[Array, ""],
@@ -678,14 +678,14 @@ def load_lane(
     )
 
 
-@jax.jit
+@Program
 def read_pages(cache: Cache, pages: Int[Array, " n"]) -> Any:
     """Returns the contents of pages, leaves [n, ...]; arbitrary ones where a number is no page."""
     stored = cache.pool, cache.page_state
     return jax.tree.map(lambda x: x.at[pages].get(mode="clip"), stored)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(Program, donate_argnums=0)
 def write_pages(cache: Cache, pages: Int[Array, " n"], contents: Any) -> Cache:
     """Writes the contents of pages; a number that is no page is not written."""
 

@@ -339,9 +339,11 @@ def test_the_pool_is_copied_nowhere(name, optimized):
     def of_pool(max_tokens):
         engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
         cache, runner = engine.runner.cache, engine.runner
-        pages = np.zeros(16, np.int32)
-        contents = jax.eval_shape(programs.read_pages, cache, pages)
-        rows = jax.eval_shape(programs.read_lane, cache, np.int32(0))
+        rows, pages = runner.read_lane(0), np.zeros(16, np.int32)
+        contents = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(pages), *x.shape[1:]), x.dtype),
+            runner.page_block(),
+        )
         lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
         lowered = {
             "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
