@@ -31,13 +31,16 @@ request waits for a prefix that another one is reading.
 
 Where they are. In pages of the pool that no row needs: they count as free, and rows that need them
 get them from the prefixes that were used least recently. These go to host memory, up to a number of
-bytes, from where they come back when they are used; beyond it they are dropped.
+bytes, from where they come back when they are used; beyond it they are dropped. A state that a
+later one of the same session replaces goes first, unless another request parts from it: an agent
+holds one state, not one a turn.
 
 A tree belongs to one engine, so that model, adapter, dtype, policy and cache format are those of
 its states; its tokens are those behind the chat template. A policy whose decisions depend on the
 longest length of a request has a tree for each. Caches on a mesh keep no prefixes.
 """
 
+import collections
 import dataclasses
 import weakref
 from collections.abc import Collection, Hashable
@@ -66,12 +69,14 @@ class PrefixState:
       lengths: slots in use of each row.
       pages: the pages of the rows, row by row: of the device's pool, or of the one on the host.
       rows: the policy's state of each row, leaves [L, K, ...].
+      ended: whether an answer ends here.
     """
 
     node: Node
     lengths: Int[np.ndarray, "L K"]
     pages: Int[np.ndarray, " n"]
     rows: Any
+    ended: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Prefixes:
         self.closed = True
         self._host_bytes = int(host_bytes or 0)
         self._host: HostPages | None = None
-        self._on_device: dict[PrefixState, None] = {}  # the least recently used first
+        self._on_device = collections.OrderedDict[PrefixState, None]()  # first: used longest ago
         self._on_host: dict[PrefixState, None] = {}
         self.reset()
 
@@ -131,7 +136,9 @@ class Prefixes:
             state.rows = None  # what they hold of the device's memory goes now
             state.node.state = None
         self._trees: dict[Hashable, PrefixTree] = {}
-        self._on_device, self._on_host = {}, {}
+        self._on_device.clear()
+        self._on_host.clear()
+        self._continued: dict[int, PrefixState] = {}  # by lane, what its request continues
         self._pinned: PrefixState | None = None
         self._leaving: list[PrefixState] = []  # whose rows are on their way to the host
         if self._host is not None:
@@ -296,6 +303,7 @@ class Prefixes:
         """Puts the longest cached prefix of a request into an empty lane; returns its tokens."""
         if not self.serves(request):
             return 0
+        self._continued.pop(lane, None)
         found = self._find(request.max_length, *self._readable(request))
         if found is None or not found[1]:
             return 0
@@ -312,6 +320,7 @@ class Prefixes:
             self._touch(state)
             self._copy_to(lane, state)
         self._runner.load_lane(lane, lengths, count, state.rows)
+        self._continued[lane] = state
         request.meter.read_before(int(lengths.sum()))
         return count
 
@@ -395,7 +404,7 @@ class Prefixes:
                 self._touch(node.state)
             return
         pages = allocator.pages_of(lane, lengths)
-        state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane))
+        state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), ended)
         if ended or self._policy.appends:
             allocator.hold(pages)
         elif (own := allocator.take(allocator.pages_for(lengths))) is not None:
@@ -407,11 +416,27 @@ class Prefixes:
             return
         node.set_state(state)
         self._on_device[state] = None
+        self._replace(lane, state)
+
+    def _replace(self, lane: int, state: PrefixState) -> None:
+        """Lets what a state replaces go first: what its request continued, and its own prompt's.
+
+        Templates that leave out what a model thought part from every answer: where a request did
+        not continue an answer, the next one will not either, but the end of its prompt.
+        """
+        before = self._continued.get(lane)
+        if before is None or (state.ended and not before.ended):
+            return
+        node = state.node.parent
+        while node is not None and node.depth >= before.node.depth:
+            replaced = node.state in self._on_device and len(node.children) == 1
+            if replaced and not self._policy.appends:  # else it holds nothing of its own
+                self._on_device.move_to_end(node.state, last=False)
+            node = node.parent
 
     def _touch(self, state: PrefixState) -> None:
         """Makes a state the most recently used one."""
-        del self._on_device[state]
-        self._on_device[state] = None
+        self._on_device.move_to_end(state)
 
     def _remove(self, state: PrefixState) -> None:
         """Removes a state from the tree."""

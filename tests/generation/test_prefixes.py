@@ -286,6 +286,33 @@ def test_the_least_recently_used_prefix_goes_first(name):
     assert cached(ask(engine, name, [first])) == [24]
 
 
+def turns(engine: Engine, sessions: int, count: int, *, thinks: bool) -> list[int]:
+    """Returns how many tokens of each prompt were cached, of sessions that take turns."""
+    starts = [story_tokens()[100 * each : 100 * each + 17] for each in range(1, sessions + 1)]
+    found, given = [], starts
+    for turn in range(count):
+        for number, prompt in enumerate(given):
+            (one,) = ask(engine, "evicts", [prompt], dataclasses.replace(SHORT, max_new_tokens=3))
+            found.append(one.usage.cached_tokens)
+            said = one.tokens[1:] if thinks else one.tokens
+            given[number] = prompt + said + [5 + turn] * 6
+    return found
+
+
+@pytest.mark.parametrize(
+    ("thinks", "pages", "expected"), [(False, 14, (19, 28, 37)), (True, 22, (16, 24, 32))]
+)
+def test_a_session_holds_its_last_state(thinks, pages, expected):
+    """Three sessions in a pool for little more than their last states: every turn is a hit.
+
+    Where a template leaves out what was thought, a last one is that of a prompt. With all states of
+    the last turn in its place, the pools would have to hold 17 and 24 pages a row.
+    """
+    engine = engine_of("evicts", 4, prefix_cache=0)
+    with squeezed_with_prefixes(engine, pages * 20):
+        assert turns(engine, 3, 4, thinks=thinks) == [0, 0, 0, *np.repeat(expected, 3)]
+
+
 @pytest.mark.parametrize("name", ["keeps", "might evict"])
 def test_who_was_put_back_continues_where_it_was(name):
     """Nothing of it is read again: it went to the host."""

@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "prefixes: what is used stays the least recently used",
         FOLDER + "prefixes.py",
-        "        del self._on_device[state]\n        self._on_device[state] = None\n",
-        "",
+        "        self._on_device.move_to_end(state)\n",
+        "        pass\n",
         (f"{PREFIXES}::test_the_least_recently_used_prefix_goes_first",),
     ),
     Mutant(
@@ -100,5 +100,19 @@ MUTANTS = [
         "self._trees.setdefault(max_length if by_length else None, PrefixTree())",
         "self._trees.setdefault(by_length, PrefixTree())",
         (f"{PREFIXES}::test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes",),
+    ),
+    Mutant(
+        "prefixes: a session holds all of its states",
+        FOLDER + "prefixes.py",
+        "if before is None or (state.ended and not before.ended):",
+        "if before:",
+        (f"{PREFIXES}::test_a_session_holds_its_last_state",),
+    ),
+    Mutant(
+        "prefixes: the end of an answer replaces that of a prompt whatever the next one continues",
+        FOLDER + "prefixes.py",
+        "if before is None or (state.ended and not before.ended):",
+        "if before is None:",
+        (f"{PREFIXES}::test_a_session_holds_its_last_state",),
     ),
 ]
