@@ -138,7 +138,8 @@ class Prefixes:
         self._trees: dict[Hashable, PrefixTree] = {}
         self._on_device.clear()
         self._on_host.clear()
-        self._continued: dict[int, PrefixState] = {}  # by lane, what its request continues
+        # By lane, what its request continues: the tokens, and whether they end in an answer.
+        self._continued: dict[int, tuple[int, bool]] = {}
         self._pinned: PrefixState | None = None
         self._leaving: list[PrefixState] = []  # whose rows are on their way to the host
         if self._host is not None:
@@ -194,8 +195,9 @@ class Prefixes:
             node = self._tree(request.max_length).insert(request.prompt_array)
             node.ends, node.waiting = True, node.waiting + 1
 
-    def begin(self, request: "Request") -> None:
-        """Notes that a request waits no more."""
+    def begin(self, lane: int, request: "Request") -> None:
+        """Notes that a request waits no more, but has a lane."""
+        self._continued.pop(lane, None)
         if self.serves(request):
             self._tree(request.max_length).insert(request.prompt_array).waiting -= 1
 
@@ -303,7 +305,6 @@ class Prefixes:
         """Puts the longest cached prefix of a request into an empty lane; returns its tokens."""
         if not self.serves(request):
             return 0
-        self._continued.pop(lane, None)
         found = self._find(request.max_length, *self._readable(request))
         if found is None or not found[1]:
             return 0
@@ -320,7 +321,7 @@ class Prefixes:
             self._touch(state)
             self._copy_to(lane, state)
         self._runner.load_lane(lane, lengths, count, state.rows)
-        self._continued[lane] = state
+        self._continued[lane] = count, state.ended
         request.meter.read_before(int(lengths.sum()))
         return count
 
@@ -424,11 +425,11 @@ class Prefixes:
         Templates that leave out what a model thought part from every answer: where a request did
         not continue an answer, the next one will not either, but the end of its prompt.
         """
-        before = self._continued.get(lane)
-        if before is None or (state.ended and not before.ended):
+        start, behind_answer = self._continued.get(lane, (0, False))
+        if not start or (state.ended and not behind_answer):
             return
         node = state.node.parent
-        while node is not None and node.depth >= before.node.depth:
+        while node is not None and node.depth >= start:
             replaced = node.state in self._on_device and len(node.children) == 1
             if replaced and not self._policy.appends:  # else it holds nothing of its own
                 self._on_device.move_to_end(node.state, last=False)

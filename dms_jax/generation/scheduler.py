@@ -355,7 +355,7 @@ class Scheduler:
         Returns the slots of each row that it needs besides those.
         """
         item, prefixes = self._prefill_of(request, lane), self.runner.prefixes
-        prefixes.begin(request)
+        prefixes.begin(lane, request)
         if self.prefill.add(lane, item):
             item.done = prefixes.restore(lane, request)
             if not request.generated:

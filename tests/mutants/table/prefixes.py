@@ -104,15 +104,15 @@ MUTANTS = [
     Mutant(
         "prefixes: a session holds all of its states",
         FOLDER + "prefixes.py",
-        "if before is None or (state.ended and not before.ended):",
-        "if before:",
+        "if not start or (state.ended and not behind_answer):",
+        "if start:",
         (f"{PREFIXES}::test_a_session_holds_its_last_state",),
     ),
     Mutant(
         "prefixes: the end of an answer replaces that of a prompt whatever the next one continues",
         FOLDER + "prefixes.py",
-        "if before is None or (state.ended and not before.ended):",
-        "if before is None:",
+        "if not start or (state.ended and not behind_answer):",
+        "if not start:",
         (f"{PREFIXES}::test_a_session_holds_its_last_state",),
     ),
 ]
