@@ -69,7 +69,8 @@ def compile_first(
     # Of each prompt, in parts where others begin alike, the tokens that attend in one pass, and
     # the rest.
     parts = [part for each in unique.values() for part in _parts(runner, each)]
-    if refilled := refilled or len(parts) > len(unique):
+    shared = len(parts) > len(unique)
+    if refilled := refilled or shared:
         parts = {part for each in requests for part in _parts(runner, each)}
     policy = runner.policy
     whole, rest = [], []
@@ -103,6 +104,7 @@ def compile_first(
             *(calls.copy_lanes() if len(unique) < min(len(requests), num_lanes) else []),
             *calls.set_max_lengths(),
             calls.clear(),
+            *(calls.states() if shared else []),
         ),
     )
 
@@ -146,7 +148,7 @@ def compile_all(
         calls.decode(pages, num_steps, end_tokens)
         for pages in runner.reservation.table_widths(steps=True)
     ]
-    prefixes = calls.prefixes() if runner.prefixes.keeps else []
+    prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
     # Equal arguments are one program: where lanes are fixed, all have an entry.
@@ -225,19 +227,26 @@ class _Calls:
         num_kv_heads = self.runner.reservation.allocator.reserved.shape[2]
         return [(programs.copy_lanes, (self.runner.cache, pages, self._lanes, num_kv_heads))]
 
-    def prefixes(self) -> list[_Call]:
-        """Returns the programs that take a state of a lane, put it back, and move its pages."""
+    def states(self) -> list[_Call]:
+        """Returns the programs that take the state of a lane, copy its pages and put it back."""
         runner, cache = self.runner, self.runner.cache
         lengths = np.zeros((cache.lengths.shape[0], cache.lengths.shape[2]), np.int32)
-        number, pages = np.int32(0), runner.block_of(np.zeros(0, np.int32))
-        block = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), runner.page_block())
         rows = jax.tree.map(
             lambda x: np.zeros((x.shape[0], *x.shape[2:]), x.dtype), cache.row_state
         )
+        number = np.int32(0)
+        calls: list[_Call] = [(programs.load_lane, (cache, number, lengths, number, rows))]
+        if jax.tree.leaves(rows):
+            calls.append((programs.read_lane, (cache, number)))
+        if not runner.policy.appends:
+            calls.append((programs.copy_pages, (cache, runner.no_pages()[0])))
+        return calls
+
+    def host_pages(self) -> list[_Call]:
+        """Returns the programs that move pages to the host and back."""
+        cache, pages = self.runner.cache, self.runner.block_of(np.zeros(0, np.int32))
+        block = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.runner.page_block())
         return [
-            *([(programs.read_lane, (cache, number))] if jax.tree.leaves(rows) else []),
-            (programs.load_lane, (cache, number, lengths, number, rows)),
-            (programs.copy_pages, (cache, runner.no_pages()[0])),
             (programs.read_pages, (cache, pages)),
             (programs.write_pages, (cache, pages, block)),
         ]
