@@ -58,6 +58,7 @@ class Usage:
     peak_cache_bytes: int
     host_bytes: int = 0
     prefilled_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass
@@ -72,6 +73,7 @@ class Meter:
       live: live entries after the last token.
       peak_bytes: the most bytes so far.
       prefilled: prompt tokens that were computed so far.
+      cached: prompt tokens that were in the cache already.
     """
 
     rows: int
@@ -81,6 +83,7 @@ class Meter:
     live: int = 0
     peak_bytes: int = 0
     prefilled: int = 0
+    cached: int = 0
 
     def fork(self, other: "Meter") -> None:
         """Takes the use of an equal prompt that was read in another lane, except its bytes."""
@@ -111,6 +114,14 @@ class Meter:
         self.held = max(self.held, self.peak, held)
         self.reads += sum(reads)
 
+    def read_before(self, live: int) -> None:
+        """Adds the tokens of a prefix that was in the cache already, after which rows never shrank.
+
+        Args:
+          live: live entries after it, which are the most after any of its tokens.
+        """
+        self.live, self.peak, self.held = live, max(self.peak, live), max(self.held, live)
+
     def finish(self, live: int) -> None:
         """Sets the live entries at the end, after any eviction that the last token caused."""
         self.live = live
@@ -138,4 +149,5 @@ class Meter:
             peak_cache_bytes=max(self.peak_bytes, cache_bytes),
             host_bytes=host_bytes,
             prefilled_tokens=self.prefilled,
+            cached_tokens=self.cached,
         )

@@ -7,13 +7,16 @@ operations, whatever the number of tokens.
 An eviction does not free a page. The host reserves for the worst case, in which a chunk evicts
 nothing, and `trim` frees the difference once the lengths are known: under DMS, which reuses dead
 slots in place, and after a cut, which moves the tokens that stay to the row's first pages.
+
+A page may belong to several rows, and to cached prefixes (`generation.prefixes`), if nothing writes
+to it any more. Pages of prefixes alone count as free: whatever reserves pages reclaims them.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from dms_jax.errors import CapacityError
 
@@ -25,6 +28,10 @@ class PageAllocator:
       table: Int32[L, B, K, M], the pages of each row, `no_page` where nothing is reserved. Page
         numbers are local to the row's shard.
       reserved: Int32[L, B, K], pages reserved for each row.
+
+      reclaim: called with (number of a free list, pages that it lacks) before pages of prefixes are
+        reserved for rows; drops prefixes until there are as many.
+      on_free: called with the pages that prefixes or rows gave back and nothing holds.
 
     With `first` = (layers, pages), pages 0 ... pages - 1 of each shard are only for the rows of the
     first `layers` layers, and the other pages for the rows of the other layers.
@@ -52,12 +59,17 @@ class PageAllocator:
         shards = sequence_shards * head_shards
         self._shards = shards
         self._lanes_per_shard = num_sequences // sequence_shards
-        ends = [(first_pages, pages_per_shard)] + [(0, first_pages)] * bool(first_layers)
+        self._ranges = [(first_pages, pages_per_shard)] + [(0, first_pages)] * bool(first_layers)
         self._free = [
             np.arange(start, end, dtype=np.int32)[::-1]
-            for start, end in ends
+            for start, end in self._ranges
             for _ in range(shards)
         ]
+        # By shard and page: the rows that hold it, and the prefixes.
+        self._rows = np.zeros((shards, pages_per_shard), np.int32)
+        self._prefixes = np.zeros((shards, pages_per_shard), np.int32)
+        self.reclaim: Callable[[int, int], None] | None = None
+        self.on_free: Callable[[Int[np.ndarray, " n"]], None] | None = None
         sequence = np.arange(num_sequences) * sequence_shards // num_sequences
         head = np.arange(num_kv_heads) * head_shards // num_kv_heads
         group = (np.arange(num_layers) < first_layers)[:, None, None]
@@ -65,8 +77,8 @@ class PageAllocator:
 
     @property
     def pages_in_use(self) -> int:
-        """Reserved pages of all shards."""
-        return int(self.reserved.sum())
+        """Pages of all shards that rows hold."""
+        return int(np.count_nonzero(self._rows))
 
     @property
     def free_pages(self) -> int:
@@ -82,13 +94,16 @@ class PageAllocator:
         return self._are_free(np.maximum(self.pages_for(slots) - self.reserved, 0))
 
     def _are_free(self, missing: Int[np.ndarray, "L B K"]) -> bool:
-        """Whether there are as many free pages."""
+        """Whether there are as many free pages, those of prefixes alone included."""
         if missing.sum() <= self.free_pages:  # of any one shard
             return True
         wanted = np.bincount(
             self._shard.ravel(), weights=missing.ravel(), minlength=len(self._free)
         )
-        return all(need <= len(free) for need, free in zip(wanted, self._free, strict=True))
+        return all(
+            need <= len(free) or need <= len(free) + self._reclaimable(number)
+            for number, (need, free) in enumerate(zip(wanted, self._free, strict=True))
+        )
 
     def reserve(self, slots: Int[np.ndarray, "L B K"]) -> None:
         """Reserves pages up to ceil(slots / P) for every row; rows that have more keep them.
@@ -105,13 +120,23 @@ class PageAllocator:
         self._widen(int(target.max(initial=1)))
         rows, columns = _cells(self.reserved, target)
         table = self.table.reshape(-1, self.table.shape[-1])
-        for shard, free in enumerate(self._free):
+        for shard in range(len(self._free)):
             own = self._shard.ravel()[rows] == shard
             count = int(own.sum())
             if count:
-                table[rows[own], columns[own]] = free[len(free) - count :]
-                self._free[shard] = free[: len(free) - count]
+                pages = self._pop(shard, count)
+                table[rows[own], columns[own]] = pages
+                self._rows[shard % self._shards, pages] = 1
         self.reserved = target
+
+    def _pop(self, number: int, count: int) -> Int[np.ndarray, " n"]:
+        """Takes pages from a free list, to which prefixes yield theirs if it is short."""
+        if count > len(self._free[number]):
+            assert self.reclaim is not None
+            self.reclaim(number, count - len(self._free[number]))
+        free = self._free[number]
+        self._free[number], pages = np.split(free, [len(free) - count])
+        return pages
 
     def trim(self, slots: Int[np.ndarray, "L B K"]) -> None:
         """Frees the pages of each row beyond ceil(slots / P)."""
@@ -127,12 +152,135 @@ class PageAllocator:
         """Frees the pages of each row beyond its first `target`, which are no more than it has."""
         rows, columns = _cells(target, self.reserved)
         table = self.table.reshape(-1, self.table.shape[-1])
-        for shard, free in enumerate(self._free):
+        for shard in range(len(self._free)):
             own = self._shard.ravel()[rows] == shard
             if own.any():
-                self._free[shard] = np.concatenate([free, table[rows[own], columns[own]]])
+                self._give_back(shard, table[rows[own], columns[own]], self._rows)
         table[rows, columns] = self.no_page
         self.reserved = target
+
+    def _give_back(
+        self, number: int, pages: Int[np.ndarray, " n"], uses: Int[np.ndarray, "shards N"]
+    ) -> None:
+        """Frees pages of a free list as far as nothing else holds them; `uses` are those that end.
+
+        # _rows: [2, 1, 1]  _prefixes: [0, 0, 1]  pages: [0, 0, 1, 2]  freed: [0, 1]
+        """
+        shard = number % self._shards
+        np.subtract.at(uses[shard], pages, 1)
+        freed = pages[(self._rows[shard, pages] == 0) & (self._prefixes[shard, pages] == 0)]
+        if len(np.unique(freed)) < len(freed):  # two rows gave it back together
+            freed = freed[np.sort(np.unique(freed, return_index=True)[1])]
+        self._free[number] = np.concatenate([self._free[number], freed])
+        if self.on_free is not None and len(freed):
+            self.on_free(freed)
+
+    # -- prefixes, in a pool of one shard ---------------------------------------------------------
+
+    def _reclaimable(self, number: int) -> int:
+        """Pages of a free list's part of the pool that prefixes alone hold."""
+        return int(np.count_nonzero(self._only_prefixes(number)))
+
+    def _only_prefixes(self, number: int) -> Bool[np.ndarray, " n"]:
+        start, end = self._ranges[number // self._shards]
+        shard = number % self._shards
+        return (self._rows[shard, start:end] == 0) & (self._prefixes[shard, start:end] > 0)
+
+    @property
+    def pages_of_prefixes(self) -> int:
+        """Pages that prefixes hold."""
+        return int(np.count_nonzero(self._prefixes))
+
+    def yields(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " lists"]:
+        """Returns how many pages each free list gains if one prefix gives up these."""
+        last = (self._rows[0, pages] == 0) & (self._prefixes[0, pages] == 1)
+        return np.bincount(self._lists_of(pages[last]), minlength=len(self._free))
+
+    def _lists_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Returns the number of the free list to which each page belongs."""
+        return (pages < self._ranges[0][0]).astype(np.int32)
+
+    def pages_of(self, sequence: int, slots: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
+        """Returns the pages of so many slots of each row of a sequence, row by row."""
+        counts = self.pages_for(slots)
+        columns = np.arange(counts.max(initial=0)) < counts[..., None]
+        return self.table[:, sequence, :, : columns.shape[-1]][columns]
+
+    def held_by_rows(self, pages: Int[np.ndarray, " n"]) -> int:
+        """Returns how many of these pages rows hold."""
+        return int(np.count_nonzero(self._rows[0, pages]))
+
+    def hold(self, pages: Int[np.ndarray, " n"]) -> None:
+        """Counts a prefix that holds pages."""
+        self._prefixes[0, pages] += 1
+
+    def drop(self, pages: Int[np.ndarray, " n"]) -> None:
+        """Ends the hold of a prefix on pages, which frees those that nothing else holds."""
+        lists = self._lists_of(pages)
+        for number in range(len(self._free)):
+            self._give_back(number, pages[lists == number], self._prefixes)
+
+    def can_take(
+        self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"] | None = None
+    ) -> bool:
+        """Whether so many pages for each row are free, or held by prefixes alone but `besides`."""
+        needs = np.bincount(self._lists_of_rows(counts), minlength=len(self._free))
+        there = [len(free) + self._reclaimable(number) for number, free in enumerate(self._free)]
+        kept = 0 if besides is None else self.yields(besides)
+        return bool((needs + kept <= there).all())
+
+    def _lists_of_rows(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
+        """Returns the number of the free list of each page of the rows of a sequence."""
+        return np.repeat(self._shard[:, 0].ravel(), counts.ravel())
+
+    def take(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"] | None:
+        """Takes so many pages for each row of a prefix, row by row; None if there are too few.
+
+        Other prefixes yield theirs, as to the rows of sequences.
+        """
+        if not self.can_take(counts):
+            return None
+        pages = self._pop_for_rows(counts)
+        self._prefixes[0, pages] = 1
+        return pages
+
+    def _pop_for_rows(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
+        lists = self._lists_of_rows(counts)
+        pages = np.empty(len(lists), np.int32)
+        for number in range(len(self._free)):
+            own = lists == number
+            pages[own] = self._pop(number, int(own.sum()))
+        return pages
+
+    def give(
+        self,
+        sequence: int,
+        counts: Int[np.ndarray, "L K"],
+        pages: Int[np.ndarray, " n"] | None = None,
+    ) -> None:
+        """Gives the rows of an empty sequence so many pages: new ones, or those of a prefix."""
+        if pages is None:
+            pages = self._pop_for_rows(counts)
+        else:
+            self._prefixes[0, pages] = 0
+        self._rows[0, pages] = 1
+        self._set_rows(sequence, counts, pages)
+
+    def share(self, sequence: int, pages: Int[np.ndarray, "L K m"]) -> None:
+        """Gives an empty sequence pages that prefixes or other sequences hold, m for each row."""
+        self._rows[0, pages.ravel()] += 1
+        self._set_rows(sequence, np.full(pages.shape[:2], pages.shape[2]), pages.ravel())
+
+    def _set_rows(
+        self, sequence: int, counts: Int[np.ndarray, "L K"], pages: Int[np.ndarray, " n"]
+    ) -> None:
+        width = int(counts.max(initial=0))
+        self._widen(width)
+        self.table[:, sequence, :, :width][np.arange(width) < counts[..., None]] = pages
+        self.reserved = self.reserved.copy()
+        self.reserved[:, sequence] = counts
+
+    # -- copies and tables ------------------------------------------------------------------------
 
     def shard_of(self, sequence: int) -> int:
         """Returns the part of the sequences, of those that have pages of their own, that it is in.

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -201,6 +202,23 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def read_bytes(option: str, text: str) -> float | None:
+    """A number of bytes with its unit; None where it is "off".
+
+    # In: "4GB"  Out: 4e9
+
+    Raises:
+      ConfigError: it is neither.
+    """
+    if text.lower() == "off":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise dms_jax.ConfigError(f"{option} takes bytes (500MB, 4GB) or off, got {text!r}.")
+    units = ["", "k", "m", "g", "t"]
+    return float(found[1]) * 1000 ** units.index(found[2].lower())
 
 
 def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:

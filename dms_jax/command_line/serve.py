@@ -33,6 +33,7 @@ import dms_jax
 from dms_jax import compilation
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
+from dms_jax.command_line.options import read_bytes
 from dms_jax.serving import Service
 from dms_jax.serving.access import Access, is_loopback, is_name, read_keys
 from dms_jax.serving.rpc import ServedModel
@@ -62,6 +63,9 @@ class Config(Generating):
     """Longest answer of requests that give none, as far as there is room."""
     chunk: int = 8
     """Decode steps between two polls: text arrives, and requests join, this often."""
+    prefix_cache: str = "4GB"
+    """Host memory for the beginnings of prompts that were read before, beside what requests leave
+    of the cache: bytes (500MB, 4GB); off to keep none."""
     drain_seconds: float = 30.0
     """Seconds that running requests may take when the server is told to end."""
     api_key: str | None = None
@@ -138,6 +142,7 @@ def make_service(config: Config) -> Service:
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
+        prefix_cache=read_bytes("--prefix-cache", config.prefix_cache),
     )
     limits |= config.cache()
     return Service(config.load(), policy, **limits)

@@ -44,7 +44,8 @@ def evaluate(
 ) -> Result:
     """Answers problems with a cache that holds only what the policy keeps, and scores the answers.
 
-    The chains of a problem that start together read its prompt once; see `dms_jax.generate`.
+    The chains of a problem that start together read its prompt once, and all problems the examples
+    that their prompts begin with; see `dms_jax.generate`.
 
     Args:
       model: a model with a tokenizer.

@@ -95,9 +95,10 @@ def generate(
     """Completes prompts from a paged cache that holds only what the policy keeps.
 
     Equal prompts are prefilled once, and their chains differ from the first token on: they draw
-    with seeds of their own. Answers and figures are those of prompts prefilled one by one, except
-    `Usage.prefilled_tokens`; those that start later than the first ones, for want of lanes or
-    memory, prefill it again.
+    with seeds of their own. A beginning that several prompts share, a document or examples, is
+    prefilled once too, down to the last whole page (`dms_jax.generation.prefixes`). Answers and
+    figures are those of prompts prefilled one by one, except `Usage.prefilled_tokens` and
+    `Usage.cached_tokens`.
 
     The random draws of a request do not depend on the rest of the batch, nor on memory, lanes or
     chunks. Its logits do, through the rounding of sums, which can change an answer where two next

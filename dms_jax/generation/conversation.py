@@ -1,4 +1,9 @@
-"""Conversations: several turns over one cache."""
+"""Conversations: several turns over one cache.
+
+A conversation keeps its sequence in a lane, not in a tree of prefixes (`prefixes`): its turns go on
+behind what a policy cut, which depends on where they ended and not on the tokens alone; nothing is
+copied; and it may be on a mesh.
+"""
 
 import dataclasses
 import threading

@@ -21,7 +21,8 @@ the next one:
 
 Updates of a chunk are sent when the next one is launched, except to such a listener. Equal prompts
 that are admitted together are prefilled once, and their sequence is copied to the other lanes.
-Requests whose copies do not fit into the pool wait again.
+Requests whose copies do not fit into the pool wait again. Those that begin as others do wait until
+that is read, and continue from there (`prefixes`).
 """
 
 import contextlib
@@ -34,7 +35,16 @@ import numpy as np
 
 from dms_jax import compilation
 from dms_jax.cache.quantization import KV_DTYPES, format_of
-from dms_jax.checks import Count, CountOnDevice, Options, Positive, Whole, check, show_options
+from dms_jax.checks import (
+    Count,
+    CountOnDevice,
+    NotNegative,
+    Options,
+    Positive,
+    Whole,
+    check,
+    show_options,
+)
 from dms_jax.errors import ConfigError
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.memory import pool_pages
@@ -76,6 +86,7 @@ class EngineKeywords(TypedDict, total=False):
     prefill_tokens: CountOnDevice
     table_width: Count | None
     kv_dtype: str | None
+    prefix_cache: Annotated[NotNegative | None, "give bytes of host memory"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +110,9 @@ class EngineOptions(Options):
         pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
         by XLA alone); None uses the model's dtype.
+      prefix_cache: bytes of host memory for cached prefixes (`dms_jax.generation.prefixes`), which
+        also take what requests leave of the page pool; 0 for those alone. None keeps no prefix
+        for later: then only the requests of a list read a beginning that they share once.
     """
 
     num_lanes: CountOnDevice
@@ -110,6 +124,7 @@ class EngineOptions(Options):
     prefill_tokens: CountOnDevice = 8192
     table_width: Count | None = None
     kv_dtype: Annotated[str | None, f"give {' or '.join(map(repr, KV_DTYPES))}"] = None
+    prefix_cache: Annotated[NotNegative | None, "give bytes of host memory"] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -193,6 +208,7 @@ class Call:
     def __init__(self, engine: "Engine", source: Source):
         self.source, self.runner, self._given = source, engine.runner, source.given
         self.overlap = Overlap.of(source, engine.policy, engine.chunk)
+        self.runner.prefixes.closed = source.incoming is None
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer
         self.in_flight = InFlight(self.runner, end_tokens)
@@ -217,7 +233,9 @@ class Call:
             scheduler.admit()
         if self._prefill.items:
             self._launch_prefill()
-            if self._prefill.items and not takes_turns:
+            if not takes_turns and (self._prefill.items or scheduler.held_back):
+                if not self._prefill.items:  # those whose prefixes are read now come before steps
+                    self.in_flight.collect_prompts()
                 self._notifier.notify()
                 return True
         if self.overlap.waits and self.in_flight.drawn:
@@ -311,6 +329,7 @@ class Call:
             runner.reservation.trim()
             requests = {lane: scheduler.running[lane] for lane in batch.tokens}
             self.in_flight.add_prefill(extended, requests)
+            scheduler.take_prefixes(batch.tokens, self.in_flight.collect_prompts)
             break
         if not (source_of := self._prefill.take_complete()):
             return
@@ -438,6 +457,7 @@ class Engine:
             max_tokens=max_tokens,
             table_width=self.options.table_width,
             kv_dtype=self.options.kv_dtype,
+            prefix_cache=self.options.prefix_cache,
         )
         self.end_tokens = model.generation.eos_token_ids
         self.admission = Admission(
@@ -507,6 +527,8 @@ class Engine:
                     yield call
                 if call.unfinished:  # the caller has left: what is in the cache is nobody's
                     self.runner.release()
+                elif not self.runner.prefixes.keeps:
+                    self.runner.prefixes.clear()
                 self._call = None  # its requests belong to the caller
             finally:
                 call.close()

@@ -10,6 +10,7 @@ compiled (`compile_all`).
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -65,16 +66,18 @@ def compile_first(
     unique = {tuple(request.prompt): request for request in first.values()}
     refilled = len(requests) > num_lanes
 
-    # Of each prompt, the tokens that attend in one pass, and the rest.
-    lengths = [(len(each.prompt), each.max_length) for each in unique.values()]
-    if refilled:
-        lengths = {(len(each.prompt), each.max_length) for each in requests}
+    # Of each prompt, in parts where others begin alike, the tokens that attend in one pass, and
+    # the rest.
+    parts = [part for each in unique.values() for part in _parts(runner, each)]
+    shared = len(parts) > len(unique)
+    if refilled := refilled or shared:
+        parts = {part for each in requests for part in _parts(runner, each)}
     policy = runner.policy
-    whole = [
-        min(count, tokens_in_one_pass(policy, seen=0, prompt=count, max_length=most))
-        for count, most in lengths
-    ]
-    rest = [count - each for (count, _), each in zip(lengths, whole, strict=True)]
+    whole, rest = [], []
+    for start, end, most in parts:
+        ends = tokens_in_one_pass(policy, seen=0, prompt=end, max_length=most)
+        whole.append(min(max(ends, start), end) - start)
+        rest.append(end - start - whole[-1])
     batches = [
         each
         for own, counts in zip(shapes, (whole, rest), strict=True)
@@ -101,8 +104,16 @@ def compile_first(
             *(calls.copy_lanes() if len(unique) < min(len(requests), num_lanes) else []),
             *calls.set_max_lengths(),
             calls.clear(),
+            *(calls.states() if shared else []),
         ),
     )
+
+
+def _parts(runner: Runner, request: Request) -> list[tuple[int, int, int]]:
+    """Returns the parts in which a prompt is read: start, end, and the length it can come to."""
+    stops = runner.prefixes.stops(request, 0, runner.num_lanes)
+    stops = (0, *stops, len(request.prompt))
+    return [(*part, request.max_length) for part in itertools.pairwise(stops)]
 
 
 def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:
@@ -137,10 +148,11 @@ def compile_all(
         calls.decode(pages, num_steps, end_tokens)
         for pages in runner.reservation.table_widths(steps=True)
     ]
+    prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
     # Equal arguments are one program: where lanes are fixed, all have an entry.
-    return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes))
+    return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes, *prefixes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +226,30 @@ class _Calls:
         pages = self.runner.no_pages()
         num_kv_heads = self.runner.reservation.allocator.reserved.shape[2]
         return [(programs.copy_lanes, (self.runner.cache, pages, self._lanes, num_kv_heads))]
+
+    def states(self) -> list[_Call]:
+        """Returns the programs that take the state of a lane, copy its pages and put it back."""
+        runner, cache = self.runner, self.runner.cache
+        lengths = np.zeros((cache.lengths.shape[0], cache.lengths.shape[2]), np.int32)
+        rows = jax.tree.map(
+            lambda x: np.zeros((x.shape[0], *x.shape[2:]), x.dtype), cache.row_state
+        )
+        number = np.int32(0)
+        calls: list[_Call] = [(programs.load_lane, (cache, number, lengths, number, rows))]
+        if jax.tree.leaves(rows):
+            calls.append((programs.read_lane, (cache, number)))
+        if not runner.policy.appends:
+            calls.append((programs.copy_pages, (cache, runner.no_pages()[0])))
+        return calls
+
+    def host_pages(self) -> list[_Call]:
+        """Returns the programs that move pages to the host and back."""
+        cache, pages = self.runner.cache, self.runner.block_of(np.zeros(0, np.int32))
+        block = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.runner.page_block())
+        return [
+            (programs.read_pages, (cache, pages)),
+            (programs.write_pages, (cache, pages, block)),
+        ]
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:

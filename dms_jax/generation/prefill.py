@@ -31,7 +31,8 @@ and where padding takes long, because a policy reads tokens one by one or all la
 
 The first tokens of a prompt, before which such a policy evicts nothing, have the programs of the
 first table. The width of a prompt's chunks, and which tokens have which programs, depend on its own
-length and its policy only, and so does what it is rounded to.
+length and its policy only, and so does what it is rounded to; unless a part of it is cached, or it
+is read up to a place where its prefix is to be (`prefixes`).
 """
 
 import dataclasses
@@ -258,7 +259,9 @@ class Prefill:
       whole: how many of the tokens of both attend in one pass, the first ones.
       key: what requests have in common that share one prefill; None if it shares nothing.
       source: the lane that prefills the prompt for it, its own or another one.
-      done: tokens that were launched.
+      done: tokens that were launched, or in the cache from the start.
+      stops: numbers of tokens of its prompt behind which the prefix is to be cached, ascending.
+      splits: whether a program ends there, because the policy writes over what it has stored.
     """
 
     request: Request
@@ -268,6 +271,8 @@ class Prefill:
     key: Hashable = None
     source: int = -1
     done: int = 0
+    stops: tuple[int, ...] = ()
+    splits: bool = False
 
     @property
     def in_prompt(self) -> bool:
@@ -283,12 +288,21 @@ class Prefill:
     def left(self) -> int:
         """Tokens of its prompt, or behind that of its answer, that were not launched.
 
-        Behind those that attend in one pass it counts the others.
+        Behind those that attend in one pass it counts the others, and so it does behind those that
+        come before a prefix that is to be cached.
         """
         end = len(self.prompt)
         if self.done >= end:
             end += len(self.answer)
-        return (self.whole if self.done < self.whole < end else end) - self.done
+        if self.done < self.whole < end:
+            end = self.whole
+        return min([end, *self.stops] if self.splits else [end]) - self.done
+
+    def pass_stops(self) -> list[int]:
+        """Removes the stops that its tokens have come to; returns them."""
+        passed = [each for each in self.stops if each <= self.done]
+        self.stops = self.stops[len(passed) :]
+        return passed
 
     def next(self, width: int) -> np.ndarray:
         """Returns its next `width` tokens, at most `left`."""

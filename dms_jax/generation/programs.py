@@ -621,7 +621,19 @@ def copy_lanes(
 
 
 def _copy_shard(cache: Cache, pages: Int[Array, "1 2 n"], lanes: Int[Array, " b"]) -> Cache:
-    source, target = pages[0]
+    def take(x):
+        return x.at[:, lanes].get(mode="clip")
+
+    return dataclasses.replace(
+        _copy_pages(cache, pages[0]),
+        lengths=take(cache.lengths),
+        seen=take(cache.seen[None])[0],
+        row_state=jax.tree.map(take, cache.row_state),
+    )
+
+
+def _copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
+    source, target = pages
 
     def copy(x):
         if not x.size:  # no value is on the device
@@ -630,14 +642,55 @@ def _copy_shard(cache: Cache, pages: Int[Array, "1 2 n"], lanes: Int[Array, " b"
         moved = jax.lax.optimization_barrier(x.at[source].get(mode="clip"))
         return x.at[target].set(moved, mode="drop")
 
-    def take(x):
-        return x.at[:, lanes].get(mode="clip")
+    pool, page_state = jax.tree.map(copy, (cache.pool, cache.page_state))
+    return dataclasses.replace(cache, pool=pool, page_state=page_state)
 
+
+# -- cached prefixes -------------------------------------------------------------------------------
+
+
+@functools.partial(Program, donate_argnums=0)
+def copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
+    """Copies pages, (source, target); a target that is no page is not written."""
+    return _copy_pages(cache, pages)
+
+
+@Program
+def read_lane(cache: Cache, lane: Int[Array, ""]) -> Any:
+    """Returns the policy's state of each row of a lane, leaves [L, K, ...]."""
+    return jax.tree.map(lambda x: x[:, lane], cache.row_state)
+
+
+@functools.partial(Program, donate_argnums=0)
+def load_lane(
+    cache: Cache,
+    lane: Int[Array, ""],
+    lengths: Int[Array, "L K"],
+    seen: Int[Array, ""],
+    rows: Any,
+) -> Cache:
+    """Sets the lengths of a lane's rows, the tokens that it has seen, and the policy's state."""
     return dataclasses.replace(
         cache,
-        pool=jax.tree.map(copy, cache.pool),
-        page_state=jax.tree.map(copy, cache.page_state),
-        lengths=take(cache.lengths),
-        seen=take(cache.seen[None])[0],
-        row_state=jax.tree.map(take, cache.row_state),
+        lengths=cache.lengths.at[:, lane].set(lengths),
+        seen=cache.seen.at[lane].set(seen),
+        row_state=jax.tree.map(lambda x, new: x.at[:, lane].set(new), cache.row_state, rows),
     )
+
+
+@Program
+def read_pages(cache: Cache, pages: Int[Array, " n"]) -> Any:
+    """Returns the contents of pages, leaves [n, ...]; arbitrary ones where a number is no page."""
+    stored = cache.pool, cache.page_state
+    return jax.tree.map(lambda x: x.at[pages].get(mode="clip"), stored)
+
+
+@functools.partial(Program, donate_argnums=0)
+def write_pages(cache: Cache, pages: Int[Array, " n"], contents: Any) -> Cache:
+    """Writes the contents of pages; a number that is no page is not written."""
+
+    def write(x, new):
+        return x.at[pages].set(new, mode="drop")
+
+    pool, page_state = jax.tree.map(write, (cache.pool, cache.page_state), contents)
+    return dataclasses.replace(cache, pool=pool, page_state=page_state)

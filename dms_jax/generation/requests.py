@@ -7,6 +7,7 @@ cannot be used; `make_requests` gives each its seed and its limits.
 import collections
 import dataclasses
 import enum
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeGuard, runtime_checkable
@@ -129,6 +130,16 @@ class Request:
     reported_tokens: int = 0
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+
+    @functools.cached_property
+    def prompt_array(self) -> Int[np.ndarray, " n"]:
+        """The prompt as an array."""
+        return np.asarray(self.prompt, np.int32)
+
+    @property
+    def sequence(self) -> Int[np.ndarray, " n"]:
+        """The prompt and the answer so far."""
+        return np.concatenate([self.prompt_array, np.asarray(self.generated, np.int32)])
 
     @property
     def remaining(self) -> int:

@@ -166,6 +166,10 @@ class Reservation:
         """Sets the lengths of lanes to those of the lanes whose sequences they copy."""
         self.lengths[:, list(source_of)] = self.lengths[:, list(source_of.values())]
 
+    def set_lengths_of(self, lane: int, lengths: Int[np.ndarray, "L K"]) -> None:
+        """Sets the lengths of a lane for which nothing is in flight."""
+        self._lengths[:, lane] = lengths
+
     def release_lanes(self, lanes: list[int]) -> None:
         """Empties lanes and frees their pages, whatever is in flight for them."""
         self._lengths[:, lanes] = 0

@@ -17,7 +17,7 @@ prefilled one by one. Pages are copied as they are, because policies overwrite s
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from dms_jax.generation.prefill import (
     Shapes,
     cuts_prompts,
 )
+from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.programs import Packed, Steps
 from dms_jax.generation.reservation import PromptsInFlight, Reservation
 from dms_jax.generation.sampling import Filter, Given
@@ -48,6 +49,7 @@ from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
 BLOCK_BYTES = 2**27  # of pages that are copied at a time, and held twice meanwhile
+HOST_BLOCK_BYTES = 2**24  # of pages that are copied to the host, or back, at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Runner:
       page_bytes: bytes of a page, keys, values and what a policy keeps with them.
       data_shards: number of parts of the lanes, each with pages on devices of its own.
       reservation: the pages and lengths of the rows.
+      prefixes: the cached prefixes, in pages that no row needs.
       hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
       max_tokens: length of the sequences that the cache is made for; longer ones may fit too.
       dirty: whether there is no cache, or failed work may have left it inconsistent; see `working`.
@@ -160,6 +163,7 @@ class Runner:
         max_tokens: int | None = None,
         table_width: int | None = None,
         kv_dtype: str | None = None,
+        prefix_cache: float | int | None = None,
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
         self.traced_policy = jax.tree.map(self.everywhere, jax.device_put(policy))
@@ -201,6 +205,7 @@ class Runner:
             state_bytes=state_bytes(config, policy, model.dtype),
             page_bytes=self.page_bytes,
         )
+        self.prefixes = Prefixes(self, prefix_cache)
         self.restart()
 
     def working(self) -> Working:
@@ -266,6 +271,7 @@ class Runner:
             self.host.delete()
             self.host = None
         self.reservation.reset(self._make_allocator())
+        self.prefixes.reset()
         self.seen = np.zeros(self._shape[0], np.int64)
         self._max_lengths = np.zeros(self._shape[0], np.int32)
 
@@ -464,11 +470,19 @@ class Runner:
         extra = np.zeros_like(lengths)
         extra[:, targets] = lengths[:, sources]
         self.reservation.reserve(extra, prompt=True)
+        lanes = np.arange(self.num_lanes, dtype=np.int32)
+        lanes[targets] = sources
         pairs = self.reservation.allocator.copies(source_of)
         if self.host is not None:  # then there is one shard
             self.host.copy(pairs[0])
-        lanes = np.arange(self.num_lanes, dtype=np.int32)
-        lanes[targets] = sources
+        for pages in self._blocks(pairs):
+            with use_mesh(self.model.mesh):
+                self.cache = programs.copy_lanes(self.cache, pages, lanes, lengths.shape[2])
+        self.reservation.copy(source_of)
+        self.seen[targets] = self.seen[sources]
+
+    def _blocks(self, pairs: list[Int[np.ndarray, "2 n"]]) -> Iterator[Int[np.ndarray, "s 2 b"]]:
+        """Yields (source, target) pages of each shard in blocks, at least one."""
         longest = max(each.shape[1] for each in pairs)
         block = self.no_pages().shape[-1]
         for start in range(0, max(longest, 1), block):
@@ -476,10 +490,7 @@ class Runner:
             for shard, each in enumerate(pairs):
                 some = each[:, start : start + block]
                 pages[shard, :, : some.shape[1]] = some
-            with use_mesh(self.model.mesh):
-                self.cache = programs.copy_lanes(self.cache, pages, lanes, lengths.shape[2])
-        self.reservation.copy(source_of)
-        self.seen[targets] = self.seen[sources]
+            yield pages
 
     def no_pages(self) -> Int[np.ndarray, "shards 2 n"]:
         """Returns a block of `programs.copy_lanes` in which nothing is copied."""
@@ -517,3 +528,54 @@ class Runner:
                 fresh,
                 self.everywhere(tokens),
             )
+
+    # -- cached prefixes --------------------------------------------------------------------------
+
+    def read_lane(self, lane: int) -> Any:
+        """Returns the policy's state of each row of a lane, leaves [L, K, ...], on the device."""
+        if not jax.tree.leaves(self.cache.row_state):
+            return self.cache.row_state
+        return programs.read_lane(self.cache, np.int32(lane))
+
+    def load_lane(self, lane: int, lengths: Int[np.ndarray, "L K"], tokens: int, rows: Any) -> None:
+        """Puts a sequence of some tokens, whose pages it has, into an empty lane.
+
+        Args:
+          lane: the lane.
+          lengths: slots in use of each row.
+          tokens: tokens that it has seen.
+          rows: the policy's state of each row, from `read_lane`.
+        """
+        given = np.int32(lane), lengths.astype(np.int32), np.int32(tokens), rows
+        self.cache = programs.load_lane(self.cache, *given)
+        self.reservation.set_lengths_of(lane, lengths)
+        self.seen = self.seen.copy()  # a program in flight may use the old
+        self.seen[lane] = tokens
+
+    def copy_pages(self, sources: Int[np.ndarray, " n"], targets: Int[np.ndarray, " n"]) -> None:
+        """Copies pages."""
+        pairs = np.stack([sources, targets])
+        if self.host is not None:
+            self.host.copy(pairs)
+        for pages in self._blocks([pairs]):
+            self.cache = programs.copy_pages(self.cache, pages[0])
+
+    def read_pages(self, pages: Int[np.ndarray, " n"]) -> Any:
+        """Launches a copy of the contents of up to a block of pages; returns it on the device."""
+        return programs.read_pages(self.cache, self.block_of(pages))
+
+    def write_pages(self, pages: Int[np.ndarray, " n"], contents: Any) -> None:
+        """Writes the contents of up to a block of pages, as `read_pages` returns them."""
+        self.cache = programs.write_pages(self.cache, self.block_of(pages), contents)
+
+    def page_block(self) -> Any:
+        """Returns the shapes of a block of pages on their way to the host, leaves [n, ...]."""
+        size = len(self.block_of(np.zeros(0, np.int32)))
+        stored = self.cache.pool, self.cache.page_state
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), stored)
+
+    def block_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " b"]:
+        """Returns pages in a block of `read_pages`, filled up with what is no page."""
+        allocator = self.reservation.allocator
+        size = min(max(1, HOST_BLOCK_BYTES // self.page_bytes), allocator.pages_per_shard)
+        return np.pad(pages, (0, size - len(pages)), constant_values=allocator.no_page)

@@ -20,7 +20,7 @@ eviction holds the answer too.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,9 @@ from dms_jax.generation.prefill import Prefill, PrefillQueue, prompt_key, tokens
 from dms_jax.generation.requests import OnTokens, Request, State, Update, record_usage
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
+
+# Requests that are looked at for each free lane: some wait for prefixes that others read.
+LOOKED_AT = 4
 
 # Slots [L, K], or as many in every row: most requests have nothing to add row by row.
 Slots = int | np.integer | np.ndarray
@@ -105,7 +108,7 @@ class Admission:
         lanes = self._free_lanes(taken)[: len(waiting)]
         together = extra.copy()
         for lane, request in zip(lanes, waiting, strict=False):
-            together[:, lane] = self._needed(request)
+            together[:, lane] = self._own(request)
         if not self.runner.reservation.fits(together, prompt=True):
             return collections.deque()
         extra[:] = together
@@ -113,7 +116,7 @@ class Admission:
 
     def place(self, request: Request, taken: Container[int], extra: np.ndarray) -> int | None:
         """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
-        needed = self._needed(request)
+        needed = self._own(request)
         shard_of = self.runner.reservation.allocator.shard_of
         for lane in self._open_lanes(taken):
             if request.base is not None and shard_of(lane) != shard_of(request.base):
@@ -186,6 +189,10 @@ class Admission:
                 lanes.append((-len(free), free[0]))
         return [lane for _, lane in sorted(lanes)]
 
+    def _own(self, request: Request) -> Slots:
+        """Returns what a request needs without pages that it shares with those that run."""
+        return self._needed(request) - self.runner.prefixes.shared_slots(request)
+
     def _needed(self, request: Request) -> Slots:
         """Returns the slots of each row without which a request is not let in.
 
@@ -250,6 +257,7 @@ class Scheduler:
       running: lane -> its request, oldest first.
       seeds: UInt32[B, 2], see `programs.request_keys`.
       cancelled: indices of requests to end early; callbacks may add to them.
+      held_back: whether lanes were left free for requests whose prefixes were being read.
     """
 
     def __init__(
@@ -266,10 +274,13 @@ class Scheduler:
         self.waiting = collections.deque(requests)
         self.running: dict[int, Request] = {}
         self.cancelled: set[int] = set()
+        self.held_back = False
         self.seeds = np.zeros((self.runner.num_lanes, 2), np.uint32)
         self._bases = {each.base for each in requests if each.base is not None}
         self._uncopied: dict[int, np.ndarray] = {}  # by lane, slots of a prompt; see `fork`
         self._keep = keep
+        for request in requests:
+            self.runner.prefixes.note(request)
 
     @property
     def decoding(self) -> dict[int, Request]:
@@ -280,6 +291,7 @@ class Scheduler:
         """Lets requests wait that came while others run."""
         for request in requests:
             self.runner.reservation.allow_length(request.max_length)
+            self.runner.prefixes.note(request)
             self.waiting.append(request)
 
     # -- admission --------------------------------------------------------------------------------
@@ -290,28 +302,74 @@ class Scheduler:
         Raises:
           CapacityError: the first one does not fit, and nothing runs.
         """
-        if not self.waiting or len(self.running) == self.runner.num_lanes:
-            return
-        extra = self.admission.extra(self.running, self.prefill.items)
+        self.held_back = False
         taken = self.running.keys() | self._bases
-        placed = self.admission.place_all(self.waiting, taken, extra)
+        free = self.runner.num_lanes - len(taken)
+        if not (self.waiting and free):
+            return
+        chosen, others = self._choose(free)
+        extra = self.admission.extra(self.running, self.prefill.items)
+        placed = self.admission.place_all(chosen, taken, extra)
         started: dict[int, Request] = {}
-        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
-        while self.waiting:
-            request = self.waiting[0]
+        for request in chosen:
             lane = placed.popleft() if placed else self.admission.place(request, taken, extra)
             if lane is None:
-                if not self.running:
-                    raise self.admission.too_small(request, "the first chunk")
                 break
-            self.running[lane] = started[lane] = self.waiting.popleft()
+            self.running[lane] = started[lane] = request
             request.state = State.PREFILL
             taken.add(lane)
-            own = self.prefill.add(lane, self._prefill_of(request, lane))
-            if own and request.base is not None:
-                continued[lane] = request.base
+            extra[:, lane] = self._begin(lane, request)
+        left = [each for each in others if each.state is State.WAITING]
+        self.waiting.extendleft(reversed(left))
         if not started:
+            if not self.running:
+                raise self.admission.too_small(chosen[0], "the first chunk")
             return
+        self.held_back = len(others) > len(chosen) and len(taken) < self.runner.num_lanes
+        self._start(started)
+
+    def _choose(self, free: int) -> tuple[collections.deque[Request], list[Request]]:
+        """Takes the requests out of the queue that are to have lanes, and those between them.
+
+        These wait for prefixes that those before them read. Of a long queue not all are looked at.
+
+        Args:
+          free: number of free lanes.
+
+        Returns:
+          The requests to be admitted, and all that were taken out, in order.
+        """
+        prefixes = self.runner.prefixes
+        read_now = prefixes.read_now(self.prefill.items.values())
+        chosen, taken = collections.deque[Request](), []
+        while self.waiting and len(chosen) < free and len(taken) < LOOKED_AT * free:
+            taken.append(request := self.waiting.popleft())
+            if not prefixes.waits(request, read_now):
+                chosen.append(request)
+                read_now |= prefixes.will_read(request)
+        return chosen, taken
+
+    def _begin(self, lane: int, request: Request) -> Slots:
+        """Begins the prefill of a request, behind what is cached of it.
+
+        Returns the slots of each row that it needs besides those.
+        """
+        item, prefixes = self._prefill_of(request, lane), self.runner.prefixes
+        prefixes.begin(lane, request)
+        if self.prefill.add(lane, item):
+            item.done = prefixes.restore(lane, request)
+            if not request.generated:
+                request.meter.cached = item.done
+        return self.admission.rest(request, item.done, item.left)
+
+    def _start(self, started: Mapping[int, Request]) -> None:
+        """Gives the lanes of requests what their programs need."""
+        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
+        for lane, request in started.items():
+            if (item := self.prefill.items[lane]).source == lane:
+                item.stops = self.runner.prefixes.stops(request, item.done)
+                if request.base is not None:
+                    continued[lane] = request.base
         self.seeds = self.seeds.copy()  # a program in flight may use the old
         self.seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
@@ -336,7 +394,21 @@ class Scheduler:
         whole = tokens_in_one_pass(
             policy, seen=request.seen, prompt=len(prompt), max_length=request.max_length
         )
-        return Prefill(request, prompt, answer, whole, key)
+        return Prefill(request, prompt, answer, whole, key, splits=not policy.appends)
+
+    def take_prefixes(self, lanes: Iterable[int], collect: Callable[[], None]) -> None:
+        """Caches the prefixes that a program of prompts has come to the end of.
+
+        Args:
+          lanes: lanes of the program.
+          collect: waits for prompts, so that the lengths of rows are known.
+        """
+        passed = {lane: self.prefill.items[lane].pass_stops() for lane in lanes}
+        if any(passed.values()) and not self.runner.policy.appends:
+            collect()
+        for lane, stops in passed.items():
+            for stop in stops:
+                self.runner.prefixes.take(lane, self.running[lane], stop)
 
     def fork(self, source_of: dict[int, int]) -> None:
         """Copies shared prompts to lanes, as far as they fit; the others wait again.
@@ -358,9 +430,8 @@ class Scheduler:
             lane, source = source_of.popitem()
             request = self.running.pop(lane)
             request.slots = lengths[:, source].copy()
-            request.state = State.WAITING
             extra[:, lane] = 0
-            self.waiting.appendleft(request)
+            self._put_back(request)
         if source_of:
             self.runner.fork(source_of)
 
@@ -374,12 +445,19 @@ class Scheduler:
         if len(self.running) == 1:
             raise self.admission.too_small(self.running[lane], "the sequence to its end")
         request = self.running.pop(lane)
+        if request.state is State.DECODE:
+            self.runner.prefixes.keep(lane, request)
         request.slots = self.runner.reservation.lengths[:, lane].copy()
-        request.state = State.WAITING
-        self.waiting.appendleft(request)
+        self._put_back(request)
         self.prefill.drop_departed(self.running)
         self.runner.clear([lane])
         return lane
+
+    def _put_back(self, request: Request) -> None:
+        """Lets a request that left its lane wait at the front of the queue."""
+        request.state = State.WAITING
+        self.waiting.appendleft(request)
+        self.runner.prefixes.note(request)
 
     # -- ends -------------------------------------------------------------------------------------
 
@@ -391,7 +469,7 @@ class Scheduler:
         self.runner.reservation.trim()
         cancelled = self._cancelled_now() if cancel else set()
         self.cancelled -= cancelled
-        ended = []
+        ended: dict[int, Request] = {}
         for lane, request in self.running.items():
             if request.index in cancelled and request.remaining:
                 request.finish_reason = "cancelled"  # unless its last tokens ended it themselves
@@ -400,7 +478,7 @@ class Scheduler:
             self.notifier.settle(request)
             if request.finish_reason is not None:
                 request.state = State.DONE
-                ended.append(lane)
+                ended[lane] = request
                 slots = self._uncopied.pop(lane, None)
                 if slots is None:
                     slots = self.runner.reservation.lengths_of(lane)
@@ -411,7 +489,9 @@ class Scheduler:
             del self.running[lane]
         self.prefill.drop_departed(self.running)
         if ended and not self._keep:
-            self.runner.clear(ended)
+            for lane, request in ended.items():
+                self.runner.prefixes.keep(lane, request)
+            self.runner.clear(list(ended))
         self._finish_waiting(cancelled)
 
     def finish_and_notify(self) -> None:

@@ -137,6 +137,31 @@ class Policy(Options):
         return False
 
     @property
+    def appends(self) -> bool:
+        """Whether rows are only appended to, and all state is a function of each page's content.
+
+        Then the first n whole pages of each row are what it held after n * P tokens.
+        """
+        return False
+
+    def prefix_exact(self, seen: int, *, prompt: int, max_length: int) -> bool:
+        """Whether the state of a sequence depends on the tokens that it has seen alone.
+
+        Then whatever follows continues it as if all had been read anew, as a prompt. It does where
+        tokens of prompts and of answers are treated alike; else within the prompt, before a cut at
+        its end, and behind that as long as nothing can have been evicted. What was cut continues
+        as the turns of a conversation do, which is not what reading it anew would give.
+
+        Args:
+          seen: tokens of the sequence so far.
+          prompt: tokens of its prompt.
+          max_length: length that it can reach.
+        """
+        if self.parallel != "prompts" or seen < prompt:
+            return True
+        return (seen == prompt and not self.shrinks) or seen <= self.kept_whole(max_length)
+
+    @property
     def retrofit(self) -> Retrofit:
         """What a model must be trained for before it can run the policy; nothing by default."""
         return Retrofit()

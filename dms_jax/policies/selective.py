@@ -54,6 +54,11 @@ class SelectiveReading(Policy):
     # -- handed to `over` -------------------------------------------------------------------------
 
     @property
+    def appends(self) -> bool:
+        """See `Policy.appends`; handed to `over`."""
+        return self.over.appends
+
+    @property
     def retrofit(self) -> Retrofit:
         """What `over` needs; a model is trained with `over` itself."""
         return dataclasses.replace(self.over.retrofit, possible=False)

@@ -8,3 +8,8 @@ from dms_jax.policies.base import Policy
 @dataclasses.dataclass(frozen=True)
 class Vanilla(Policy):
     """Keeps and reads every token."""
+
+    @property
+    def appends(self) -> bool:
+        """See `Policy.appends`: always."""
+        return True

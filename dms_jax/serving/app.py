@@ -432,6 +432,10 @@ class Metrics:
         for reason in (*get_args(FinishReason), _FAILED):  # 0 until there is one
             self._ended.labels(reason)
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts of answers")
+        self._hits = self._counter(
+            "prefix_hits", "Answers whose prompts began with a cached prefix"
+        )
+        self._cached = self._counter("cached_tokens", "Tokens of prompts that were cached")
         self._new = self._counter("generation_tokens", "Tokens of answers")
         self._reads = self._counter("kv_reads", "Cache entries read, averaged over rows")
         self._first = self._histogram("first_token_seconds", "From a request to its first token")
@@ -443,7 +447,9 @@ class Metrics:
             "Live cache entries of running answers, averaged over layers and KV heads",
         )
         self._in_use = self._gauge("pages_in_use", "Pages of the pool")
-        self._free = self._gauge("pages_free", "Free pages of the pool")
+        self._free = self._gauge("pages_free", "Free pages of the pool, with those of prefixes")
+        self._prefixes = self._gauge("prefixes", "Cached prefixes", "place")
+        self._prefix_bytes = self._gauge("prefix_bytes", "Bytes of cached prefixes", "place")
 
     def count_request(self, path: str, status: int) -> None:
         """Counts an HTTP request."""
@@ -457,6 +463,8 @@ class Metrics:
         """Counts an answer that ended, its tokens, reads and seconds."""
         self._ended.labels(completion.finish_reason).inc()
         self._prompt.inc(completion.usage.prompt_tokens)
+        self._hits.inc(completion.usage.cached_tokens > 0)
+        self._cached.inc(completion.usage.cached_tokens)
         self._new.inc(completion.usage.new_tokens)
         self._reads.inc(completion.usage.kv_reads)
         self._whole.observe(time.monotonic() - start)
@@ -472,6 +480,11 @@ class Metrics:
         self._live.set(snapshot.live_tokens)
         self._in_use.set(snapshot.pages_in_use)
         self._free.set(snapshot.pages_free)
+        prefixes = snapshot.prefixes
+        self._prefixes.labels("device").set(prefixes.states)
+        self._prefixes.labels("host").set(prefixes.host_states)
+        self._prefix_bytes.labels("device").set(prefixes.bytes)
+        self._prefix_bytes.labels("host").set(prefixes.host_bytes)
         return generate_latest(self._registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
@@ -480,5 +493,5 @@ class Metrics:
     def _histogram(self, name: str, what: str) -> Histogram:
         return Histogram(f"dms_jax_{name}", what, registry=self._registry, buckets=_SECONDS)
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"dms_jax_{name}", what, registry=self._registry)
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"dms_jax_{name}", what, labels, registry=self._registry)

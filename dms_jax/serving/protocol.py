@@ -498,6 +498,7 @@ class ResponseFormatter:
             "prompt_tokens": prompt,
             "completion_tokens": total.new_tokens,
             "total_tokens": prompt + total.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(total.cached_tokens, prompt)},
             "kv_cache": {name: getattr(total, name) for name in _CACHE_FIELDS},
         }
 

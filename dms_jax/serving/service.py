@@ -25,6 +25,7 @@ from dms_jax.errors import (
 )
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
 from dms_jax.generation.engine import Source
+from dms_jax.generation.prefixes import PrefixCounts
 from dms_jax.generation.requests import (
     NotNumbersError,
     Request,
@@ -75,7 +76,8 @@ class Snapshot:
       running: requests in lanes.
       waiting: requests that wait for a lane; those that have ended but were not notified do not.
       live_tokens: live cache entries of running requests, averaged over layers and KV heads.
-      pages_in_use, pages_free: pages of the pool.
+      pages_in_use, pages_free: pages of the pool; those of cached prefixes alone are free.
+      prefixes: the cached prefixes.
       polls: how often the engine has polled the queue.
       draining: whether no more requests are admitted.
       alive: whether the engine's thread runs.
@@ -86,6 +88,7 @@ class Snapshot:
     live_tokens: float = 0.0
     pages_in_use: int = 0
     pages_free: int = 0
+    prefixes: PrefixCounts = dataclasses.field(default=PrefixCounts())
     polls: int = 0
     draining: bool = False
     alive: bool = False
@@ -395,6 +398,7 @@ class Service:
             live_tokens=live / rows,
             pages_in_use=in_use,
             pages_free=self._pages - in_use,
+            prefixes=self.engine.runner.prefixes.counts,
             polls=self._polls,
         )
 

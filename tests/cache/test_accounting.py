@@ -1,5 +1,7 @@
 """Usage figures from per-step totals, by hand."""
 
+import dataclasses
+
 import numpy as np
 
 from dms_jax.cache.accounting import Meter
@@ -52,3 +54,16 @@ def test_the_peak_is_never_less_than_what_is_held_at_the_end():
     meter = Meter(rows=2, peak_bytes=300)
     usage = meter.usage(prompt_tokens=1, new_tokens=1, seen=1, cache_bytes=700)
     assert (usage.cache_bytes, usage.peak_cache_bytes) == (700, 700)
+
+
+def test_a_prefix_that_was_cached_counts_as_if_it_were_read():
+    cached, read = Meter(rows=2), Meter(rows=2)
+    cached.read_before(8)
+    read.add([2, 4, 8])
+    assert (cached.live, cached.peak, cached.held) == (read.live, read.peak, read.held)
+    for meter in (cached, read):
+        meter.add([10], held=20)
+        meter.add([12], [11])
+    cached.cached = 3
+    usage = dict(prompt_tokens=4, new_tokens=2, seen=5, cache_bytes=100)
+    assert cached.usage(**usage) == dataclasses.replace(read.usage(**usage), cached_tokens=3)

@@ -156,3 +156,84 @@ def test_the_pages_of_copies():
         own = [table[table < pages.no_page].tolist() for table in held]
         assert [source.tolist(), target.tolist()] == own
     assert all(each.shape == (2, 0) for each in pages.copies({}))
+
+
+# -- pages of prefixes -------------------------------------------------------------------------
+
+
+def slots_of(sequence: int, slots: int) -> np.ndarray:
+    found = np.zeros(ROWS, np.int64)
+    found[:, sequence] = slots
+    return found
+
+
+def test_pages_of_prefixes_alone_count_as_free_and_are_reclaimed():
+    pages, asked = make(pages_per_shard=20), []
+    pages.reserve(slots_of(0, 12))  # 4 rows of 4 pages
+    held = pages.pages_of(0, np.full((LAYERS, KV_HEADS), 12))
+    assert held.tolist() == pages.table[:, 0, :, :4].ravel().tolist()
+
+    def reclaim(number: int, count: int) -> None:
+        asked.append((number, count))
+        pages.drop(held)
+
+    pages.reclaim = reclaim
+    pages.hold(held)
+    assert pages.yields(held).tolist() == [0]  # the sequence has them
+    assert not pages.fits(pages.reserved * 3 + slots_of(1, 6))
+    pages.release(np.array([0]))
+    assert pages.pages_in_use == 0
+    assert pages.free_pages == 4
+    assert pages.pages_of_prefixes == 16
+    assert pages.yields(held).tolist() == [16]
+    assert pages.fits(slots_of(1, 15))
+    assert not pages.fits(slots_of(1, 16))
+    pages.reserve(slots_of(1, 4))  # 8 pages
+    assert asked == [(0, 4)]
+    assert pages.pages_of_prefixes == 0
+    assert pages.free_pages == 12
+
+
+def test_a_page_is_free_when_its_last_row_and_prefix_are_gone():
+    pages, freed = make(), []
+    pages.on_free = lambda given: freed.append(sorted(given.tolist()))
+    pages.reserve(slots_of(0, 6))  # 8 pages
+    first = pages.table[:, 0, :, :1].copy()
+    held = np.sort(pages.pages_of(0, np.full((LAYERS, KV_HEADS), 3)))
+    assert sorted(first.ravel().tolist()) == held.tolist()
+    pages.hold(held)
+    pages.share(1, first)
+    pages.share(2, first)
+    assert pages.reserved[:, 1].tolist() == [[1, 1], [1, 1]]
+    assert pages.held_by_rows(held) == 4
+    assert pages.pages_in_use == 8
+    pages.reserve(slots_of(1, 5))  # each behind what it shares
+    assert pages.pages_in_use == 12
+    pages.release(np.array([0]))
+    assert len(freed.pop()) == 4
+    pages.release(np.array([1, 2]))  # which give them back together
+    assert len(freed.pop()) == 4
+    assert pages.pages_in_use == 0
+    pages.drop(held)
+    assert freed == [held.tolist()]
+    assert sorted(np.concatenate(pages._free).tolist()) == list(range(20))
+
+
+def test_a_prefix_takes_and_gives_pages_of_rows_of_different_lengths():
+    pages, counts = make(), np.array([[3, 1], [0, 2]])
+    taken = pages.take(counts)
+    assert taken is not None
+    assert len(set(taken.tolist())) == 6
+    assert pages.pages_of_prefixes == 6
+    assert pages.take(np.full((LAYERS, KV_HEADS), 6)) is None
+    assert pages.can_take(np.full((LAYERS, KV_HEADS), 5))  # it would yield
+    assert pages.can_take(np.array([[14, 0], [0, 0]]), besides=taken)
+    assert not pages.can_take(np.array([[15, 0], [0, 0]]), besides=taken)
+    pages.give(2, counts, taken)
+    assert pages.pages_of_prefixes == 0
+    assert pages.pages_of(2, counts * 3).tolist() == taken.tolist()
+    assert pages.reserved[:, 2].tolist() == counts.tolist()
+    pages.give(3, counts)
+    check(pages, (1, 1))
+    pages.release(np.array([2, 3]))
+    assert pages.free_pages == 20

@@ -15,6 +15,7 @@ import pytest
 
 import dms_jax
 from dms_jax.command_line import main, serve
+from dms_jax.command_line.options import read_bytes
 from dms_jax.serving.server import Server, take_address
 
 SHAPE = ["--lanes", "2", "--max-tokens", "64", "--page-size", "16", "--chunk", "4"]
@@ -90,12 +91,21 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
         (["--max-tokens", "1"], "--max-tokens must be a whole number of at least 2"),
         (["--drain-seconds", "-1"], "--drain-seconds must be"),
         (["--temperature", "-1"], "temperature"),
+        (["--prefix-cache", "much"], "--prefix-cache takes bytes (500MB, 4GB) or off, got 'much'"),
     ],
 )
 def test_wrong_settings_end_with_2(options, said, stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     assert main(["serve", "--port", str(free_port()), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4GB", 4e9), ("500mb", 5e8), ("1.5 G", 1.5e9), ("2000", 2000.0), ("0", 0.0), ("off", None)],
+)
+def test_bytes_are_read_with_their_unit(text, expected):
+    assert read_bytes("--prefix-cache", text) == expected
 
 
 def test_it_ends_when_http_dies_while_the_model_compiles(stories, monkeypatch, capsys):

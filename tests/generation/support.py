@@ -129,7 +129,7 @@ def squeezed(engine: Engine, pages: int) -> Iterator[None]:
     """The idle engine's pool has so many pages for a while: a smaller one has other programs."""
     runner, restart = engine.runner, engine.runner.restart
     runner.recover()
-    whole = list(runner.reservation.allocator._free[0])
+    whole = runner.reservation.allocator._free[0]
 
     def squeeze():
         runner.reservation.allocator._free[0] = whole[len(whole) - pages :]

@@ -65,9 +65,11 @@ class Watch:
         named = table[np.arange(table.shape[-1]) < -(-slots // PAGE)[..., None]]
         assert ((named >= 0) & (named < runner.reservation.allocator.pages_per_shard)).all()
         assert len(set(named.tolist())) == len(named)  # of one row each
-        free = np.concatenate(runner.reservation.allocator._free)
+        allocator = runner.reservation.allocator
+        free = np.concatenate(allocator._free)
         assert not np.isin(named, free).any()
-        assert len(free) + runner.reservation.allocator.pages_in_use == self.pages
+        of_prefixes = allocator._reclaimable(0)  # those of prefixes alone
+        assert len(free) + allocator.pages_in_use + of_prefixes == self.pages
 
 
 def engine_with_ends(name: str) -> Engine:

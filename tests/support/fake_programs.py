@@ -6,13 +6,14 @@ host (the scheduler, the pages, streams, the server) and in the benchmark of its
     write   a token goes to one slot of each row of its lane, through the page table; whether the
             row grows for it is a hash of the row and the position, as far as the policy evicts
     read    each row reads one of its slots, that a hash chooses, through the page table
+    state   a row's first number of the policy's state becomes a hash of all tokens so far
     draw    the next token is a hash of what was read, the position, and the request's seed, number
             among copies and filter; greedy requests have no seed
 
-So answers depend on every lane, page, length, seed and filter that the host hands over: whoever
-mixes up two of them, gives a page away too early or copies the wrong one, changes an answer. And
-they depend on nothing else: `answer_of` predicts them, with all figures of usage, from the prompt
-and the sampling alone.
+So answers depend on every lane, page, length, state, seed and filter that the host hands over:
+whoever mixes up two of them, gives a page away too early or copies the wrong one, changes an
+answer. And they depend on nothing else: `answer_of` predicts them, with all figures of usage, from
+the prompt and the sampling alone.
 
 Policies keep what `_grows` says, whatever they keep with the programs of the library: Vanilla and
 Quest everything, RandomEviction its window and `1 - rate` of the rest, DMS its window and half,
@@ -34,6 +35,7 @@ from dms_jax.generation import Sampling, programs
 from dms_jax.generation.programs import Packed, Program
 from dms_jax.generation.sampling import Given
 from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, StreamingLLM, Vanilla
+from dms_jax.policies.values import CacheShape
 
 # Tokens that are drawn: short words of the shipped tokenizer. A few may be end tokens of a model.
 FIRST_WORD, WORDS = 259, 128
@@ -110,8 +112,17 @@ def _append(transformer, cache, table, tokens, active, policy: Policy):
     slots = (_mix(rows, positions, 1) % jnp.maximum(lengths, 1).astype(jnp.uint32)).astype(int)
     found = k_pages.at[page_of(slots), slots % page_size, 0].get(mode="clip")
     read = _mix(rows, found).sum((0, 2), dtype=jnp.uint32)
+    leaves, structure = jax.tree.flatten(cache.row_state)
+    if leaves:
+        flat = leaves[0].reshape(*lengths.shape, -1)
+        state = jnp.where(positions > 0, _mix(flat[..., 0], tokens[:, None]), _mix(tokens)[:, None])
+        state = jnp.where(active[:, None], state % _MANTISSA, flat[..., 0])
+        flat = flat.at[..., 0].set(state.astype(flat.dtype))
+        leaves[0] = flat.reshape(leaves[0].shape)
+        read += _mix(rows, state).sum((0, 2), dtype=jnp.uint32)
     cache = dataclasses.replace(
         cache,
+        row_state=jax.tree.unflatten(structure, leaves),
         pool=dataclasses.replace(cache.pool, k_pages=k_pages),
         lengths=lengths,
         seen=cache.seen + active,
@@ -157,7 +168,12 @@ def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy,
     rule = policy if policy.parallel == "always" or not one_pass else Vanilla()
     lengths = cache.lengths.at[:, lanes].get(mode="clip")
     lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
-    some = dataclasses.replace(cache, lengths=lengths, seen=cache.seen.at[lanes].get(mode="clip"))
+    some = dataclasses.replace(
+        cache,
+        lengths=lengths,
+        seen=cache.seen.at[lanes].get(mode="clip"),
+        row_state=jax.tree.map(lambda x: x.at[:, lanes].get(mode="clip"), cache.row_state),
+    )
 
     def step(carry, xs):
         some, *last = carry
@@ -180,6 +196,9 @@ def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy,
         pool=after.pool,
         lengths=cache.lengths.at[:, lanes].set(left, mode="drop"),
         seen=cache.seen.at[lanes].set(after.seen, mode="drop"),
+        row_state=jax.tree.map(
+            lambda x, new: x.at[:, lanes].set(new, mode="drop"), cache.row_state, after.row_state
+        ),
     )
     hidden = jnp.zeros((len(counts), transformer.config.hidden_size), cache.k_pages.dtype)
     hidden = hidden.at[:, 0].set(read.astype(hidden.dtype)).at[:, 1].set(broken)
@@ -298,7 +317,8 @@ def answer_of(
     seed, copy = (0, 0) if greedy else (sampling.seed, copy)
     asked = _mix_of(round(1000 * sampling.temperature), sampling.top_k or 2**31 - 1)
     rows, tokens, live = [[] for _ in range(num_rows)], list(prompt), []
-    reason, broken = "length", None
+    reason, broken, state = "length", None, None
+    has_state = bool(jax.tree.leaves(policy.init_state(CacheShape(1, 1, 1, jnp.float32)).rows))
     for position in itertools.count():
         newest, read, in_prompt = tokens[position], 0, position < len(prompt)
         rule = Vanilla() if in_prompt and policy.shrinks else policy
@@ -310,6 +330,9 @@ def answer_of(
                 slot = position % len(row)
             row[slot] = position * vocabulary + newest
             read += _mix_of(number, row[_mix_of(number, position, 1) % len(row)])
+        if has_state:
+            state = _mix_of(*([] if state is None else [state]), newest) % _MANTISSA
+            read += sum(_mix_of(number, state) for number in range(num_rows))
         live.append(sum(map(len, rows)))
         if position + 1 < len(prompt):
             continue

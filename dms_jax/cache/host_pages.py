@@ -1,0 +1,132 @@
+"""Pages in host memory: the contents of pages that cached prefixes gave up on the device.
+
+A page on the host knows the page on the device that holds the same, and the other way round, so
+that prefixes which share a page share it here, too, and nothing is copied twice:
+
+    device   page 7 (prefixes A, B)     A leaves:  page 7 is copied to host page 2, B keeps page 7
+    host                                B leaves:  host page 2 again, and page 7 is free
+
+Copies to the host run while the device goes on; what is read here waits for them.
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+NO_PAGE = -1
+_IN_FLIGHT = 8  # blocks on their way to the host, which the device holds beside its pool
+
+
+class HostPages:
+    """A pool of pages in host memory, whose memory is taken as it fills.
+
+    Args:
+      block: shapes of a block of pages, leaves [n, ...]; pages are copied in such blocks.
+      num_pages: pages of this pool.
+      device_pages: pages of the device's pool.
+    """
+
+    def __init__(self, block: Any, num_pages: int, device_pages: int):
+        self._pages = jax.tree.map(lambda x: np.empty((num_pages, *x.shape[1:]), x.dtype), block)
+        self.block = jax.tree.leaves(block)[0].shape[0]
+        self._uses = np.zeros(num_pages, np.int32)
+        self._free = np.arange(num_pages, dtype=np.int32)[::-1]
+        self._device_of = np.full(num_pages, NO_PAGE, np.int32)
+        self._host_of = np.full(device_pages, NO_PAGE, np.int32)
+        self._writing: collections.deque[tuple[Int[np.ndarray, " n"], Any]] = collections.deque()
+
+    @property
+    def used(self) -> int:
+        """Pages in use."""
+        return len(self._uses) - len(self._free)
+
+    def add(
+        self,
+        pages: Int[np.ndarray, " n"],
+        read: Callable[[Int[np.ndarray, " n"]], Any],
+        make_room: Callable[[], bool],
+    ) -> Int[np.ndarray, " n"] | None:
+        """Copies pages of the device that are not here yet; returns the host page of each.
+
+        Args:
+          pages: pages of the device.
+          read: launches the copy of a block of them; returns its arrays on the device.
+          make_room: gives up the oldest prefix here; False if there is none.
+
+        Returns:
+          None if there is no room.
+        """
+        slots = self._host_of[pages]
+        known = slots != NO_PAGE
+        self._uses[slots[known]] += 1  # before others make room
+        missing = pages[~known]
+        while len(missing) > len(self._free):
+            if not make_room():
+                self.drop(slots[known])
+                return None
+        self._free, own = np.split(self._free, [len(self._free) - len(missing)])
+        self._uses[own] = 1
+        slots[~known] = own
+        self.match(own, missing)
+        for start in range(0, len(own), self.block):
+            some = slice(start, start + self.block)
+            arrays = read(missing[some])
+            for leaf in jax.tree.leaves(arrays):
+                leaf.copy_to_host_async()
+            self._writing.append((own[some], arrays))
+            while len(self._writing) > _IN_FLIGHT or self._oldest_is_there():
+                self._write_oldest()
+        return slots
+
+    def read(self, slots: Int[np.ndarray, " n"]) -> Iterator[tuple[Int[np.ndarray, " b"], Any]]:
+        """Yields blocks of pages: which of `slots`, and their contents, padded to a block."""
+        while self._writing:
+            self._write_oldest()
+        for start in range(0, len(slots), self.block):
+            which = np.arange(start, min(start + self.block, len(slots)))
+            padded = np.resize(slots[which], self.block)
+            yield which, jax.tree.map(lambda x, own=padded: x[own], self._pages)
+
+    def _oldest_is_there(self) -> bool:
+        oldest = self._writing[0][1] if self._writing else ()
+        return bool(oldest) and all(leaf.is_ready() for leaf in jax.tree.leaves(oldest))
+
+    def _write_oldest(self) -> None:
+        slots, arrays = self._writing.popleft()
+        for own, block in zip(*map(jax.tree.leaves, (self._pages, arrays)), strict=True):
+            own[slots] = np.asarray(block)[: len(slots)]
+
+    def drop(self, slots: Int[np.ndarray, " n"]) -> None:
+        """Ends the use of pages by a prefix."""
+        self._uses[slots] -= 1
+        freed = slots[self._uses[slots] == 0]
+        self._free = np.concatenate([self._free, freed])
+        held = self._device_of[freed]
+        self._host_of[held[held != NO_PAGE]] = NO_PAGE
+        self._device_of[freed] = NO_PAGE
+
+    def on_device(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Returns the page of the device that holds the same as each; NO_PAGE where none does."""
+        return self._device_of[slots]
+
+    def match(self, slots: Int[np.ndarray, " n"], pages: Int[np.ndarray, " n"]) -> None:
+        """Notes that pages here and on the device hold the same."""
+        self._device_of[slots], self._host_of[pages] = pages, slots
+
+    def forget_device(self, pages: Int[np.ndarray, " n"]) -> None:
+        """Notes that pages of the device are free."""
+        slots = self._host_of[pages]
+        self._device_of[slots[slots != NO_PAGE]] = NO_PAGE
+        self._host_of[pages] = NO_PAGE
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._writing.clear()
+        self._uses[:] = 0
+        self._free = np.arange(len(self._uses), dtype=np.int32)[::-1]
+        self._device_of[:] = NO_PAGE
+        self._host_of[:] = NO_PAGE

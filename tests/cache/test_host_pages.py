@@ -1,0 +1,102 @@
+"""Pages in host memory: contents come back, and what prefixes share is there once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dms_jax.cache import host_pages
+from dms_jax.cache.host_pages import NO_PAGE, HostPages
+
+PAGES, BLOCK = 20, 3
+
+
+def make(num_pages: int = 6) -> tuple[HostPages, list]:
+    """Returns a pool on the host, and what its `add` takes besides: a device of numbered pages."""
+    pool = {"k": jnp.arange(PAGES * 4.0).reshape(PAGES, 4), "v": jnp.arange(PAGES)}
+    block = jax.tree.map(lambda x: jax.ShapeDtypeStruct((BLOCK, *x.shape[1:]), x.dtype), pool)
+
+    def read(pages):
+        padded = np.pad(pages, (0, BLOCK - len(pages)))
+        return jax.tree.map(lambda x: x[padded], pool)
+
+    return HostPages(block, num_pages, PAGES), [read, lambda: False]
+
+
+def contents(host: HostPages, slots) -> list[int]:
+    """Returns the numbers of the device's pages whose contents are there."""
+    found = np.full(len(slots), NO_PAGE)
+    for which, block in host.read(np.asarray(slots)):
+        assert block["v"].shape == (BLOCK,)
+        np_k, np_v = (block[name][: len(which)] for name in "kv")
+        assert (np_k[:, 0] == 4 * np_v).all()
+        found[which] = np_v
+    return found.tolist()
+
+
+@pytest.mark.parametrize("in_flight", [0, 8])
+def test_contents_come_back(in_flight, monkeypatch):
+    monkeypatch.setattr(host_pages, "_IN_FLIGHT", in_flight)
+    host, device = make()
+    slots = host.add(np.array([7, 3, 11, 2, 19]), *device)
+    assert slots is not None
+    assert contents(host, slots[[4, 0, 2]]) == [19, 7, 11]
+    assert contents(host, slots) == [7, 3, 11, 2, 19]
+    assert host.used == 5
+
+
+def test_a_shared_page_is_there_until_its_last_prefix_goes():
+    host, device = make()
+    first = host.add(np.array([7, 3]), *device)
+    second = host.add(np.array([7, 3, 11]), *device)
+    assert first is not None
+    assert second is not None
+    assert second[:2].tolist() == first.tolist()
+    assert host.used == 3
+    host.drop(first)
+    assert host.used == 3
+    assert host.on_device(second).tolist() == [7, 3, 11]
+    host.drop(second)
+    assert host.used == 0
+    third = host.add(np.array([3]), *device)  # copied again
+    assert third is not None
+    assert contents(host, third) == [3]
+
+
+def test_a_page_of_the_device_that_changes_is_another():
+    host, device = make()
+    first = host.add(np.array([7, 3]), *device)
+    assert first is not None
+    host.forget_device(np.array([7, 5]))
+    assert host.on_device(first).tolist() == [NO_PAGE, 3]
+    second = host.add(np.array([7, 3]), *device)
+    assert second is not None
+    assert host.used == 3
+    assert second[0] not in first.tolist()
+    host.match(first[:1], np.array([9]))  # written to page 9 again
+    assert host.on_device(first).tolist() == [9, 3]
+
+
+def test_room_is_made_and_what_is_known_stays():
+    host, (read, _) = make(4)
+    first, kept = host.add(np.array([1, 2]), read, lambda: False), None
+    kept = host.add(np.array([3]), read, lambda: False)
+    given = []
+
+    def make_room() -> bool:
+        given.append(first)
+        host.drop(first)
+        return True
+
+    assert kept is not None
+    second = host.add(np.array([3, 4, 5]), read, make_room)
+    assert len(given) == 1
+    assert second is not None
+    assert second[0] == kept[0]
+    assert contents(host, second) == [3, 4, 5]
+    assert host.add(np.array([3, 6, 7, 8]), read, lambda: False) is None
+    assert host.used == 3  # and nothing of what did not fit
+    host.drop(second)
+    assert contents(host, kept) == [3]
+    host.clear()
+    assert host.used == 0

@@ -1,0 +1,524 @@
+"""Cached prefixes: requests continue what was read before, and answers are those of each alone.
+
+The programs are fakes whose answers depend on every page, length and number of a policy's state.
+`tests/laws/test_prefixes.py` has real ones.
+"""
+
+import collections
+import dataclasses
+import itertools
+import random
+from unittest import mock
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.errors import ConfigError
+from dms_jax.generation import Engine, Sampling, programs
+from dms_jax.generation.engine import Source
+from dms_jax.generation.prefixes import Prefixes
+from dms_jax.generation.requests import make_request
+from dms_jax.generation.scheduler import Scheduler
+from tests.generation.support import (
+    GREEDY,
+    ROWS_OF,
+    SHAPE,
+    answer,
+    host_engine,
+    model_for,
+    prompts,
+    serve_arrivals,
+    squeezed,
+    stories,
+    story_tokens,
+)
+from tests.support.fake_programs import ENDS
+
+pytestmark = pytest.mark.usefixtures("fakes")
+SHORT = dataclasses.replace(GREEDY, max_new_tokens=6)
+PAGE = 8
+NAMES = ["keeps", "evicts", "bounded", "cuts"]
+DOCUMENT, *QUESTIONS = prompts((30, 4, 6, 5, 9))
+
+
+def engine_of(name: str, lanes: int = 2, **options) -> Engine:
+    """An engine that keeps prefixes, none at the start."""
+    engine = host_engine(name, lanes, page_size=PAGE, **dict(prefix_cache=1e6) | options)
+    engine.runner.recover()
+    engine.runner.prefixes.clear()
+    return engine
+
+
+def ask(engine: Engine, name: str, given: list[list[int]], sampling: Sampling = SHORT, **more):
+    """Returns the completions, which are checked."""
+    found = engine.generate(given, sampling=sampling)
+    for one, prompt in zip(found, given, strict=True):
+        answer(prompt, sampling, name, **more).check(one)
+        assert one.usage.prefilled_tokens + one.usage.cached_tokens == len(prompt)
+    return found
+
+
+def cached(completions) -> list[int]:
+    return [completion.usage.cached_tokens for completion in completions]
+
+
+# -- what is found -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "of a call"])
+def test_questions_on_one_document_read_it_once(name, keeps):
+    """Whole pages of it; each question is alone with its first tokens."""
+    engine = engine_of(name, 4, prefix_cache=1e6 if keeps else None)
+    given = [DOCUMENT + question for question in QUESTIONS]
+    assert cached(ask(engine, name, given)) == [0, 24, 24, 24]
+    assert (engine.runner.reservation.allocator.pages_of_prefixes > 0) == keeps
+    assert cached(ask(engine, name, given[:1])) == [32 if keeps else 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_again_reads_what_is_behind_its_last_whole_page(name):
+    engine, (prompt, other) = engine_of(name), prompts((29, 17))
+    assert cached(ask(engine, name, [prompt, other])) == [0, 0]
+    assert cached(ask(engine, name, [prompt])) == [24]
+    assert cached(ask(engine, name, [prompt[:24]])) == [16 if name == "keeps" else 0]
+    assert cached(ask(engine, name, [prompt[:25], [*prompt[:26], 7]])) == [24, 24]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("keeps", 32), ("evicts", 35), ("bounded", 35), ("cuts", 24)]
+)
+def test_an_answer_continues(name, expected):
+    """All of what is in the cache, if the policy reads prompts as it does answers."""
+    engine, (prompt,) = engine_of(name), prompts((30,))
+    (first,) = ask(engine, name, [prompt])
+    (second,) = ask(engine, name, [prompt + first.tokens + [5, 6, 7]])
+    assert second.usage.cached_tokens == expected
+
+
+def test_what_fits_a_budget_continues_although_prompts_are_cut():
+    """TOVA, H2O and others with dense prompts, as long as nothing can have been evicted."""
+    policy = dms_jax.TOVA(budget=24)
+    assert policy.shrinks
+    with mock.patch.dict(ROWS_OF, {"dense": policy}):
+        engine, (prompt, long) = engine_of("dense"), prompts((13, 22))
+        for given, most in ((prompt, 18), (long, 16)):
+            first = engine.generate([given], sampling=SHORT)[0]
+            again = engine.generate([given + first.tokens + [5]], sampling=SHORT)[0]
+            assert again.usage.cached_tokens == most
+
+
+def test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes(monkeypatch):
+    engine, (prompt,) = engine_of("bounded", 4), prompts((29,))
+    monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())
+    longer = dataclasses.replace(SHORT, max_new_tokens=7)
+    asked = [ask(engine, "bounded", [prompt], each) for each in (SHORT, longer, SHORT)]
+    assert list(map(cached, asked)) == [[0], [0], [24]]
+
+
+def test_equal_prompts_do_not_wait_for_each_other():
+    engine, (prompt,) = engine_of("evicts", 4), prompts((30,))
+    (first, *others) = engine.generate([prompt] * 4, sampling=SHORT)
+    assert first.usage.prefilled_tokens == 30
+    assert {each.usage.prefilled_tokens for each in others} == {0}
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
+def test_chains_that_have_no_lane_yet_find_their_prompt(name):
+    """Five chains in two lanes: the first two read it, and the others what is behind its pages."""
+    engine, (prompt,) = engine_of(name, prefix_cache=None), prompts((30,))
+    sampling = dataclasses.replace(SHORT, temperature=1.0)
+    found = engine.generate([prompt] * 5, sampling=sampling)
+    for copy, one in enumerate(found):
+        answer(prompt, sampling, name, copy=copy).check(one)
+    assert [one.usage.prefilled_tokens for one in found] == [30, 0, 6, 0, 6]
+    assert cached(found) == [0, 0, 24, 0, 24]
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
+def test_later_requests_pass_those_that_wait_for_a_prefix(name):
+    """Lanes are not left idle for them, and they come next."""
+    engine, other = engine_of(name, 4), story_tokens()[200:211]
+    given = [DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1], other]
+    order, start = [], Scheduler._start
+
+    def noted(scheduler, started):
+        order.append(sorted(each.index for each in started.values()))
+        start(scheduler, started)
+
+    with mock.patch.object(Scheduler, "_start", noted):
+        ask(engine, name, given)
+    assert order == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
+def test_who_comes_while_a_prefix_is_read_waits_for_it(name):
+    """A server: the document is known, but was evicted, and one request reads it again."""
+    engine = engine_of(name, 4, prefix_cache=0)
+    given = [DOCUMENT + question for question in QUESTIONS]
+    ask(engine, name, given[:2])
+    requests = [
+        make_request(engine.model.config, prompt, SHORT, index=index)
+        for index, prompt in enumerate(given)
+    ]
+    prefixes = engine.runner.prefixes
+    for state in list(prefixes._on_device):
+        prefixes._allocator.drop(state.pages)
+        prefixes._remove(state)
+    serve_arrivals(engine, [requests[2:3], requests[3:]])
+    assert [each.usage.cached_tokens for each in requests[2:]] == [0, 24]
+
+
+def test_a_server_that_keeps_no_prefixes_has_none():
+    """It is one call that never ends, and what it knows of it would grow."""
+    engine = engine_of("evicts", 4, prefix_cache=None)
+    requests = [
+        make_request(engine.model.config, DOCUMENT + question, SHORT, index=index)
+        for index, question in enumerate(QUESTIONS)
+    ]
+    serve_arrivals(engine, [requests])
+    assert [each.usage.cached_tokens for each in requests] == [0] * len(QUESTIONS)
+    assert not engine.runner.prefixes._trees
+
+
+def test_a_conversation_takes_no_prefix():
+    """Its sequence is in its lane, and continues behind what was cut."""
+    engine = engine_of("cuts")
+    past = make_request(engine.model.config, [5, 6], SHORT)
+    prefixes = engine.runner.prefixes
+    assert prefixes.serves(past)
+    assert not prefixes.serves(dataclasses.replace(past, seen=3))
+    assert not prefixes.serves(dataclasses.replace(past, before=[3]))
+    assert not prefixes.serves(dataclasses.replace(past, base=0))
+
+
+# -- where they are ------------------------------------------------------------------------------
+
+
+def test_sequences_that_only_grow_share_pages():
+    """The document is in the pool once, and five requests run at a time where two would fit."""
+    engine = engine_of("keeps", 4)
+    given = [DOCUMENT[:24] + question for question in QUESTIONS[:4]]
+    ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
+    sampling = dataclasses.replace(SHORT, max_new_tokens=4)
+    running = []
+    with squeezed_with_prefixes(engine, (3 + 4 * 2) * 20):
+        ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
+        found = engine.generate(
+            given,
+            sampling=sampling,
+            on_tokens=lambda update: running.append(len(engine.running)),
+        )
+    for one, prompt in zip(found, given, strict=True):
+        answer(prompt, sampling, "keeps").check(one)
+    assert max(running) == 4
+
+
+def squeezed_with_prefixes(engine: Engine, pages: int):
+    """The pool has so many pages, and no prefix when it is left."""
+    engine.runner.prefixes.clear()
+    context = squeezed(engine, pages)
+
+    class Cleared:
+        def __enter__(self):
+            context.__enter__()
+
+        def __exit__(self, *error):
+            if not engine.runner.dirty:
+                engine.runner.prefixes.clear()
+            return context.__exit__(*error)
+
+    return Cleared()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefixes_that_leave_the_pool_come_back_from_the_host(name):
+    """Three prompts in a pool for one: each is found on the host, where all have room."""
+    engine, given = engine_of(name), prompts((29, 27, 26))
+    with squeezed_with_prefixes(engine, 5 * 20):
+        for prompt in given:
+            assert cached(ask(engine, name, [prompt])) == [0]
+        counts = engine.runner.prefixes.counts
+        assert counts.host_states >= 2
+        assert 0 < counts.host_bytes <= 1e6
+        for _ in range(2):
+            for prompt in given:
+                assert cached(ask(engine, name, [prompt])) == [24]
+
+
+def test_the_host_has_its_bound_too():
+    engine, given = engine_of("evicts", prefix_cache=64_000), prompts((29, 27, 26, 25, 28))
+    with squeezed_with_prefixes(engine, 5 * 20):
+        for prompt in given * 2:
+            ask(engine, "evicts", [prompt])
+            assert engine.runner.prefixes.counts.host_bytes <= 64_000
+        assert engine.runner.prefixes.counts.host_bytes > 32_000
+        assert cached(ask(engine, "evicts", given[-1:])) == [24]
+
+
+def test_a_page_that_prefixes_share_is_copied_to_the_host_once():
+    engine = engine_of("keeps")
+    given = [DOCUMENT + question for question in QUESTIONS]
+    ask(engine, "keeps", given)
+    prefixes, page = engine.runner.prefixes, engine.runner.page_bytes
+    before = prefixes.counts
+    prefixes._reclaim(0, before.bytes // page)
+    after = prefixes.counts
+    assert after.host_bytes == before.bytes
+    assert (after.bytes, after.states, after.host_states) == (0, 0, before.states)
+    assert cached(ask(engine, "keeps", given)) == [32, 32, 32, 32]
+
+
+@pytest.mark.parametrize("name", ["evicts", "bounded"])
+def test_the_least_recently_used_prefix_goes_first(name):
+    engine, (first, second) = engine_of(name, 4, prefix_cache=0), prompts((29, 27))
+    for prompt in (first, second, first):
+        ask(engine, name, [prompt])
+    prefixes = engine.runner.prefixes
+    states = list(prefixes._on_device)
+    assert [state.node.depth for state in states[-2:]] == [24, states[-1].node.depth]
+    prefixes._reclaim(0, len(set(np.concatenate([each.pages for each in states[:-2]]).tolist())))
+    assert list(prefixes._on_device) == states[-2:]
+    assert cached(ask(engine, name, [second])) == [0]
+    assert cached(ask(engine, name, [first])) == [24]
+
+
+def turns(engine: Engine, sessions: int, count: int, *, thinks: bool) -> list[int]:
+    """Returns how many tokens of each prompt were cached, of sessions that take turns."""
+    starts = [story_tokens()[100 * each : 100 * each + 17] for each in range(1, sessions + 1)]
+    found, given = [], starts
+    for turn in range(count):
+        for number, prompt in enumerate(given):
+            (one,) = ask(engine, "evicts", [prompt], dataclasses.replace(SHORT, max_new_tokens=3))
+            found.append(one.usage.cached_tokens)
+            said = one.tokens[1:] if thinks else one.tokens
+            given[number] = prompt + said + [5 + turn] * 6
+    return found
+
+
+@pytest.mark.parametrize(
+    ("thinks", "pages", "expected"), [(False, 14, (19, 28, 37)), (True, 22, (16, 24, 32))]
+)
+def test_a_session_holds_its_last_state(thinks, pages, expected):
+    """Three sessions in a pool for little more than their last states: every turn is a hit.
+
+    Where a template leaves out what was thought, a last one is that of a prompt. With all states of
+    the last turn in its place, the pools would have to hold 17 and 24 pages a row.
+    """
+    engine = engine_of("evicts", 4, prefix_cache=0)
+    with squeezed_with_prefixes(engine, pages * 20):
+        assert turns(engine, 3, 4, thinks=thinks) == [0, 0, 0, *np.repeat(expected, 3)]
+
+
+@pytest.mark.parametrize("name", ["keeps", "might evict"])
+def test_who_was_put_back_continues_where_it_was(name):
+    """Nothing of it is read again: it went to the host."""
+    engine, given = engine_of(name), prompts((30, 29))
+    longer = dataclasses.replace(GREEDY, max_new_tokens=24)
+    preempted, preempt = [], Scheduler.preempt
+
+    def noted(scheduler):
+        preempted.append(preempt(scheduler))
+        return preempted[-1]
+
+    with mock.patch.object(Scheduler, "preempt", noted), squeezed_with_prefixes(engine, 10 * 20):
+        found = engine.generate(given, sampling=longer)
+    for one, prompt in zip(found, given, strict=True):
+        answer(prompt, longer, name).check(one)
+    assert preempted
+    assert sum(one.usage.prefilled_tokens for one in found) <= 59 + PAGE
+
+
+def test_prefixes_on_a_mesh_are_refused():
+    model = dataclasses.replace(stories(), mesh=mock.sentinel.mesh)
+    runner = mock.Mock(model=model)
+    with pytest.raises(ConfigError, match=r"prefix_cache.*one device"):
+        Prefixes(runner, 0)
+    assert not Prefixes(runner, None).keeps
+
+
+def test_prefixes_are_forgotten_with_the_cache():
+    engine, (prompt,) = engine_of("evicts"), prompts((30,))
+    ask(engine, "evicts", [prompt])
+    engine.runner.release()
+    assert engine.runner.prefixes.counts.states == 0
+    assert cached(ask(engine, "evicts", [prompt])) == [0]
+
+
+def test_an_answer_that_a_stop_string_ends_is_kept_only_where_nothing_came_behind_it():
+    engine, (prompt,) = engine_of("evicts"), prompts((30,))
+    free = answer(prompt, GREEDY, "evicts")
+    sampling = dataclasses.replace(GREEDY, stop=(free.text[10:13],))
+    found = engine.generate([prompt], sampling=sampling)[0]
+    assert found.finish_reason == "stop"
+    (again,) = ask(engine, "evicts", [prompt + found.tokens + [5]])
+    assert again.usage.cached_tokens in (24, 30 + len(found.tokens) - 1)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
+def test_the_pool_is_copied_nowhere(name, optimized):
+    """Programs of prefixes take the cache over, and need little besides."""
+    del optimized
+
+    def of_pool(max_tokens):
+        engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
+        cache, runner = engine.runner.cache, engine.runner
+        rows, pages = runner.read_lane(0), np.zeros(16, np.int32)
+        contents = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(pages), *x.shape[1:]), x.dtype),
+            runner.page_block(),
+        )
+        lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
+        lowered = {
+            "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
+            "write": programs.write_pages.lower(cache, pages, contents),
+            "load": programs.load_lane.lower(cache, np.int32(0), lengths, np.int32(0), rows),
+        }
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
+        return {key: each.compile().memory_analysis() for key, each in lowered.items()}, pool
+
+    (small, pool), (large, four_pools) = of_pool(64), of_pool(256)
+    assert four_pools == 4 * pool
+    for key, each in large.items():
+        assert each.alias_size_in_bytes >= four_pools
+        assert each.temp_size_in_bytes - small[key].temp_size_in_bytes < pool / 50
+
+
+# -- at random -----------------------------------------------------------------------------------
+
+
+def tree_of_prompts(choose: random.Random) -> list[list[int]]:
+    """Prompts that begin alike, at random places, and at random lengths."""
+    given = [story_tokens()[: choose.randint(1, 20)]]
+    for number in range(choose.randint(4, 10)):
+        start = choose.choice(given)
+        start = start[: choose.randint(0, len(start))] if choose.random() < 0.7 else start
+        first = 50 * number + 1  # behind the token that begins a text
+        more = story_tokens()[first : first + choose.randint(1, 24)]
+        given.append((start + more)[:40])
+    return given
+
+
+@pytest.mark.parametrize(
+    ("name", "pages", "ends", "host"),
+    [
+        ("keeps", 9, (), 0),
+        ("keeps", 14, ENDS, 1e6),
+        ("evicts", 7, ENDS, 40_000),
+        ("evicts", 10, (), 1e6),
+        ("bounded", 8, ENDS, 1e6),
+        ("cuts", 9, (), 40_000),
+        ("cuts often", 12, ENDS, 0),
+        ("might evict", 9, (), None),
+    ],
+)
+@pytest.mark.parametrize(
+    "seeds", [range(6, 14), pytest.param(range(633), marks=pytest.mark.nightly)], ids=["", "more"]
+)
+def test_random_trees_of_prompts_in_small_pools(name, pages, ends, host, seeds):
+    """Whatever is evicted, cancelled or put back, each answer is that of the request alone.
+
+    At night 5,000 trees.
+    """
+    engine = engine_of(name, 4, ends=ends, prefix_cache=host)
+    told = collections.Counter()
+    for seed in seeds:
+        choose = random.Random(seed)
+        given = tree_of_prompts(choose)
+        samplings = [
+            Sampling(
+                temperature=float(number := choose.choice((0, 0, 1))),
+                seed=number,
+                max_new_tokens=choose.choice((1, 2, 9, 20)),
+                stop=choose.choice(((), (), ("e",))),
+            )
+            for _ in given
+        ]
+        if host is None:  # a list, whose requests have one sampling
+            samplings = [dataclasses.replace(samplings[0], stop=())] * len(given)
+        order = choose.choices(range(len(given)), k=2 * len(given))
+        requests = [
+            make_request(
+                engine.model.config, given[which], samplings[which], index=index, seed=sampling.seed
+            )
+            for index, which in enumerate(order)
+            for sampling in [samplings[which]]
+        ]
+        pending = None if host is None else list(requests)
+        with squeezed_with_prefixes(engine, pages * 20):
+            told["preempted"] += serve_at_random(engine, requests, pending, choose)
+            check_consistent(engine.runner.prefixes)
+        for request in requests:
+            want = answer(request.prompt, request.sampling, name, ends=ends)
+            told[request.finish_reason] += 1
+            told["cached"] += request.usage.cached_tokens
+            if request.finish_reason == "cancelled":
+                assert request.generated == want.tokens[: len(request.generated)]
+            else:
+                want.check(request)
+    assert told["cached"] > 30
+    assert told["cancelled"]
+    assert told["preempted"] or (name, pages) not in (("keeps", 9), ("evicts", 7)), told
+
+
+def serve_at_random(engine, requests, pending, choose) -> int:
+    """Serves requests that are cancelled at random; returns how many were put back.
+
+    They are a list, or come at random if they are `pending`.
+    """
+    indices, share = range(len(requests)), choose.choice((0, 0.05, 0.2))
+    preempt, count = Scheduler.preempt, itertools.count()
+
+    def perhaps_cancel():
+        if choose.random() < share:
+            engine.cancel(choose.choices(indices, k=2))
+
+    def incoming(wait):
+        perhaps_cancel()
+        if not pending:
+            return None
+        size = choose.randint(1 if wait else 0, min(4, len(pending)))
+        came, pending[:size] = pending[:size], []
+        return came
+
+    def noted(scheduler):
+        next(count)
+        return preempt(scheduler)
+
+    with mock.patch.object(Scheduler, "preempt", noted):
+        engine.serve(
+            Source(
+                requests if pending is None else [],
+                requests[0].sampling,
+                on_tokens=lambda update: perhaps_cancel(),
+                incoming=None if pending is None else incoming,
+            )
+        )
+    return next(count)
+
+
+def check_consistent(prefixes: Prefixes) -> None:
+    """Every page is free, or held by as many states as it says; and so on the host."""
+    allocator = prefixes._allocator
+    held = np.zeros_like(allocator._prefixes[0])
+    for state in prefixes._on_device:
+        held[state.pages] += 1
+        assert state.node.state is state
+    chex.assert_trees_all_equal(held, allocator._prefixes[0])
+    assert not allocator._rows.any()
+    assert not held[allocator._free[0]].any()
+    if (host := prefixes._host) is None:
+        assert not prefixes._on_host
+        return
+    uses = np.zeros_like(host._uses)
+    for state in prefixes._on_host:
+        uses[state.pages] += 1
+        assert state.node.state is state
+    chex.assert_trees_all_equal(uses, host._uses)
+    assert sorted(host._free.tolist()) == np.flatnonzero(uses == 0).tolist()
+    matched = np.flatnonzero(host._device_of >= 0)
+    chex.assert_trees_all_equal(host._host_of[host._device_of[matched]], matched)
+    assert np.count_nonzero(host._host_of >= 0) == len(matched)

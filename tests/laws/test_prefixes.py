@@ -1,0 +1,108 @@
+"""Law 9: a request that continues a cached prefix is answered as one that reads all of its prompt.
+
+An engine that keeps prefixes serves requests that begin alike, one after the other; another engine
+keeps none and reads each of them. Decisions, figures of usage and tokens are the same, and
+log-probabilities up to rounding, as the programs of a prompt in two parts are others. Where they
+are the same, because a prompt is read to the same place before, every bit is.
+"""
+
+import dataclasses
+
+import chex
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Completion, Engine
+from dms_jax.model.language_model import LanguageModel
+from tests.laws.rows import MODEL_ROWS, POLICY_ROWS, Row, model_for
+from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, TOLERANCE, engine_of
+from tests.support.instances import nightly_but
+from tests.support.models import random_tokens
+
+# Whole pages that are shared, a ring and slots that are written again, a window of queries.
+QUICK = [MODEL_ROWS[0], MODEL_ROWS[1], MODEL_ROWS[4]]
+EVERY_POLICY = [Row(policy, 2, 4) for _, policy in POLICY_ROWS]
+OF_FEW_BITS = [
+    Row(dms_jax.Vanilla(), 2, 4, "int4"),
+    Row(dms_jax.DMS(window=4, source="adapter"), 2, 4, "float8_e4m3"),
+]
+ROWS = MODEL_ROWS + [row for row in EVERY_POLICY if row not in MODEL_ROWS] + OF_FEW_BITS
+by_name = dict(ids=lambda row: row.name)
+SAMPLING = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=6)
+DOCUMENT, *QUESTIONS = (
+    random_tokens(seed, length).tolist() for seed, length in ((80, 13), (81, 4), (82, 4), (83, 4))
+)
+
+
+def ask(engine: Engine, prompt: list[int]) -> Completion:
+    (found,) = engine.generate([prompt], sampling=SAMPLING)
+    assert found.usage.cached_tokens + found.usage.prefilled_tokens == len(prompt)
+    return found
+
+
+def figures(completion: Completion) -> dict:
+    """Returns what must be the same: all but the costs that prefixes are there to change."""
+    usage = dataclasses.asdict(completion.usage)
+    costs = ("cached_tokens", "prefilled_tokens", "peak_held_tokens", "peak_cache_bytes")
+    return {name: value for name, value in usage.items() if name not in costs}
+
+
+@pytest.mark.parametrize("row", nightly_but(QUICK, ROWS), **by_name)
+def test_a_continued_prefix_equals_a_prompt_that_is_read(row, record_property):
+    model, page = LanguageModel(model_for(row), policy=row.policy), row.page_size
+    options = dict(prefill_tokens=PREFILL_CHUNK)
+    plain, keeps = (
+        engine_of(model, row, **options),
+        engine_of(model, row, prefix_cache=1e6, **options),
+    )
+    largest = 0.0
+
+    def check(prompt: list[int], cached: int) -> Completion:
+        nonlocal largest
+        expected, found = ask(plain, prompt), ask(keeps, prompt)
+        assert found.tokens == expected.tokens
+        assert figures(found) == figures(expected)
+        assert found.usage.cached_tokens == cached
+        difference = np.abs(np.subtract(found.logprobs, expected.logprobs)).max()
+        largest = max(largest, float(difference))
+        return found
+
+    def whole(tokens: int) -> int:
+        return tokens - tokens % page
+
+    first = DOCUMENT + QUESTIONS[0]
+    read = check(first, 0)
+    again = check(first, whole(len(first) - 1))
+    shares, parts = row.policy.appends, whole(len(DOCUMENT))
+    before = check(first, whole(len(first) - 1)) if shares else read  # not read in two parts
+    assert again.logprobs == before.logprobs  # to the bit
+    # Where prompts part is known with the second one; then a state of what overwrites is there.
+    for question, known in zip(QUESTIONS[1:], (shares, True), strict=True):
+        check(DOCUMENT + question, parts if known else 0)
+    # The turn behind an answer.
+    turn = first + read.tokens
+    exact = row.policy.prefix_exact(
+        len(turn) - 1, prompt=len(first), max_length=len(first) + SAMPLING.max_new_tokens
+    )
+    held = len(turn) - 1 if exact else len(first) - (not shares)
+    if row.policy.parallel == "never" and row.policy.for_length(1) is not row.policy:
+        held = 0  # its budget is a share of another length
+    check(turn[:-1] + QUESTIONS[2][:2], whole(held) if shares or not exact else held)
+    assert largest < TOLERANCE
+    record_property("largest", largest)
+    keeps.runner.prefixes.clear()
+    allocator = keeps.runner.reservation.allocator
+    assert allocator.pages_in_use == allocator.pages_of_prefixes == 0
+    assert len(allocator._free[0]) == len(plain.runner.reservation.allocator._free[0])
+
+
+@pytest.mark.parametrize("row", EVERY_POLICY, **by_name)
+def test_what_is_exact(row):
+    """Which prefixes may be continued, of the forms that the text of `prefixes` names."""
+    policy, exact = row.policy, row.policy.prefix_exact
+    assert exact(7, prompt=8, max_length=30)
+    in_prompt_only = policy.parallel == "prompts"
+    assert exact(29, prompt=8, max_length=30) != in_prompt_only
+    assert exact(8, prompt=8, max_length=30) != policy.shrinks or policy.kept_whole(30) >= 8
+    chex.assert_equal(policy.appends, type(getattr(policy, "over", policy)).name == "Vanilla")

@@ -1,0 +1,118 @@
+"""Mistakes in cached prefixes: what is exact, what is shared, and what is given up."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/generation/"
+PREFIXES = "tests/generation/test_prefixes.py"
+RANDOM = f"{PREFIXES}::test_random_trees_of_prompts_in_small_pools"
+LAW = "tests/laws/test_prefixes.py"
+PAGES = "tests/cache/test_pages.py"
+HOST = "tests/cache/test_host_pages.py"
+
+MUTANTS = [
+    Mutant(
+        "prefixes: what was cut at the end of a prompt is exact",
+        "dms_jax/policies/base.py",
+        "return (seen == prompt and not self.shrinks) or",
+        "return seen == prompt or",
+        (f"{LAW}::test_what_is_exact",),
+    ),
+    Mutant(
+        "prefixes: an answer that was read in another way is exact",
+        "dms_jax/policies/base.py",
+        'if self.parallel != "prompts" or seen < prompt:',
+        "if not self.shrinks or seen < prompt:",
+        (f"{LAW}::test_what_is_exact",),
+    ),
+    Mutant(
+        "prefixes: a sequence that overwrites has the pages of its prefix",
+        FOLDER + "prefixes.py",
+        "self._runner.copy_pages(state.pages, allocator.pages_of(lane, state.lengths))",
+        "allocator.table[:, lane] = allocator.no_page, allocator.give(lane, counts, state.pages)",
+        (RANDOM,),
+    ),
+    Mutant(
+        "prefixes: a copy is not of what the lane holds",
+        FOLDER + "prefixes.py",
+        "            self._runner.copy_pages(pages, own)\n",
+        "",
+        (f"{PREFIXES}::test_questions_on_one_document_read_it_once",),
+    ),
+    Mutant(
+        "prefixes: the policy's state is not put back",
+        FOLDER + "programs.py",
+        "row_state=jax.tree.map(lambda x, new: x.at[:, lane].set(new), cache.row_state, rows),",
+        "row_state=cache.row_state,",
+        (f"{PREFIXES}::test_questions_on_one_document_read_it_once",),
+    ),
+    Mutant(
+        "prefixes: a prompt whose copies draw from its hidden state reads nothing",
+        FOLDER + "prefixes.py",
+        "if len(request.generated) > 1 and",
+        "if request.generated and",
+        (RANDOM,),
+    ),
+    Mutant(
+        "prefixes: nobody waits for a prefix that is read",
+        FOLDER + "prefixes.py",
+        "return coming >= (found[1] if found else 0) + self._runner.page_size",
+        "return False",
+        (f"{PREFIXES}::test_later_requests_pass_those_that_wait_for_a_prefix",),
+    ),
+    Mutant(
+        "prefixes: what is used stays the least recently used",
+        FOLDER + "prefixes.py",
+        "        self._on_device.move_to_end(state)\n",
+        "        pass\n",
+        (f"{PREFIXES}::test_the_least_recently_used_prefix_goes_first",),
+    ),
+    Mutant(
+        "prefixes: pages of prefixes make requests wait",
+        "dms_jax/cache/pages.py",
+        "need <= len(free) or need <= len(free) + self._reclaimable(number)",
+        "need <= len(free)",
+        (f"{PAGES}::test_pages_of_prefixes_alone_count_as_free_and_are_reclaimed",),
+    ),
+    Mutant(
+        "prefixes: a page that another sequence shares is freed with the first",
+        "dms_jax/cache/pages.py",
+        "        self._rows[0, pages.ravel()] += 1\n",
+        "        self._rows[0, pages.ravel()] = 1\n",
+        (f"{PAGES}::test_a_page_is_free_when_its_last_row_and_prefix_are_gone",),
+    ),
+    Mutant(
+        "prefixes: a page that changed counts as copied to the host",
+        "dms_jax/cache/host_pages.py",
+        "        self._host_of[pages] = NO_PAGE\n",
+        "",
+        (f"{HOST}::test_a_page_of_the_device_that_changes_is_another",),
+    ),
+    Mutant(
+        "prefixes: the host has no bound",
+        FOLDER + "prefixes.py",
+        "num_pages = self._host_bytes // self._runner.page_bytes",
+        "num_pages = 2 * self._host_bytes // self._runner.page_bytes",
+        (f"{PREFIXES}::test_the_host_has_its_bound_too",),
+    ),
+    Mutant(
+        "prefixes: a longest length is not part of the key",
+        FOLDER + "prefixes.py",
+        "self._trees.setdefault(max_length if by_length else None, PrefixTree())",
+        "self._trees.setdefault(by_length, PrefixTree())",
+        (f"{PREFIXES}::test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes",),
+    ),
+    Mutant(
+        "prefixes: a session holds all of its states",
+        FOLDER + "prefixes.py",
+        "if not start or (state.ended and not behind_answer):",
+        "if start:",
+        (f"{PREFIXES}::test_a_session_holds_its_last_state",),
+    ),
+    Mutant(
+        "prefixes: the end of an answer replaces that of a prompt whatever the next one continues",
+        FOLDER + "prefixes.py",
+        "if not start or (state.ended and not behind_answer):",
+        "if not start:",
+        (f"{PREFIXES}::test_a_session_holds_its_last_state",),
+    ),
+]
