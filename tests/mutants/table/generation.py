@@ -227,8 +227,8 @@ MUTANTS = [
     Mutant(
         "generation: copies of a sequence lack what is kept per page",
         FOLDER + "programs.py",
-        "page_state=jax.tree.map(copy, cache.page_state),",
-        "page_state=cache.page_state,",
+        "jax.tree.map(copy, (cache.pool, cache.page_state))",
+        "jax.tree.map(copy, cache.pool), cache.page_state",
         (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[quest]",),
     ),
     Mutant(
