@@ -24,7 +24,7 @@ VARIATIONS ?= --reseed=1 --reseed=2 --compiler=optimized --compiler=new-emitter 
   --compiler=avx2 --cores=1,--compiler=one-thread
 
 .PHONY: help demo docs notebooks check quick test nightly costs release mutants steady wheel \
-  gpu-compiler newest lint format lock install clean
+  gpu-compiler clients newest lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
@@ -59,6 +59,7 @@ test: $(STAMP)
 
 nightly: $(STAMP)
 	-@$(MAKE) --no-print-directory gpu-compiler
+	-@$(MAKE) --no-print-directory clients
 	@$(RUN) -m tests.nightly --workers $(WORKERS) --shards $(SHARDS) $(if $(SHARD),--shard $(SHARD))
 
 costs: $(STAMP)
@@ -87,6 +88,16 @@ gpu-compiler: .gpu_compiler/installed
 	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet --no-deps --upgrade \
 	  --target $(@D) $$($(RUN) -c \
 	  'import jax; print(*(f"jax-cuda13-{part}=={jax.__version__}" for part in ("pjrt", "plugin")))')
+	touch $@
+
+clients: .clients/installed
+
+# The clients that tests/serving/test_clients.py runs against the server.
+.clients/installed: Makefile | $(STAMP)
+	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet \
+	  --target $(@D)/python openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0
+	mkdir -p $(@D)/node
+	cd $(@D)/node && npm install --silent --no-audit --no-fund openai@6.49.0
 	touch $@
 
 newest: $(STAMP)
@@ -121,4 +132,4 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .gpu_compiler .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .gpu_compiler .clients .jax_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Executables on disk: a new process runs them untraced, and none that others may have written."""
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import os
@@ -20,11 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import dms_jax
 from dms_jax import compilation, executables
-from dms_jax.generation import Engine, precompile, programs
+from dms_jax.generation import Engine, Grammar, precompile, programs
 from dms_jax.generation.programs import Program
 from dms_jax.generation.sampling import Sampling
 from tests.generation.support import model_for
 from tests.support.compilations import Compilations
+from tests.support.instances import further
 
 FILLED = np.full((1, 3), 7.0, np.float32)
 LANES = np.array([1], np.int32)
@@ -313,10 +315,11 @@ def test_programs_whose_source_is_unknown_are_not_kept(kept):
 
 
 def calls_of(engine: Engine):
-    """Returns the program of steps, and one of prompts, with their arguments."""
+    """Returns programs of steps and one of prompts, with their arguments."""
     calls = precompile._Calls(engine.runner, Sampling(temperature=0.5, top_k=3).filter)
     shape = next(iter(engine.shapes.one_pass.every(64)))[0]
-    return calls.decode(4, 8, (2,)), calls.extend(shape, 4)
+    masked = calls.steps(4, 8, (2,), masked=True)
+    return *calls.steps(4, 8, (2,)), *masked, calls.extend(shape, 4)
 
 
 POLICIES = {
@@ -366,10 +369,13 @@ def test_keys_are_those_of_another_process(kept):
     assert done.stdout.split() == own
 
 
+@pytest.mark.parametrize("grammar", [None, *further("[a-z ]{1,40}")], ids=["free", "grammar"])
 @pytest.mark.parametrize(
     "mesh", [None, pytest.param((2, 2), marks=pytest.mark.nightly)], ids=["device", "mesh"]
 )
-def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatch, mesh):
+def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatch, mesh, grammar):
+    held = None if grammar is None else Grammar.regex(grammar)
+    sampling = dataclasses.replace(SHORT, grammar=held)
     place = None if mesh is None else dms_jax.make_mesh(*mesh)
     model = dms_jax.load(STORIES, mesh=place)
     policy = dms_jax.TOVA(budget=24)
@@ -382,11 +388,12 @@ def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatc
         programs.make_cache.cache_clear()
         with compilation.watched() as made:
             engine = Engine(model, policy, num_lanes=6, max_tokens=112, page_size=8)
-            completions = engine.generate(prompts, sampling=SHORT)
+            completions = engine.generate(prompts, sampling=sampling)
         answers.append([each.tokens for each in completions])
         read.append(made.read)
     assert read[0] == 0
-    assert read[1] >= len([*kept.iterdir()]) >= 5  # on a mesh jax keeps some of its own
+    # On a mesh jax keeps some of its own. With a grammar its programs are new to this process.
+    assert read[1] >= len([*kept.iterdir()]) >= (5 if grammar is None else 3)
     assert answers[0] == answers[1]
 
 

@@ -238,6 +238,29 @@ class Tokenizer:
             **variables,
         )
 
+    def with_shown(self, texts: Iterable[str]) -> "Tokenizer":
+        """Return a tokenizer that decodes these special tokens as any others.
+
+        A model writes some of them to be read, such as those before what it calls.
+        """
+        vocabulary, wanted = json.loads(self.backend.to_str()), set(texts)
+        hidden = [each for each in vocabulary["added_tokens"] if each["special"]]
+        shown = [each for each in hidden if each["content"] in wanted]
+        if not shown:
+            return self
+        for token in shown:
+            token["special"] = False
+        backend = tokenizers.Tokenizer.from_str(json.dumps(vocabulary))
+        backend.encode_special_tokens = self.backend.encode_special_tokens
+        found = Tokenizer(
+            backend,
+            special_tokens=self.special_tokens,
+            chat_template=self.chat_template,
+            extra=self._extra,
+        )
+        found.template_variables = dict(self.template_variables)
+        return found
+
     def save(self, directory: str | pathlib.Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` into an existing directory.
 

@@ -18,7 +18,7 @@ from dms_jax.errors import ConfigError
 COMMANDS = {
     "generate": "complete prompts from a small cache, as they are written",
     "chat": "talk with a model whose turns share one small cache",
-    "serve": "answer requests over HTTP as OpenAI's API does, many at a time",
+    "serve": "answer requests over HTTP as OpenAI's and Anthropic's APIs do",
     "retrofit": "train a checkpoint to run with a small cache",
     "plan": "what a retrofit takes on a machine, before it is paid for",
     "evaluate": "let a model answer the problems of a task, and score the answers",

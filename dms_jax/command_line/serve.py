@@ -1,14 +1,15 @@
-r"""Answer requests over HTTP as OpenAI's API does, many at a time from one small cache.
+r"""Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a time.
 
     dms-jax serve
     dms-jax serve --model path/to/model --policy TOVA --options budget=1024
     dms-jax serve --model nvidia/Qwen3-8B-DMS-8x --lanes 64 --memory-gb 40 \
         --host 0.0.0.0 --port 8000
 
-Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions, streamed
-or whole. Requests join those that run. The sampling options are the defaults of requests that give
-none. /metrics is for Prometheus, /health for what starts and stops the server. Needs the extra
-`serve` (pip install 'dms-jax[serve]').
+Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions and
+responses, streamed or whole, with tools; clients of Anthropic's API at http://HOST:PORT. Requests
+join those that run. The sampling options are the defaults of requests that give none. /metrics is
+for Prometheus, /health for what starts and stops the server. Needs the extra `serve`
+(pip install 'dms-jax[serve]').
 
 Where others reach the server, give it a key: --api-key FILE or the variable DMS_JAX_API_KEY. It
 answers to localhost, to IP addresses and to --allowed-hosts. Web pages of other servers may use it
@@ -25,7 +26,7 @@ import pathlib
 import socket
 import time
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 
@@ -36,6 +37,8 @@ from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.options import read_bytes
 from dms_jax.serving import Service
 from dms_jax.serving.access import Access, is_loopback, is_name, read_keys
+from dms_jax.serving.call_formats import format_of
+from dms_jax.serving.chats import template_text, with_shown_markers
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.server import Server, take_address
 
@@ -45,7 +48,7 @@ SequenceTokens = Annotated[int, Range(2)]  # one of a prompt, and one of its ans
 
 @dataclasses.dataclass(frozen=True)
 class Config(Generating):
-    """Answer requests over HTTP as OpenAI's API does, many at a time from one small cache."""
+    """Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a time."""
 
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 for every one of this machine."""
@@ -53,6 +56,8 @@ class Config(Generating):
     """Port to listen at; 0 takes one that is free."""
     name: str | None = None
     """Name of the model in requests; the last part of --model unless given."""
+    tool_calls: Literal["hermes", "qwen3-coder", "llama3", "mistral", "mistral-args"] | None = None
+    """How the model writes calls of tools; its chat template or its name tells unless given."""
     lanes: int = 8
     """Most answers that are generated at a time."""
     max_tokens: int | None = None
@@ -106,8 +111,9 @@ def main(config: Config) -> None:
         service.start()
         try:
             service.smoke_test()
-            name = config.name or pathlib.PurePath(config.model).name
-            served = ServedModel.of(service, name, sampling, config.seed, access)
+            name = name_of(config)
+            calls = call_format_of(config, service.engine.model)
+            served = ServedModel.of(service, name, sampling, config.seed, access, calls)
             host, port = taken.getsockname()[:2]
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
             console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
@@ -145,4 +151,18 @@ def make_service(config: Config) -> Service:
         prefix_cache=read_bytes("--prefix-cache", config.prefix_cache),
     )
     limits |= config.cache()
-    return Service(config.load(), policy, **limits)
+    model = config.load()
+    model = with_shown_markers(model, call_format_of(config, model))
+    return Service(model, policy, **limits)
+
+
+def name_of(config: Config) -> str:
+    """Returns the name of the model in requests."""
+    return config.name or pathlib.PurePath(config.model).name
+
+
+def call_format_of(config: Config, model: dms_jax.LanguageModel) -> str | None:
+    """Returns the name of the form in which the model writes calls; None if it is not known."""
+    if config.tool_calls is not None or model.tokenizer is None:
+        return config.tool_calls
+    return format_of(template_text(model.tokenizer.chat_template), name_of(config))

@@ -4,6 +4,7 @@ from dms_jax.devices import Device
 from dms_jax.generation.api import Generation, Score, generate, score
 from dms_jax.generation.conversation import Conversation
 from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions
+from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.memory import Estimate, estimate
 from dms_jax.generation.requests import Completion, Update
 from dms_jax.generation.sampling import Sampling
@@ -17,6 +18,7 @@ __all__ = [
     "EngineOptions",
     "Estimate",
     "Generation",
+    "Grammar",
     "Sampling",
     "Score",
     "Update",

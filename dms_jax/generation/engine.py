@@ -46,6 +46,7 @@ from dms_jax.checks import (
     show_options,
 )
 from dms_jax.errors import ConfigError
+from dms_jax.generation.grammar import make_matchers
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.memory import pool_pages
 from dms_jax.generation.precompile import compile_all, compile_first
@@ -207,6 +208,7 @@ class Call:
 
     def __init__(self, engine: "Engine", source: Source):
         self.source, self.runner, self._given = source, engine.runner, source.given
+        self._model = engine.model
         self.overlap = Overlap.of(source, engine.policy, engine.chunk)
         self.runner.prefixes.closed = source.incoming is None
         end_tokens = () if source.given else engine.end_tokens
@@ -282,6 +284,7 @@ class Call:
             self._notifier.notify()
             self.in_flight.collect_steps()  # what answers that a stop string ended had launched
         came = None if incoming is None else incoming(idle)
+        make_matchers(self._model, came or ())  # unless whoever sends them has
         scheduler.accept(came or ())
         return came is not None or bool(scheduler.waiting or scheduler.running)
 
@@ -498,7 +501,7 @@ class Engine:
         Raises:
           BusyError: it is serving another call, in another thread or further up the stack.
           CapacityError: a request does not fit; see `check_room` for what is refused at the start.
-          ConfigError: there are stop strings but no tokenizer.
+          ConfigError: there are stop strings but no tokenizer, or the grammar is not served.
         """
         with self.open(source) as call:
             while call.step():
@@ -517,6 +520,7 @@ class Engine:
         compilation.check_process()
         requests, sampling = list(source.requests), source.sampling
         check_stop(self.model, sampling)
+        make_matchers(self.model, requests)
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests)

@@ -6,12 +6,14 @@ collects the results of each while the next one runs.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from dms_jax.generation.grammar import GrammarError, TokenMasks
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
@@ -49,6 +51,7 @@ class InFlight:
 
     def __post_init__(self):
         self.last_tokens = np.zeros(self.runner.num_lanes, np.int32)
+        self._masks = TokenMasks(self.runner.num_lanes, self.runner.model.config.vocab_size)
 
     def collect_prompts(self) -> None:
         """Waits for prompts and first tokens, and records them in order.
@@ -82,9 +85,17 @@ class InFlight:
           running: lane -> its request.
           seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
-          num_steps: number of steps, in programs of `steps_a_program`.
+          num_steps: number of steps, in programs of `steps_a_program`; of a single step if a
+            request has a grammar.
+
+        Raises:
+          NotNumbersError, GrammarError: a request with a grammar cannot go on.
         """
         size, remaining = self.steps_a_program(num_steps), self.remaining(running)
+        if any(each.matcher is not None and remaining[lane] for lane, each in running.items()):
+            assert rule is not None, "answers that are given have no grammar"
+            self._launch_masked_steps(running, remaining, seeds, rule, num_steps)
+            return
         for _ in range(0, num_steps, size):
             if not remaining.any():  # at once where first tokens were all that was asked for
                 return
@@ -99,6 +110,36 @@ class InFlight:
             self.programs.append((program, dict(running)))
             self.last_tokens = program.newest
             remaining = np.maximum(remaining - size, 0)
+
+    def _launch_masked_steps(
+        self,
+        running: Mapping[int, Request],
+        remaining: Int[np.ndarray, " B"],
+        seeds: UInt32[np.ndarray, "B 2"],
+        rule: Filter,
+        num_steps: int,
+    ) -> None:
+        if self.runner.host is not None:  # KCache's values are written between programs
+            num_steps = 1
+        for _ in range(num_steps):
+            if not remaining.any():
+                return
+            bound = {lane: each for lane, each in running.items() if each.matcher is not None}
+            bound = {lane: each for lane, each in bound.items() if remaining[lane]}
+            make_masks = functools.partial(
+                self._masks.after, bound, end_tokens=frozenset(self.end_tokens)
+            )
+            try:
+                program = self.runner.decode_masked(
+                    self.last_tokens, remaining, seeds, rule, make_masks, end_tokens=self.end_tokens
+                )
+            except GrammarError:  # or what was drawn from logits that are not numbers
+                self.collect_prompts()
+                self.collect_steps()
+                raise
+            self.programs.append((program, dict(running)))
+            self.last_tokens = program.newest
+            remaining = np.maximum(remaining - 1, 0)
 
     def steps_a_program(self, num_steps: int) -> int:
         """Returns the steps of each program of a chunk of so many."""
@@ -167,10 +208,16 @@ class InFlight:
             last_tokens = np.array(self.last_tokens)  # waits for the steps that run on
             last_tokens[continued] = [running[lane].generated[-1] for lane in continued]
             self.last_tokens = last_tokens
+        bound = {lane: each for lane in source_of if (each := running[lane].matcher) is not None}
+        for lane, matcher in bound.items():  # it may have read tokens that were lost
+            matcher.restart(running[lane].generated[:-1])
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
             return
         chosen = rule or given_tokens(running, self.remaining(running), 1)
+        begun = {lane: matcher for lane, matcher in bound.items() if lane in fresh}
+        if isinstance(chosen, Filter) and begun:
+            chosen = dataclasses.replace(chosen, allowed=self._masks.next(begun))
         self.last_tokens, drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, chosen)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 

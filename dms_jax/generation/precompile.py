@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from dms_jax import compilation
-from dms_jax.generation import programs
+from dms_jax.generation import grammar, programs
 from dms_jax.generation.prefill import (
     PromptShapes,
     Shape,
@@ -88,7 +88,8 @@ def compile_first(
     drawn = any(not each.generated for each in requests)
     steps = any(each.remaining > (not each.generated) for each in requests)
     form = jax.tree.structure(rule)
-    key = (form, drawn, steps, num_steps, end_tokens, pages, pages_of_steps, *batches)
+    masked = any(each.sampling.grammar is not None for each in requests)
+    key = (form, masked, drawn, steps, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:
         return
     compiled.add(key)
@@ -97,9 +98,9 @@ def compile_first(
         runner,
         (
             # Steps take the compiler longest: it begins with them, while prompts are traced.
-            *([calls.decode(pages_of_steps, num_steps, end_tokens)] if steps else []),
+            *(calls.steps(pages_of_steps, num_steps, end_tokens, masked=masked) if steps else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
-            *([calls.first_tokens()] if drawn else []),
+            *([calls.first_tokens(masked=masked)] if drawn else []),
             *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
             *(calls.copy_lanes() if len(unique) < min(len(requests), num_lanes) else []),
             *calls.set_max_lengths(),
@@ -144,10 +145,12 @@ def compile_all(
         for shape, ends in every
         for pages in runner.reservation.table_widths()
     ]
-    steps = [
-        calls.decode(pages, num_steps, end_tokens)
-        for pages in runner.reservation.table_widths(steps=True)
-    ]
+    widths = runner.reservation.table_widths(steps=True)
+    steps = [each for pages in widths for each in calls.steps(pages, num_steps, end_tokens)]
+    if grammar.is_served(runner.model):
+        for pages in widths:
+            steps += calls.steps(pages, num_steps, end_tokens, masked=True)
+        steps.append(calls.first_tokens(masked=True))
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
@@ -162,7 +165,10 @@ class _Calls:
     runner: Runner
     rule: Filter | None
 
-    def _rule(self, count: int) -> Filter | Given:
+    def _rule(self, count: int, masked: bool = False) -> Filter | Given:
+        if masked and self.rule is not None:
+            masks = grammar.TokenMasks(self.runner.num_lanes, self.runner.model.config.vocab_size)
+            return dataclasses.replace(self.rule, allowed=masks.everything())
         return self.rule or Given(np.zeros((count, self.runner.num_lanes), np.int32))
 
     @property
@@ -189,15 +195,24 @@ class _Calls:
         given = (table, rows, tokens, counts, cut, self.runner.traced_policy)
         return programs.extend, (*self.runner.cached, *given, shape.one_pass, shape.places)
 
-    def decode(self, pages: int, num_steps: int, end_tokens: tuple[int, ...]) -> _Call:
+    def steps(
+        self, pages: int, num_steps: int, end_tokens: tuple[int, ...], *, masked: bool = False
+    ) -> list[_Call]:
         lanes, table = self._lanes, self._table(len(self._lanes), pages)
-        tokens = self.runner.everywhere(lanes)
-        settings = (self.runner.traced_policy, self._rule(num_steps), num_steps, end_tokens)
-        return programs.decode, (*self.runner.cached, table, tokens, lanes, self._seeds, *settings)
+        tokens, policy = self.runner.everywhere(lanes), self.runner.traced_policy
+        before = *self.runner.cached, table, tokens, lanes
+        if not masked:
+            settings = (policy, self._rule(num_steps), num_steps, end_tokens)
+            return [(programs.decode, (*before, self._seeds, *settings))]
+        given = *before, policy, end_tokens
+        shapes = jax.eval_shape(programs.advance.jitted, *given)[1]
+        step = jax.tree.map(lambda x: self.runner.everywhere(np.zeros(x.shape, x.dtype)), shapes)
+        drawn = (self.runner.model.transformer, step, tokens, self._seeds, self._rule(1, masked))
+        return [(programs.advance, given), (programs.draw, drawn)]
 
-    def first_tokens(self) -> _Call:
+    def first_tokens(self, *, masked: bool = False) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
-        given = (self._seeds, lanes, self._rule(1), fresh, self.runner.everywhere(lanes))
+        given = (self._seeds, lanes, self._rule(1, masked), fresh, self.runner.everywhere(lanes))
         return programs.first_tokens, (
             self.runner.model.transformer,
             self.runner.hidden,

@@ -1,5 +1,8 @@
 """The compiled programs of generation: prefill, first tokens, decode, copies of lanes.
 
+A chunk of decode steps is one program, `decode`. Where grammars say which tokens may be drawn,
+each step is two, `advance` and `draw` (`grammar`).
+
 Each takes the cache as a donated argument and returns it. The page table is passed from the host,
 is read-only inside, and is not part of the cache between programs. `Program` holds the compiler
 options of each platform; `Packed` makes the results of a program one transfer to the host.
@@ -554,15 +557,7 @@ def decode(
     def step(carry, given):
         cache, tokens, remaining = carry
         active = remaining > 0
-        passed = transformer.cached(
-            tokens[:, None],
-            active.astype(jnp.int32),
-            cache,
-            policy,
-            one_pass=False,
-            host=host,
-            block=block,
-        )
+        passed = _read_newest(transformer, cache, host, tokens, active, policy, block)
         with jax.named_scope("sample"):
             logits = transformer.unembed(passed.hidden[:, 0])
             drawn = _next_tokens(logits, keys, passed.cache.seen, rule, given)
@@ -587,6 +582,97 @@ def decode(
     cache, tail = detach_tail(cache)
     steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
     return dataclasses.replace(cache, page_table=table_before), steps, newest, tail
+
+
+def _read_newest(
+    transformer: Transformer,
+    cache: Cache,
+    host: HostRows | None,
+    tokens: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    policy: Policy,
+    block: int,
+) -> Any:
+    """Runs the newest token of each active lane through the layers, and into the cache."""
+    return transformer.cached(
+        tokens[:, None],
+        active.astype(jnp.int32),
+        cache,
+        policy,
+        one_pass=False,
+        host=host,
+        block=block,
+    )
+
+
+@struct.dataclass
+class Advance:
+    """A decode step before its tokens are drawn."""
+
+    hidden: Any  # [B, E]
+    positions: Any  # Int[B], of the tokens to draw
+    active: Any  # Bool[B], the lanes that take part
+    live: Any  # Int[B]
+    reads: Any  # Int[B]
+    lengths: Any  # Int[L, B, K]
+
+
+@functools.partial(
+    Program,
+    gpu_options=GPU_STEP_OPTIONS,
+    on_gpu=ON_GPU_STEP,
+    donate_argnums=1,
+    static_argnums=(7,),
+)
+def advance(
+    transformer: Transformer,
+    cache: Cache,
+    host: HostRows | None,
+    page_table: Int[Array, "L B K M"],
+    tokens: Int[Array, " B"],
+    remaining: Int[Array, " B"],
+    policy: Policy,
+    end_tokens: tuple[int, ...],
+    *,
+    block: int = 1,
+) -> tuple[Cache, Advance, Tail | None]:
+    """Runs a decode step up to its draw, for which masks are computed meanwhile; see `draw`."""
+    active = (remaining > 0) & ~_ends(tokens, end_tokens)
+    table_before = cache.page_table
+    cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, 1)
+    passed = _read_newest(transformer, cache, host, tokens, active, policy, block)
+    cache, tail = detach_tail(passed.cache)
+    step = Advance(
+        hidden=passed.hidden[:, 0],
+        positions=cache.seen,
+        active=active,
+        live=passed.live[:, 0],
+        reads=passed.reads[:, 0],
+        lengths=cache.lengths,
+    )
+    cache = dataclasses.replace(cache, page_table=table_before)
+    if sharding.has_mesh():  # every device has the step, and the cache stays as it is split
+        specs = cache_specs(cache, transformer.config.num_kv_heads)
+        cache = jax.lax.with_sharding_constraint(cache, specs)
+        step = jax.tree.map(lambda x: sharding.constrain(x, *[None] * x.ndim), step)
+    return cache, step, tail
+
+
+@Program
+def draw(
+    transformer: Transformer,
+    step: Advance,
+    tokens: Int[Array, " B"],
+    seeds: UInt32[Array, "B 2"],
+    rule: Filter,
+) -> tuple[Packed, Int[Array, " B"]]:
+    """Draws the tokens of a step; returns the `Steps` of one, and the newest token of each lane."""
+    logits = transformer.unembed(step.hidden)
+    drawn = _next_tokens(logits, request_keys(seeds), step.positions, rule, None)
+    new = jnp.where(step.active, drawn.tokens, tokens)
+    one = dataclasses.replace(drawn, tokens=new, ran=step.active, live=step.live, reads=step.reads)
+    one = jax.tree.map(lambda x: x[None], one)
+    return Packed.of(dataclasses.replace(one, lengths=step.lengths)), new
 
 
 @functools.partial(Program, donate_argnums=0, static_argnums=(3,))

@@ -21,6 +21,7 @@ from dms_jax.checkpoint.messages import read_messages
 from dms_jax.checks import check, is_whole, show
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, ConfigError, DataError, TooLongError
+from dms_jax.generation.grammar import Matcher
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import PACKAGE, LanguageModel, check_tokens
 
@@ -94,6 +95,7 @@ class Request:
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
       state: where it is.
       given: the whole answer, if it is given and only scored, not drawn.
+      matcher: follows the answer through the grammar of its sampling, if that has one.
       generated: token ids of the answer so far; the last one is not in the cache yet.
       logprobs: the log-probability of each of them, if that was asked for.
       greedy: whether each token of a given answer was the likeliest.
@@ -119,6 +121,7 @@ class Request:
     seen: int = 0
     base: int | None = None
     given: list[int] | None = None
+    matcher: Matcher | None = None
     state: State = State.WAITING
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)

@@ -17,7 +17,7 @@ prefilled one by one. Pages are copied as they are, because policies overwrite s
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -428,6 +428,47 @@ class Runner:
                 *cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
+        return self._launched(steps, newest, most, end_tokens, tail, table)
+
+    def decode_masked(
+        self,
+        tokens: Int[np.ndarray | jax.Array, " B"],
+        remaining: Int[np.ndarray, " B"],
+        seeds: UInt32[np.ndarray, "B 2"],
+        rule: Filter,
+        make_masks: Callable[[Int[np.ndarray, " B"]], Int[np.ndarray, "B words"]],
+        *,
+        end_tokens: tuple[int, ...],
+    ) -> StepsInFlight:
+        """Launches one decode step whose tokens are drawn from those that masks allow.
+
+        Args:
+          tokens, remaining, seeds, rule, end_tokens: as in `decode`.
+          make_masks: called with the newest tokens while the layers run; see `Filter.allowed`.
+        """
+        cached, everywhere = self.cached, self.everywhere(tokens)
+        table = self.reservation.table(steps=True).copy()  # pages are released while it runs
+        given = table, everywhere, remaining.astype(np.int32)
+        with use_mesh(self.model.mesh):
+            self.cache, step, tail = programs.advance(
+                *cached, *given, self.traced_policy, end_tokens
+            )
+            masked = dataclasses.replace(rule, allowed=make_masks(np.asarray(tokens)))
+            steps, newest = programs.draw(self.model.transformer, step, everywhere, seeds, masked)
+        newest.copy_to_host_async()  # the next masks wait for it
+        most = np.minimum(remaining, 1).astype(np.int64)
+        return self._launched(steps, newest, most, end_tokens, tail, table)
+
+    def _launched(
+        self,
+        steps: Packed,
+        newest: Array,
+        most: Int[np.ndarray, " B"],
+        end_tokens: tuple[int, ...],
+        tail: Tail | None,
+        table: Int[np.ndarray, "L B K M"],
+    ) -> StepsInFlight:
+        """Counts steps that were launched; see `StepsInFlight`."""
         self.reservation.add_steps(most)
         epochs = self.reservation.epochs
         return StepsInFlight(steps, newest, most, end_tokens, tail, table, epochs)

@@ -36,6 +36,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from dms_jax import sharding
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
+from dms_jax.generation.grammar import BITS, Grammar
 from dms_jax.ranking import least_kept, sums_of_some
 
 # The smallest normal number. A device may flush smaller ones to zero, among them the inverse that
@@ -75,6 +76,8 @@ class Filter:
       searched: Bool[B], lanes whose tokens are searched for, likewise.
       switches: which filters are on.
       logprobs: whether programs return log-probabilities.
+      allowed: Int[B, words], the tokens that grammars allow, a bit each (`grammar.TokenMasks`);
+        None if no lane has a grammar.
     """
 
     temperature: Any
@@ -85,6 +88,7 @@ class Filter:
     searched: Any
     switches: Switches = struct.field(pytree_node=False)
     logprobs: bool = struct.field(pytree_node=False)
+    allowed: Any = None
 
 
 @struct.dataclass
@@ -114,8 +118,10 @@ class Sampling(Options):
         its positions, and how many equal prompts come before it in the call (so that copies of a
         prompt become different chains), not on the rest of the batch. The answer can depend on it
         through rounding, in bfloat16 and on a GPU: the module docstring says how often.
-      logprobs: return the model's log-probability of each new token (before temperature and
-        filters).
+      logprobs: return the model's log-probability of each new token (before temperature, filters
+        and grammar).
+      grammar: what the answer must match (`dms_jax.generation.grammar`); tokens that it does not
+        allow are left out before the other filters.
     """
 
     temperature: Annotated[Number, Range(0), "0 is greedy"] = 1.0
@@ -126,6 +132,7 @@ class Sampling(Options):
     stop: Sequence[str] | str = ()
     seed: Seed | Sequence[Seed] = 0
     logprobs: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -257,16 +264,26 @@ def sample(
       The tokens, and their log-probabilities under the unfiltered distribution.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    allowed = logits if rule.allowed is None else keep_allowed(logits, rule.allowed)
     if rule.switches.greedy:
-        tokens = jnp.argmax(logits, -1)
+        tokens = jnp.argmax(allowed, -1)
     else:
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
-        tokens = draw_kept(Scaled.of(logits, rule.temperature), keys, rule)
+        tokens = draw_kept(Scaled.of(allowed, rule.temperature), keys, rule)
         if rule.greedy is not None:
-            tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)
+            tokens = jnp.where(rule.greedy, jnp.argmax(allowed, -1), tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs
+
+
+def keep_allowed(
+    logits: Float[Array, "B V"], allowed: Int[Array, "B words"]
+) -> Float[Array, "B V"]:
+    """Sets the logits of tokens without a bit to -inf; see `Filter.allowed`."""
+    bits = (allowed[..., None] >> jnp.arange(BITS)) & 1
+    bits = bits.reshape(len(logits), -1)[:, : logits.shape[-1]]
+    return jnp.where(bits == 1, logits, -jnp.inf)
 
 
 def look_up(

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over one engine: `dms-jax serve`.
+"""A server with the APIs of OpenAI and Anthropic over one engine: `dms-jax serve`.
 
 The processes and threads of a server, and the way of a request (1 to 9):
 
@@ -15,7 +15,7 @@ The processes and threads of a server, and the way of a request (1 to 9):
                                                       6 _notify: new tokens, as a Delta
                                                     send thread (rpc.EngineServer)
         EngineClient   8 listener  <-- socket --      7 Deltas: those of a chunk, one message
-        protocol.py    9 JSON, events
+        a Formatter    9 JSON, events
     thread pool: parses small bodies
        |
        | socket
@@ -42,7 +42,19 @@ thread `Service.cancel`, and the engine thread hands it over at the next poll.
     app.py             the endpoints, what each error is to a client, metrics
     access.py          API keys, hosts, web pages
     parsing.py         bodies are parsed, in a thread or in a worker
-    protocol.py        the JSON of requests and of answers
+
+Each API is one file that translates in and out. What they share is beside it, once:
+
+    apis.py            the addresses, and the file of each
+    chat_api.py  completions_api.py  responses_api.py  messages_api.py  tokens_api.py
+    fields.py          fields that are served, refused, or left out
+    requests.py        Asked, what a request asks for -> GenerationRequest, with its grammar
+    chats.py           a conversation and its tools -> a prompt, by the chat template
+    tools.py           the tools of a request
+    call_formats.py    how models write calls: to read, and as grammars
+    answers.py         the text of an answer -> what the model thinks, says and calls
+    formatting.py      Formatter, usage, events
+    refusals.py        RefusalError
 
 `Service` serves from Python too. The rest needs the extra `serve`.
 """

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from dms_jax.errors import ConfigError, plain
-from dms_jax.serving.protocol import RefusalError
+from dms_jax.serving.refusals import RefusalError
 
 KEY_VARIABLE = "DMS_JAX_API_KEY"
 OPEN = "/health"  # needs no key: what starts and stops the server has none
@@ -85,9 +85,12 @@ class Access:
                 status=403,
                 code="origin_not_allowed",
             )
-        if self.keys and path != OPEN and not self._has_key(headers.get("authorization", "")):
+        given = headers.get("authorization", "")
+        given = f"Bearer {headers['x-api-key']}" if "x-api-key" in headers else given
+        if self.keys and path != OPEN and not self._has_key(given):
             raise RefusalError(
-                "This server wants an API key: send the header Authorization: Bearer KEY.",
+                "This server wants an API key: send the header Authorization: Bearer KEY, or "
+                "x-api-key: KEY.",
                 status=401,
                 code="invalid_api_key",
             )

@@ -1,6 +1,7 @@
 """`make_app`: the endpoints of the server, as an ASGI application (Starlette), and its metrics.
 
-    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health   GET /metrics
+    POST    the addresses of `apis.APIS`
+    GET     /v1/models   /health   /metrics
 
 A request is parsed and submitted to the engine's process, whose deltas are queued for the coroutine
 that answers. When a client disconnects, its answers are cancelled before the next chunk, and their
@@ -13,7 +14,7 @@ import functools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -40,14 +41,10 @@ from dms_jax.errors import (
 from dms_jax.generation import Completion
 from dms_jax.generation.requests import FinishReason
 from dms_jax.serving.access import Access
+from dms_jax.serving.apis import APIS, openai_error
+from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.parsing import SMALL_BODY, Parser, RequestBody
-from dms_jax.serving.protocol import (
-    TOO_LONG,
-    RefusalError,
-    ResponseFormatter,
-    to_json,
-    unknown_model,
-)
+from dms_jax.serving.refusals import TOO_LONG, RefusalError, unknown_model
 from dms_jax.serving.rpc import EngineClient, ServedModel
 from dms_jax.serving.service import Delta, DrainingError, Snapshot
 
@@ -60,12 +57,11 @@ OUT_OF_MEMORY = (
     "The server ran out of device memory. This may not be caused by your request. Try again later; "
     "the server's log says more."
 )
-ENDPOINTS = (
-    "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
-)
+ENDPOINTS = f"POST {', '.join(APIS)}, and GET /v1/models, /health and /metrics"
 _CLIENT_CLOSED = 499  # for the metrics alone: the client has disconnected
 _FAILED = "failed"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_MOST_NAMES = 256  # of unknown fields, in the log
 
 _logger = logging.getLogger("dms_jax")
 
@@ -80,8 +76,7 @@ def make_app(engine: EngineClient, served: ServedModel, parser: Parser) -> Starl
     """
     api = _Api(engine, served, parser)
     routes = [
-        Route("/v1/chat/completions", functools.partial(api.complete, chat=True), methods=["POST"]),
-        Route("/v1/completions", functools.partial(api.complete, chat=False), methods=["POST"]),
+        *(Route(path, api.answer, methods=["POST"]) for path in APIS),
         Route("/v1/models", api.get_models),
         Route("/v1/models/{name:path}", api.get_model),
         Route("/health", api.get_health),
@@ -129,24 +124,28 @@ class _Api:
         self._seeds, self._bodies_bytes = random.Random(served.seed), 0
         self._metrics = Metrics()
         self._created = int(time.time())
+        self._unknown: set[str] = set()  # names of fields that the log has
 
-    async def complete(self, request: Request, *, chat: bool) -> Response:
-        """Answers with a chat or text completion, whole or as a stream."""
+    async def answer(self, request: Request) -> Response:
+        """Answers a body, whole or as a stream."""
         try:
-            response = await self._complete(request, chat=chat)
+            response = await self._answer(request)
         except Exception as error:
-            response = _error_response(error)
+            response = _error_response(error, APIS[request.url.path].error_body)
         self._metrics.count_request(request.url.path, response.status_code)
         return response
 
-    async def _complete(self, request: Request, *, chat: bool) -> Response:
+    async def _answer(self, request: Request) -> Response:
         start, served = time.monotonic(), self._served
         _check_content_type(request.headers.get("content-type"))
         seed = self._seeds.getrandbits(32)
         with self._body_counter() as count:
             data = await _receive_body(request, count)
-            body = RequestBody(data, chat, seed)
+            body = RequestBody(data, request.url.path, seed)
             parsed = await self._parser.parse(body, request.is_disconnected)
+        if isinstance(parsed, dict):
+            return JSONResponse(parsed)
+        self._tell_of_unknown(parsed.unknown)
         prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.choices)]
         deltas, begun = _DeltaQueue(len(prompts)), set()
 
@@ -162,12 +161,21 @@ class _Api:
                 self._metrics.count_answer(delta.completion, start)
 
         key = await self._engine.submit(prompts, parsed.sampling, listen)
-        formatter = ResponseFormatter(parsed, chat, served.name, served.tokenizer)
+        make_formatter = APIS[request.url.path].formatter
+        assert make_formatter is not None
+        formatter = make_formatter(parsed, served)
         cancel = functools.partial(self._engine.cancel, key)
         if parsed.stream:
             return _EventStream(deltas, formatter, cancel)
         async with _cancel_on_exit(request.receive, deltas, cancel):
             return await _whole_response(deltas, formatter)
+
+    def _tell_of_unknown(self, names: Iterable[str]) -> None:
+        """Warns once of each name of a field that was left out."""
+        new = sorted(set(names) - self._unknown)
+        for name in new[: max(_MOST_NAMES - len(self._unknown), 0)]:
+            self._unknown.add(name)
+            _logger.warning("Requests have %s, which this server leaves out.", plain(name))
 
     async def get_models(self, request: Request) -> Response:
         """Lists the one model."""
@@ -302,20 +310,19 @@ async def _receive_body(request: Request, count: Callable[[int], None]) -> bytes
     return b"".join(parts)
 
 
-async def _whole_response(deltas: _DeltaQueue, formatter: ResponseFormatter) -> Response:
-    choices: dict[int, list[Delta]] = {}
+async def _whole_response(deltas: _DeltaQueue, formatter: Formatter) -> Response:
+    answers: dict[int, Completion] = {}
     async for batch in deltas.batches():
         for delta in batch:
-            choices.setdefault(delta.choice, []).append(delta)
-    return JSONResponse(formatter.whole([choices[index] for index in sorted(choices)]))
+            if delta.completion is not None:
+                answers[delta.choice] = delta.completion
+    return JSONResponse(formatter.whole([answers[index] for index in sorted(answers)]))
 
 
 class _EventStream(StreamingResponse):
     """Streams answers as server-sent events, and cancels them when the stream ends."""
 
-    def __init__(
-        self, deltas: _DeltaQueue, formatter: ResponseFormatter, cancel: Callable[[], None]
-    ):
+    def __init__(self, deltas: _DeltaQueue, formatter: Formatter, cancel: Callable[[], None]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         events = _events(deltas, formatter)
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -326,26 +333,21 @@ class _EventStream(StreamingResponse):
             await self.stream_response(send)
 
 
-async def _events(deltas: _DeltaQueue, formatter: ResponseFormatter) -> AsyncIterator[str]:
+async def _events(deltas: _DeltaQueue, formatter: Formatter) -> AsyncIterator[str]:
     """Yields server-sent events; an error after the first of them is the last."""
     completions: list[Completion] = []
-    yield "".join(map(_event, formatter.opening()))
+    yield "".join(formatter.opening())
     try:
         async for batch in deltas.batches():
             completions += [each.completion for each in batch if each.completion is not None]
-            chunks = [chunk for each in batch if (chunk := formatter.chunk(each)) is not None]
-            if chunks:
-                yield "".join(map(_event, chunks))
+            if events := "".join(event for each in batch for event in formatter.events(each)):
+                yield events
     except ClientDisconnect:
         return
     except Exception as error:
-        yield _event(to_json(_as_refusal(error).body))
+        yield "".join(formatter.failure(_as_refusal(error)))
         return
-    yield "".join(map(_event, [*formatter.closing(completions), "[DONE]"]))
-
-
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+    yield "".join(formatter.closing(completions))
 
 
 @contextlib.asynccontextmanager
@@ -402,11 +404,13 @@ def _as_refusal(error: Exception) -> RefusalError:
     return RefusalError("The server failed on this request; its log says why.", status=500)
 
 
-def _error_response(error: Exception) -> Response:
+def _error_response(
+    error: Exception, body_of: Callable[[RefusalError], dict[str, Any]] = openai_error
+) -> Response:
     refusal = _as_refusal(error)
     seconds = refusal.retry_after
     headers = {} if seconds is None else {"Retry-After": str(seconds)}
-    return JSONResponse(refusal.body, refusal.status, headers)
+    return JSONResponse(body_of(refusal), refusal.status, headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -10,7 +10,7 @@ size is parsed at a time, so that small ones do not wait for large ones:
 A body whose client has left when its turn comes is not parsed.
 
 A worker starts with its first body. It is sent the `ServedModel` first, then each `RequestBody`,
-and answers with a `CompletionRequest` or an error.
+and answers with a `GenerationRequest`, the answer to a body that needs no model, or an error.
 """
 
 import asyncio
@@ -22,12 +22,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from dms_jax.errors import DmsJaxError
-from dms_jax.serving.protocol import CompletionRequest, RefusalError, parse_request
+from dms_jax.serving.apis import APIS
+from dms_jax.serving.refusals import RefusalError
+from dms_jax.serving.requests import GenerationRequest, prepare
 from dms_jax.serving.rpc import ServedModel, pack, portable, receive, receive_async, start_process
 
 TINY_BODY = 2**12  # bytes: 3 ms of tokenizing
@@ -38,6 +41,9 @@ _START_TIMEOUT = 60.0
 
 _logger = logging.getLogger("dms_jax")
 
+# What a body asks for, or the answer to it.
+Parsed = GenerationRequest | dict[str, Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestBody:
@@ -45,26 +51,21 @@ class RequestBody:
 
     Attributes:
       data: its bytes.
-      chat: whether it is for /v1/chat/completions.
+      path: the address that it is for, one of `apis.APIS`.
       seed: of sampling, if it gives none.
     """
 
     data: bytes
-    chat: bool
+    path: str
     seed: int
 
-    def parse(self, served: ServedModel) -> CompletionRequest:
-        """Parses it; raises the errors of `parse_request`."""
-        return parse_request(
-            self.data,
-            chat=self.chat,
-            model=served,
-            name=served.name,
-            defaults=served.defaults,
-            max_tokens=served.max_tokens,
-            max_answers=served.max_requests,
-            seed=self.seed,
-        )
+    def parse(self, served: ServedModel) -> Parsed:
+        """Parses it; raises the errors of `requests.prepare`."""
+        api = APIS[self.path]
+        if api.answer is not None:
+            return api.answer(self.data, served)
+        assert api.read is not None
+        return prepare(api.read(self.data, served), served, self.seed)
 
 
 class Parser:
@@ -76,10 +77,8 @@ class Parser:
         parsers = self._parse_here, self._parse_here, *(each.parse for each in self._workers)
         self._parsers = [(parse, asyncio.Lock()) for parse in parsers]
 
-    async def parse(
-        self, body: RequestBody, has_left: Callable[[], Awaitable[bool]]
-    ) -> CompletionRequest:
-        """Returns what a body asks for.
+    async def parse(self, body: RequestBody, has_left: Callable[[], Awaitable[bool]]) -> Parsed:
+        """Returns what a body asks for, or the answer to it.
 
         Args:
           body: the body.
@@ -88,7 +87,7 @@ class Parser:
         Raises:
           ClientDisconnect: it has.
           RefusalError: parsing takes too long, or the worker has ended.
-          DmsJaxError: see `parse_request`.
+          DmsJaxError: see `requests.prepare`.
         """
         size = bisect.bisect_left((TINY_BODY, SMALL_BODY, LARGE_BODY), len(body.data))
         parse, turn = self._parsers[size]
@@ -102,7 +101,7 @@ class Parser:
         for worker in self._workers:
             worker.close()
 
-    async def _parse_here(self, body: RequestBody) -> CompletionRequest:
+    async def _parse_here(self, body: RequestBody) -> Parsed:
         return await run_in_threadpool(body.parse, self._served)
 
 
@@ -113,7 +112,7 @@ class _Worker:
         self._served = served
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def parse(self, body: RequestBody) -> CompletionRequest:
+    async def parse(self, body: RequestBody) -> Parsed:
         """Returns what a body asks for; raises the errors of `Parser.parse`."""
         try:
             if self._process is None:
@@ -178,7 +177,7 @@ def main() -> None:
             connection.sendall(answer)
 
 
-def _parse(body: RequestBody, served: ServedModel) -> CompletionRequest | Exception:
+def _parse(body: RequestBody, served: ServedModel) -> Parsed | Exception:
     try:
         return body.parse(served)
     except Exception as error:

@@ -56,6 +56,8 @@ class ServedModel:
       defaults: sampling of requests that give none.
       seed: of the seeds of requests that give none.
       access: who may use the server.
+      call_format: name of the form in which the model writes calls (`call_formats.FORMATS`); None
+        if it is not known.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ServedModel:
     defaults: Sampling
     seed: int
     access: Access = dataclasses.field(default_factory=Access)
+    call_format: str | None = None
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class ServedModel:
         defaults: Sampling,
         seed: int,
         access: Access | None = None,
+        call_format: str | None = None,
     ) -> "ServedModel":
         """Describes the model of a service."""
         model = service.engine.model
@@ -89,6 +93,7 @@ class ServedModel:
             defaults=defaults,
             seed=seed,
             access=Access() if access is None else access,
+            call_format=call_format,
         )
 
 

@@ -25,6 +25,7 @@ from dms_jax.errors import (
 )
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
 from dms_jax.generation.engine import Source
+from dms_jax.generation.grammar import GrammarError, make_matchers
 from dms_jax.generation.prefixes import PrefixCounts
 from dms_jax.generation.requests import (
     NotNumbersError,
@@ -217,7 +218,7 @@ class Service:
         Raises:
           DrainingError: no more requests are admitted.
           BusyError: too many requests run or wait.
-          ConfigError: there are stop strings but no tokenizer.
+          ConfigError: there are stop strings but no tokenizer, or a grammar is not served.
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
@@ -232,6 +233,7 @@ class Service:
         requests = make_requests(self.engine.model.config, prompts, sampling)
         for request in requests:
             self._check_fits(request)
+        make_matchers(self.engine.model, requests)
         with self._changed:
             if self.failure is not None:
                 raise DrainingError(_FAILED)
@@ -439,7 +441,9 @@ class Service:
             requests = [job.request for job in self._jobs.values()]
             queued = {request.index for request in self._queue}
             ran = {request.index for request in self.engine.running}
-            if isinstance(error, NotNumbersError):  # also of chains that left their lane meanwhile
+            if isinstance(
+                error, NotNumbersError | GrammarError
+            ):  # also of chains that left their lane meanwhile
                 ran = error.indices
             stopped = [each for each in requests if each.index in ran]
             stopped = stopped or sorted(requests, key=lambda each: each.index in queued)[:1]

@@ -4,7 +4,7 @@ A number of clients each send a streamed completion, and the next one as soon as
 all requests of the load are answered. Prompts are random token ids, lengths of prompts and answers
 are drawn evenly from ranges, and every load asks the same requests. With --long some prompts are
 long, and the longest pauses of the answers tell whether these wait for them. With --questions they
-are chats instead, of the questions of a file. The server is
+are chats instead, of the questions of a file; with --regex answers match a grammar. The server is
 `dms-jax serve` in a process of its own, with the options that are given; or, with --url, whichever
 listens there, such as another library's.
 
@@ -75,6 +75,10 @@ class Config:
     """Token ids of prompts are drawn below this."""
     temperature: float = 0.7
     """Of all requests; top-p is 0.95."""
+    regex: str | None = None
+    """Regular expression that answers must match, such as "(.|\\n)*": what grammars cost."""
+    regex_every: int = 1
+    """Every so many requests have it, beginning with the first."""
     seed: int = 0
     """Of the prompts, the lengths and the draws."""
     out: pathlib.Path = pathlib.Path("runs/serving.json")
@@ -127,6 +131,10 @@ def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
             return {"prompt": prompt(index)}
         return {"messages": [{"role": "user", "content": questions[index % len(questions)]}]}
 
+    def matched(index: int) -> dict[str, Any]:
+        holds = config.regex is not None and index % config.regex_every == 0
+        return {"guided_regex": config.regex} if holds else {}
+
     questions = [] if config.questions is None else read_questions(config.questions)
     return [
         {
@@ -138,6 +146,7 @@ def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
             "seed": config.seed + index,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **matched(index),
         }
         for index in range(config.requests)
     ]

@@ -8,7 +8,9 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.evaluation import Chat
 from dms_jax.generation import Sampling
-from dms_jax.serving.protocol import RefusalError, parse_request
+from dms_jax.serving.parsing import RequestBody
+from dms_jax.serving.refusals import RefusalError
+from dms_jax.serving.rpc import ServedModel
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -34,15 +36,18 @@ def told(model, variables):
 def served(model, variables):
     """What a server writes."""
     fields = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1}
-    parsed = parse_request(
-        json.dumps(fields).encode(),
-        chat=True,
-        model=model,
-        name="m",
-        defaults=Sampling(),
-        max_tokens=8,
-        max_answers=1,
-        seed=0,
+    body = RequestBody(json.dumps(fields).encode(), "/v1/chat/completions", seed=0)
+    parsed = body.parse(
+        ServedModel(
+            name="m",
+            policy="Vanilla",
+            config=model.config,
+            tokenizer=model.tokenizer,
+            max_tokens=8,
+            max_requests=1,
+            defaults=Sampling(),
+            seed=0,
+        )
     )
     return model.tokenizer.decode(parsed.prompts[0])
 

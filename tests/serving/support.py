@@ -41,10 +41,10 @@ def stories() -> dms_jax.LanguageModel:
 BOUNDED = dms_jax.TOVA(budget=24, prefill="evict_past_budget")  # rows never hold more
 
 
-def make_service(policy: dms_jax.Policy = BOUNDED, **more) -> Service:
-    """A service over that model, which nobody has started."""
+def make_service(policy: dms_jax.Policy = BOUNDED, model=None, **more) -> Service:
+    """A service over that model, unless another is given, which nobody has started."""
     options = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, max_waiting=8, **SHAPE)
-    return Service(stories(), policy, **options | more)
+    return Service(model or stories(), policy, **options | more)
 
 
 @dataclasses.dataclass
@@ -102,21 +102,24 @@ class Client:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-def served(service, access: Access | None = None) -> ServedModel:
+def served(service, access: Access | None = None, **more) -> ServedModel:
     """What a client is sent of a service."""
-    return ServedModel.of(service, "stories", dms_jax.Sampling(), seed=0, access=access)
+    return ServedModel.of(service, "stories", dms_jax.Sampling(), seed=0, access=access, **more)
 
 
 @contextlib.contextmanager
-def serving(access: Access | None = None, **more):
+def serving(access: Access | None = None, call_format: str | None = None, warm=False, **more):
     """A client of a server, which ends in order."""
     service, gone = make_service(**more), threading.Event()
+    if warm:
+        service.warm()
     service.start()
     with take_address("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         ours, theirs = socket.socketpair()
-        engine = EngineServer(service, ours, served(service, access), gone.set)
+        known = served(service, access, call_format=call_format)
+        engine = EngineServer(service, ours, known, gone.set)
         engine.start()
         thread = threading.Thread(target=lambda: asyncio.run(serve_http(taken, theirs)))
         thread.start()

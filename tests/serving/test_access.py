@@ -8,7 +8,7 @@ import pytest
 from dms_jax.command_line import main
 from dms_jax.errors import ConfigError
 from dms_jax.serving.access import Access, is_loopback, read_keys
-from dms_jax.serving.protocol import RefusalError
+from dms_jax.serving.refusals import RefusalError
 from tests.serving.support import serving
 
 NAMED = Access(hosts=("dms.example", "*.lab.example", "2001:db8::1"))

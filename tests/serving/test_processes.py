@@ -15,7 +15,7 @@ import pytest
 import dms_jax
 from dms_jax import errors
 from dms_jax.generation.requests import NotNumbersError
-from dms_jax.serving.protocol import RefusalError
+from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.rpc import LENGTH, EngineServer, portable
 from dms_jax.serving.server import _REPEAT_SECONDS, Server, take_address
 from dms_jax.serving.service import DrainingError

@@ -3,13 +3,11 @@
 import asyncio
 import json
 import time
-from typing import Any
 
 import pytest
 
-import dms_jax
 from dms_jax.errors import ConfigError
-from tests.serving.support import make_service
+from tests.serving.support import make_service, served
 
 MANY = "Once upon a time " * 60
 SAY = [{"role": "user", "content": "Hi"}]
@@ -17,7 +15,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 # chat or not, fields, the field that is named, words of the message
 REFUSED = [
-    (False, dict(prompt="a", colour=1), "colour", "A request has no option colour"),
+    (False, dict(prompt="a", repetition_penalty=1.1), "repetition_penalty", "not served"),
+    (False, dict(prompt="a", tools=[TOOL]), "tools", "/v1/chat/completions takes tools"),
     (False, dict(prompt="a", max_token=1), "max_token", "did you mean max_tokens"),
     (False, dict(prompt="a", temperature=-1), "temperature", "at least 0"),
     (False, dict(prompt="a", temperature="hot"), "temperature", "a finite number"),
@@ -39,25 +38,27 @@ REFUSED = [
     (False, dict(prompt="a", max_tokens=159), "max_tokens", "160 here. Ask for at most 158"),
     (True, dict(messages=[]), "messages", "not empty"),
     (True, dict(messages=[{"role": "user"}]), "messages", "role and content"),
-    (True, dict(messages=[{"role": "tool", "content": "x"}]), "messages", "calls no tools"),
-    (True, dict(messages=[SAY[0] | {"tool_calls": [1]}]), "messages", "tool_calls is not served"),
+    (True, dict(messages=[{"role": "critic", "content": "x"}]), "messages", "role must be system"),
+    (True, dict(messages=[{"role": "assistant", "tool_calls": 1}]), "messages", "list of calls"),
+    (True, dict(messages=[SAY[0] | {"function_call": {"name": "f"}}]), "messages", "function_call"),
     (
         True,
         dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
         "messages",
         "parts of type text",
     ),
-    (True, dict(messages=SAY, tools=[TOOL]), "tools", "calls no tools"),
-    (True, dict(messages=SAY, response_format={"type": "json_object"}), "response_format", "gramm"),
+    (True, dict(messages=SAY, functions=[{"name": "f"}]), "functions", "send tools"),
+    (True, dict(messages=SAY, response_format={"type": "xml"}), "response_format", "json_schema"),
+    (True, dict(messages=SAY, best_of=2), "best_of", "n gives all of them"),
     (True, dict(messages=SAY, top_logprobs=3), "top_logprobs", "chosen token"),
-    (True, dict(messages=SAY, prompt="a"), "prompt", "no option prompt"),
+    (True, dict(messages=SAY, prompt="a"), "prompt", "/v1/completions takes a prompt"),
     (True, dict(messages=SAY, chat_template_kwargs={"messages": []}), "chat_template_kwargs", ""),
     (True, dict(messages=SAY, chat_template_kwargs={"self": 1}), "chat_template_kwargs", "sets it"),
     (True, dict(messages=SAY, chat_template_kwargs={"template": "a"}), "chat_template_kwargs", ""),
     (True, dict(messages=SAY, chat_template_kwargs=[1]), "chat_template_kwargs", "got [1]"),
     (True, dict(messages=[SAY[0] | {"content": "\ud800"}]), "messages", "surrogate"),
-    (True, dict(messages=[SAY[0] | {"role": "\ud800"}]), "messages", "calls no tools"),
-    (True, {"messages": SAY, "\ud800": 1}, r"\ud800", "no option"),
+    (True, dict(messages=[SAY[0] | {"role": "\ud800"}]), "messages", "role must be"),
+    (True, {"messages": SAY, "temperatur\ud800": 1}, r"temperatur\ud800", "did you mean"),
     (False, dict(prompt="\ud800"), None, "surrogate"),
 ]
 
@@ -71,14 +72,14 @@ def test_what_is_not_served_is_refused_by_name(client, chat, fields, param, word
 
 
 def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch):
-    from dms_jax.serving.protocol import RefusalError, parse_request
+    from dms_jax.serving.parsing import RequestBody
+    from dms_jax.serving.refusals import RefusalError
 
     model = client.service.engine.model
     monkeypatch.setattr(model.tokenizer, "chat_template", None)
-    limits: dict[str, Any] = dict(name="stories", max_tokens=160, max_answers=12, seed=0)
-    body = json.dumps(dict(messages=SAY)).encode()
+    body = RequestBody(json.dumps(dict(messages=SAY)).encode(), "/v1/chat/completions", seed=0)
     with pytest.raises(RefusalError, match="send the text as prompt to /v1/completions") as refused:
-        parse_request(body, chat=True, model=model, defaults=dms_jax.Sampling(), **limits)
+        body.parse(served(client.service))
     assert refused.value.param == "messages"
 
 
@@ -148,12 +149,12 @@ def test_more_answers_than_can_wait_are_refused_before_a_prompt_is_read(
     client, monkeypatch, fields, param, said
 ):
     """A body of a few megabytes must not become lists of a hundred million prompts."""
-    from dms_jax.serving import protocol
+    from dms_jax.serving import requests
 
     def read(*arguments, **options):
         raise AssertionError("a prompt was read")
 
-    monkeypatch.setattr(protocol, "encode_prompt", read)
+    monkeypatch.setattr(requests, "encode_prompt", read)
     error = client.ask(status=400, **fields)["error"]
     assert error["param"] == param
     assert error["message"] == (

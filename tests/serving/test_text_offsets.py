@@ -11,8 +11,9 @@ from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.generation import Sampling
 from dms_jax.generation.text import TextOffsets
-from dms_jax.serving.protocol import CompletionRequest, ResponseFormatter
-from dms_jax.serving.service import Delta
+from dms_jax.serving.completions_api import CompletionFormatter
+from dms_jax.serving.requests import GenerationRequest
+from tests.serving.scripted import served_model
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 KINDS = ["stories260k", "gpt2", "qwen2", "mistral", "unigram"]
@@ -89,17 +90,13 @@ def test_whole_and_streamed_answers_tell_the_same_places():
     found = encoded(TEXTS[0], own)
     assert found is not None
     prompt, tokens, text = found
-    ask = CompletionRequest([prompt], 1, Sampling(logprobs=True), stream=False, include_usage=False)
+    ask = GenerationRequest([prompt], 1, Sampling(logprobs=True), stream=False)
+    served = served_model("plain", tokenizer=own)
 
     def told(*pieces):
-        formatter = ResponseFormatter(ask, False, "m", own)
-        return [
-            place
-            for part in pieces
-            for place in formatter._logprobs(
-                Delta(0, "", tokens=part, logprobs=[0.0] * len(part), completion=None)
-            )["text_offset"]
-        ]
+        formatter = CompletionFormatter(ask, served)
+        parts = [formatter.logprobs(0, part, [0.0] * len(part)) for part in pieces]
+        return [place for part in parts if part is not None for place in part["text_offset"]]
 
     assert told(tokens) == told(*([each] for each in tokens)) == told(tokens[:4], tokens[4:])
     assert told(tokens)[-1] == text.index(" it")

@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "generation: logits are filtered in the model's type",
         FOLDER + "sampling.py",
-        "    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))\n    if rule",
-        "    if rule",
+        "    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))\n    allowed",
+        "    allowed",
         (f"{SAMPLING}::test_half_precision_logits_are_sampled_in_float32",),
     ),
     Mutant(

@@ -12,6 +12,9 @@ STRANGERS = "tests/serving/test_strangers.py"
 WARM = "tests/serving/test_warm.py::test_a_warm_server_compiles_nothing_whatever_comes"
 ARRIVALS = "tests/generation/test_arrivals.py"
 SAMPLING = "tests/generation/test_sampling.py"
+GRAMMAR = "tests/generation/test_grammar.py"
+CALLS = "tests/serving/test_call_formats.py"
+APIS = "tests/serving/test_apis.py"
 
 MUTANTS = [
     Mutant(
@@ -121,9 +124,9 @@ MUTANTS = [
     ),
     Mutant(
         "serving: a prompt with several answers counts as often",
-        FOLDER + "protocol.py",
-        "prompt = sum(map(len, self.request.prompts))",
-        "prompt = total.prompt_tokens",
+        FOLDER + "formatting.py",
+        "prompt_tokens=sum(map(len, self.request.prompts)),",
+        "prompt_tokens=total.prompt_tokens,",
         (f"{ANSWERS}::test_several_choices_whole_and_streamed",),
     ),
     Mutant(
@@ -251,6 +254,108 @@ MUTANTS = [
         "place = self._begins if goes_on else self._length",
         "place = self._length",
         (f"{OFFSETS}::test_a_token_stands_where_the_character_of_its_first_byte_does",),
+    ),
+    Mutant(
+        "grammar: a greedy lane among others takes what its grammar does not allow",
+        "dms_jax/generation/sampling.py",
+        "tokens = jnp.where(rule.greedy, jnp.argmax(allowed, -1), tokens)",
+        "tokens = jnp.where(rule.greedy, jnp.argmax(logits, -1), tokens)",
+        (f"{GRAMMAR}::test_only_allowed_tokens_are_drawn_and_log_probabilities_are_those_of_all",),
+    ),
+    Mutant(
+        "grammar: log-probabilities are those among the allowed tokens",
+        "dms_jax/generation/sampling.py",
+        "    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)\n",
+        "    logprobs = chosen - jax.nn.logsumexp(allowed, axis=-1)\n",
+        (f"{GRAMMAR}::test_only_allowed_tokens_are_drawn_and_log_probabilities_are_those_of_all",),
+    ),
+    Mutant(
+        "grammar: two answers follow one matcher",
+        "dms_jax/generation/grammar.py",
+        "return _first(tokens, source).deep_copy()",
+        "return _first(tokens, source)",
+        (
+            f"{GRAMMAR}::test_a_greedy_answer_takes_the_likeliest_of_the_tokens_that_its_grammar_allows",
+        ),
+    ),
+    Mutant(
+        "grammar: after an error a matcher has read what was lost",
+        "dms_jax/generation/in_flight.py",
+        "            matcher.restart(running[lane].generated[:-1])\n",
+        "            pass\n",
+        (f"{GRAMMAR}::test_after_an_error_a_grammar_goes_on_from_the_tokens_that_were_recorded",),
+    ),
+    Mutant(
+        "grammar: tokenizers of sentencepiece lose spaces that a grammar wants",
+        "dms_jax/generation/grammar.py",
+        "    return json.dumps(read)\n",
+        "    return vocabulary\n",
+        (
+            f"{GRAMMAR}::test_a_greedy_answer_takes_the_likeliest_of_the_tokens_that_its_grammar_allows",
+        ),
+    ),
+    Mutant(
+        "grammar: every chunk runs step by step",
+        "dms_jax/generation/in_flight.py",
+        "if any(each.matcher is not None and remaining[lane] for lane, each in running.items()):",
+        "if rule is not None:",
+        (f"{GRAMMAR}::test_only_chunks_with_a_grammar_run_step_by_step",),
+    ),
+    Mutant(
+        "grammar: a schema switches keywords off",
+        "dms_jax/generation/grammar.py",
+        "{**schema, 'x-guidance': _JSON_FORM}",
+        "{'x-guidance': _JSON_FORM, **schema}",
+        (f"{GRAMMAR}::test_a_schema_cannot_switch_keywords_off",),
+    ),
+    Mutant(
+        "serving: arguments of a call go on behind their end",
+        FOLDER + "call_formats.py",
+        "end = next(ends, len(text))",
+        "end = len(text)",
+        (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
+    ),
+    Mutant(
+        "serving: what looked like a call and was none is lost",
+        FOLDER + "call_formats.py",
+        "        self.add_text(self._before + self._call.object.text)\n",
+        "",
+        (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
+    ),
+    Mutant(
+        "serving: several calls are told where one is asked for",
+        FOLDER + "answers.py",
+        "        if self._form.parallel:\n",
+        "        if True:\n",
+        (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
+    ),
+    Mutant(
+        "serving: a tool is called as its schema forbids",
+        FOLDER + "call_formats.py",
+        "bound = tool.strict or forced",
+        "bound = False",
+        (f"{CALLS}::test_calls_of_strict_tools_match_and_an_answer_may_have_none",),
+    ),
+    Mutant(
+        "serving: a template leaves tools out and nobody says so",
+        FOLDER + "chats.py",
+        "            if tool.name not in text:\n",
+        "            if False:\n",
+        (f"{APIS}::test_a_template_without_a_place_for_tools_says_so",),
+    ),
+    Mutant(
+        "serving: items of one answer are messages of their own",
+        FOLDER + "responses_api.py",
+        "if not ends or (new and",
+        "if not ends or not new or (new and",
+        (f"{APIS}::test_a_response_has_items_that_the_next_one_takes",),
+    ),
+    Mutant(
+        "serving: an unknown field is warned of at every request",
+        FOLDER + "app.py",
+        "            self._unknown.add(name)\n",
+        "",
+        (f"{APIS}::test_unknown_fields_are_taken_with_one_warning_each",),
     ),
     Mutant(
         "data: a packed file is unpacked whatever comes out",

@@ -1,0 +1,310 @@
+"""Answers that match a grammar: a JSON schema, a regular expression, or a context-free grammar.
+
+`Sampling.grammar` holds the grammar of a request. Its `Matcher` follows the answer token by token
+and says which tokens may come next; all other tokens are left out of the draw. Both are those of
+llguidance (https://github.com/guidance-ai/llguidance, the extra `grammar`), which is imported when
+the first grammar is made.
+
+The mask of a token depends on the token before it, which is drawn on the device. So a chunk of
+steps with such a lane is no loop on the device: each step is two programs, and the host computes
+the masks while the first one runs:
+
+    device   | advance: layers | draw | advance: layers | draw | ...
+    host          masks ----------^        masks ----------^
+                  ^ the token before, read from the device
+
+The other lanes of such a chunk wait for two launches a step in place of one launch a chunk, and for
+the masks if these take longer than the layers (each about 50 us, in threads). Chunks without such
+a lane run as always.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from dms_jax.checks import show
+from dms_jax.errors import ConfigError, DataError, plain
+from dms_jax.model.language_model import LanguageModel
+
+BITS = 32  # tokens of a word of a mask
+# As Python writes JSON, in one line. Free white space could go on for ever.
+_JSON_FORM = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
+_MOST_COMPILED = 64  # grammars that are kept compiled, for requests that send one again
+_LONGEST_ERROR = 600
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """What an answer must match from its first to its last token.
+
+    An answer ends with an end token once it matches. One that `max_new_tokens` ends matches a
+    beginning only.
+
+    Attributes:
+      source: the grammar as llguidance reads it, Lark or its JSON form; see `json_schema`, `regex`
+        and `lark`.
+
+    Raises:
+      ConfigError: it cannot be compiled, or llguidance is not installed.
+    """
+
+    source: str
+
+    def __post_init__(self):
+        wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(self.source)
+        if wrong:
+            raise _refused(messages[0])
+
+    @classmethod
+    def json_schema(cls, schema: Any) -> "Grammar":
+        """Returns the grammar of JSON that a schema allows, in one line.
+
+        Keywords of a schema that are not implemented are an error, not left out.
+        """
+        return cls.lark(f"start: {json_rule(schema)}")
+
+    @classmethod
+    def regex(cls, pattern: Any) -> "Grammar":
+        """Returns the grammar of texts that match a regular expression as a whole."""
+        return cls.lark(f"start: {regex_rule(pattern)}")
+
+    @classmethod
+    def lark(cls, text: Any) -> "Grammar":
+        """Returns a context-free grammar in llguidance's form of Lark, which begins with start."""
+        if not isinstance(text, str):
+            raise ConfigError(f"A Lark grammar is a text, got {show(text)}.")
+        return cls(_library().LLMatcher.grammar_from_lark(text))
+
+
+def json_rule(schema: Any) -> str:
+    """Returns the right side of a rule of a Lark grammar: JSON that a schema allows.
+
+    Raises:
+      ConfigError: the schema is no JSON object.
+    """
+    if not isinstance(schema, Mapping):
+        raise ConfigError(f"A JSON schema is an object, got {show(schema)}.")
+    try:
+        return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"The JSON schema is no JSON: {plain(error, 200)}") from None
+
+
+def regex_rule(pattern: Any) -> str:
+    """Returns the right side of a rule of a Lark grammar: what a regular expression matches.
+
+    Raises:
+      ConfigError: it is no text.
+    """
+    if not isinstance(pattern, str):
+        raise ConfigError(f"A regular expression is a text, got {show(pattern)}.")
+    return f"/{_library().regex_to_lark(pattern)}/"
+
+
+class GrammarError(DataError):
+    """A grammar became too complex in the middle of an answer.
+
+    Attributes:
+      indices: the requests; the others of the call are as they should be.
+    """
+
+    def __init__(self, message: str, indices: Iterable[int]):
+        super().__init__(message)
+        self.indices = frozenset(indices)
+
+
+class Matcher:
+    """Follows one answer through its grammar.
+
+    Args:
+      compiled: a matcher of llguidance at the beginning of the answer.
+    """
+
+    def __init__(self, compiled: Any):
+        self.compiled = compiled
+
+    def restart(self, tokens: list[int]) -> None:
+        """Goes back to the beginning of the answer, and reads these tokens of it."""
+        self.compiled.reset()
+        self.compiled.consume_tokens(tokens)
+
+    def read(self, token: int) -> bool:
+        """Reads the next token; returns whether the grammar allows it."""
+        return self.compiled.consume_token(token)
+
+
+def is_served(model: LanguageModel) -> bool:
+    """Whether answers of a model can be held to a grammar; see `check_model`."""
+    try:
+        check_model(model)
+    except ConfigError:
+        return False
+    return True
+
+
+def check_model(model: LanguageModel) -> None:
+    """Raises ConfigError unless a model has what a grammar needs, and llguidance is installed."""
+    _library()
+    if model.tokenizer is None:
+        raise ConfigError(
+            "A grammar is one of text, and this model came without a tokenizer. Leave it out."
+        )
+    if not model.generation.eos_token_ids:
+        raise ConfigError(
+            "An answer with a grammar ends with an end token, and this model has none. Give it one "
+            "(generation_config.json: eos_token_id)."
+        )
+
+
+def make_matchers(model: LanguageModel, requests: Iterable[Any]) -> None:
+    """Gives every request whose sampling has a grammar its matcher, unless it has one.
+
+    To compile a large grammar can take a second: not for the thread that runs an engine.
+
+    Raises:
+      ConfigError: see `check_model`; or the grammar does not compile with this vocabulary.
+    """
+    for request in requests:
+        if request.sampling.grammar is not None and request.matcher is None:
+            check_model(model)
+            request.matcher = Matcher(_compiled(_tokens(model), request.sampling.grammar.source))
+
+
+class TokenMasks:
+    """The tokens that may come next, as bits, for the lanes of an engine.
+
+    Args:
+      num_lanes: number of lanes (B).
+      vocab_size: number of logits (V); word w of a lane has tokens 32 w ... 32 w + 31.
+    """
+
+    def __init__(self, num_lanes: int, vocab_size: int):
+        self._shape = num_lanes, -(-vocab_size // BITS)
+        self._executor: Any = None
+
+    def everything(self) -> Int[np.ndarray, "B words"]:
+        """Returns the masks of lanes without a grammar."""
+        return np.full(self._shape, -1, np.int32)
+
+    def next(self, matchers: Mapping[int, Matcher]) -> Int[np.ndarray, "B words"]:
+        """Returns the masks of lanes, those of some by their matchers; computes in threads."""
+        masks = self.everything()  # not the last ones: a program may still read them
+        if matchers:
+            if self._executor is None:
+                self._executor = _library().LLExecutor()
+            lanes = [(each.compiled, lane) for lane, each in matchers.items()]
+            words = self._shape[1]
+            self._executor.unsafe_compute_mask_ptr(lanes, masks.ctypes.data, 4 * words, len(masks))
+        return masks
+
+    def after(
+        self,
+        requests: Mapping[int, Any],
+        newest: Int[np.ndarray, " B"],
+        end_tokens: Collection[int],
+    ) -> Int[np.ndarray, "B words"]:
+        """Lets each request read the newest token of its lane; returns the masks behind them.
+
+        Args:
+          requests: lane -> its request, of those that have a grammar and may go on.
+          newest: the newest token of each lane.
+          end_tokens: token ids that end an answer.
+
+        Raises:
+          GrammarError: a grammar has become too complex.
+        """
+        going = {
+            lane: each for lane, each in requests.items() if int(newest[lane]) not in end_tokens
+        }
+        read = {lane: each.matcher.read(int(newest[lane])) for lane, each in going.items()}
+        masks = self.next({lane: going[lane].matcher for lane, fits in read.items() if fits})
+        wrong = {lane: each for lane, each in going.items() if each.matcher.compiled.is_error()}
+        if wrong:
+            first = next(iter(wrong.values()))
+            what = first.matcher.compiled.get_error().partition("\n<state>")[0]
+            raise GrammarError(
+                f"The grammar of an answer cannot be followed behind token "
+                f"{len(first.generated):,}: {plain(what, _LONGEST_ERROR)}. Give a simpler grammar.",
+                (each.index for each in wrong.values()),
+            )
+        return masks
+
+
+def _refused(message: str) -> ConfigError:
+    """Returns the error of a grammar; llguidance's message without its place and the source."""
+    what = _PLACE.sub("", message.partition("\n   1 | ")[0])
+    return ConfigError(f"The grammar cannot be compiled: {plain(what, _LONGEST_ERROR)}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(
+            "Answers that match a grammar need llguidance, which is not installed. Install the "
+            "extra `grammar`: pip install 'dms-jax[grammar]'."
+        ) from error
+    return llguidance
+
+
+# The vocabularies of models that have been asked for a grammar. To read one of 150,000 tokens takes
+# about a second.
+_vocabularies: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _tokens(model: LanguageModel) -> Any:
+    """Returns the vocabulary of a model as llguidance knows it."""
+    key = model.config.vocab_size, model.generation.eos_token_ids
+    with _lock:
+        known = _vocabularies.setdefault(model.tokenizer, {})
+        if key not in known:
+            text = _exact(model.tokenizer.backend.to_str())
+            try:
+                known[key] = _library().LLTokenizer(text, n_vocab=key[0], eos_token=list(key[1]))
+            except ValueError as error:
+                raise ConfigError(
+                    f"Grammars cannot be followed with this tokenizer: {plain(error, 300)}"
+                ) from error
+        return known[key]
+
+
+def _exact(vocabulary: str) -> str:
+    """Returns a tokenizer.json whose tokens have all bytes of a text, and no others.
+
+    Tokenizers of sentencepiece drop, join and prepend spaces. llguidance tokenizes what a grammar
+    leaves no choice of, and would lose a space that is all of it.
+    """
+    read = json.loads(vocabulary)
+    decoder = read.get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    if any("\u2581" in json.dumps(each, ensure_ascii=False) for each in parts):
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+        read |= {"normalizer": space, "pre_tokenizer": None}
+    return json.dumps(read)
+
+
+@functools.lru_cache(maxsize=_MOST_COMPILED)
+def _first(tokens: Any, source: str) -> Any:
+    matcher = _library().LLMatcher(tokens, source, log_level=0)  # which prints nothing
+    if matcher.is_error():
+        raise _refused(matcher.get_error())
+    return matcher
+
+
+def _compiled(tokens: Any, source: str) -> Any:
+    return _first(tokens, source).deep_copy()

@@ -1,0 +1,159 @@
+"""The text of an answer, split into what the model thinks, what it says, and what it calls."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from dms_jax.serving.call_formats import (
+    FORMATS,
+    Arguments,
+    CallReader,
+    CallStart,
+    Piece,
+    Text,
+    held_back,
+)
+from dms_jax.serving.tools import Tool
+
+# Around what a model thinks before it answers, as templates write it.
+THINKING_MARKERS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerForm:
+    """How the text of an answer is read.
+
+    Attributes:
+      thinks: whether it begins with what the model thinks: "yes" if the prompt ends within it,
+        "perhaps" if the model may begin it, "no".
+      markers: what stands before and behind that.
+      calls: name of the form of calls (`call_formats.FORMATS`); None if there are no tools.
+      tools: those that may be called.
+      parallel: whether more than the first call counts.
+    """
+
+    thinks: Literal["no", "perhaps", "yes"] = "no"
+    markers: tuple[str, str] = THINKING_MARKERS[0]
+    calls: str | None = None
+    tools: tuple[Tool, ...] = ()
+    parallel: bool = True
+
+
+PLAIN = AnswerForm()
+
+
+class AnswerReader:
+    """Reads the text of one answer as it arrives.
+
+    Line breaks around what the model thinks are left out: templates write them again.
+    """
+
+    def __init__(self, form: AnswerForm):
+        self._form, self._held = form, ""
+        self._state = {"no": "says", "perhaps": "begins", "yes": "begins to think"}[form.thinks]
+        self._calls: CallReader | None = None
+        if form.calls is not None:
+            self._calls = FORMATS[form.calls].reader(form.tools)
+
+    def read(self, text: str) -> list[Piece]:
+        """Takes more text; returns the pieces that are known now."""
+        return self._one_call([*self._split(self._held + text)])
+
+    def end(self) -> list[Piece]:
+        """Returns what is left at the end of the answer."""
+        held, self._held = self._held, ""
+        pieces = list[Piece]()
+        if self._state == "thinks" and held.strip():
+            pieces.append(Text(held, thought=True))
+        if self._state == "begins":
+            pieces += self._say(held)
+        if self._calls is not None:
+            pieces += self._calls.end()
+        return self._one_call(pieces)
+
+    def _split(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces of text, and holds back what may become a marker."""
+        self._held = ""
+        opening, closing = self._form.markers
+        if self._state == "begins":
+            begun = text.lstrip()
+            if begun.startswith(opening):
+                self._state, text = "begins to think", begun[len(opening) :]
+            elif opening.startswith(begun):
+                self._held = text
+                return
+            else:
+                self._state = "says"
+        if self._state == "begins to think":
+            text = text.lstrip("\n")
+            self._state = "thinks" if text else self._state
+        if self._state == "thinks":
+            thought, marker, rest = text.partition(closing)
+            keep = 0 if marker else held_back(thought, closing)
+            told = thought[: len(thought) - keep].rstrip("\n")
+            if told:
+                yield Text(told, thought=True)
+            if not marker:
+                self._held = text[len(told) :]
+                return
+            self._state, text = "begins to say", rest
+        if self._state == "begins to say":
+            text = text.lstrip("\n")
+            self._state = "says" if text else self._state
+        if self._state == "says":
+            yield from self._say(text)
+
+    def _say(self, text: str) -> Sequence[Piece]:
+        if self._calls is not None:
+            return self._calls.read(text)
+        return [Text(text)] if text else []
+
+    def _one_call(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Leaves out the calls behind the first one, if there may be only one."""
+        if self._form.parallel:
+            return list(pieces)
+        return [each for each in pieces if isinstance(each, Text) or each.index == 0]
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a function: its id, the function, and the JSON text of its arguments."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclasses.dataclass
+class Answer:
+    """A whole answer, from its pieces.
+
+    Attributes:
+      thought: what the model thinks.
+      text: what it says.
+      calls: what it calls.
+    """
+
+    thought: str = ""
+    text: str = ""
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, form: AnswerForm, text: str) -> "Answer":
+        """Reads the text of a whole answer."""
+        reader, answer = AnswerReader(form), cls()
+        for piece in (*reader.read(text), *reader.end()):
+            answer.add(piece)
+        return answer
+
+    def add(self, piece: Piece) -> None:
+        """Adds the next piece."""
+        match piece:
+            case Text(text, thought=True):
+                self.thought += text
+            case Text(text):
+                self.text += text
+            case CallStart(_, id, name):
+                self.calls.append(Call(id, name))
+            case Arguments(_, text):
+                self.calls[-1].arguments += text

@@ -1,0 +1,633 @@
+r"""How models write calls of tools: the forms of Hermes and Qwen, Qwen3-Coder, Llama 3, Mistral.
+
+    hermes         <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>
+    qwen3-coder    <tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function> ...
+    llama3         {"name": "f", "parameters": {"x": 1}}         the answer begins so
+    mistral        [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ...]
+    mistral-args   [TOOL_CALLS]f[ARGS]{"x": 1}                   several one behind the other
+
+A form has two sides. A `CallReader` takes the text of an answer as it arrives, and tells what is
+content from what are calls; arguments are passed on before they are complete. `rules` are the
+grammar of an answer that must call, or whose calls must match their schemas.
+"""
+
+import dataclasses
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dms_jax.generation.grammar import json_rule
+from dms_jax.serving.tools import Tool
+
+# -- pieces of an answer -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """More text of an answer: its content, or what the model thinks before it."""
+
+    text: str
+    thought: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CallStart:
+    """A call begins: its number in the answer, its id, and the function."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Piece = Text | CallStart | Arguments
+
+
+# -- reading calls -------------------------------------------------------------------------------
+
+_HEADER = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_FIRST_KEY = re.compile(r'\{\s*"((?:[^"\\]|\\.)*)"\s*:')
+_INTERESTING = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
+_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\s\[\]{}]*)?\s*(?:\[ARGS\])?\s*(?=\{)")
+_FUNCTION = re.compile(r"<function=([^>\s]+)>")
+_MAY_BECOME_FUNCTION = re.compile(r"<?|<f[a-z]*|<function=[^>\s]*")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+_PARAMETER_END = re.compile(r"</parameter>|(?=<parameter=|</function>)")
+_MAY_BECOME_TAG = re.compile(r"(</?[a-z]*|<parameter=[^>\n]*)?")
+_MAY_BECOME_NAME = re.compile(r"\s*[^\s\[\]{}]*\s*(?:\[[A-Z_\]]*[^\s{}]*)?\s*")
+
+
+class _Object:
+    """One JSON object as it arrives.
+
+    Attributes:
+      text: what has come of it.
+      ended: whether it is complete.
+      inner_ends: where the objects and lists that are its values end.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.ended = "", False
+        self.inner_ends: list[int] = []
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def take(self, more: str) -> str:
+        """Takes what belongs to the object; returns the rest."""
+        at = 0
+        while at < len(more):
+            if self._escaped:
+                self._escaped, at = False, at + 1
+                continue
+            found = (_IN_STRING if self._quoted else _INTERESTING).search(more, at)
+            if found is None:
+                at = len(more)
+                break
+            char, at = found[0], found.end()
+            if self._quoted:
+                self._escaped, self._quoted = char == "\\", char == "\\"
+            elif char == '"':
+                self._quoted = True
+            else:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth == 1 and char in "}]":
+                    self.inner_ends.append(len(self.text) + at)
+                if self._depth == 0:
+                    self.ended = True
+                    break
+        self.text += more[:at]
+        return more[at:]
+
+
+class _Call:
+    """The JSON object of one call as it arrives, {"name": ..., "arguments": {...}}.
+
+    Args:
+      names: functions that it may call; None for any.
+    """
+
+    def __init__(self, names: frozenset[str] | None = None):
+        self.object, self.failed, self._names = _Object(), False, names
+        self._start, self._sent = 0, 0  # of the arguments; what was told of the object
+
+    @property
+    def begun(self) -> bool:
+        """Whether its name is known."""
+        return self._start > 0
+
+    def take(self, more: str, index: int, make_id: Callable[[], str]) -> tuple[list[Piece], str]:
+        """Takes what belongs to it; returns the pieces of it that are known, and the rest."""
+        rest = self.object.take(more)
+        text, pieces = self.object.text, list[Piece]()
+        if not self.begun and (header := _HEADER.match(text)):
+            name = _loaded(header[1])
+            if self._is_known(name):
+                pieces.append(CallStart(index, make_id(), name))
+                self._start = self._sent = header.end()
+        if self.begun:
+            ends = (end for end in self.object.inner_ends if end > self._start)
+            end = next(ends, len(text))
+            if end > self._sent:
+                pieces.append(Arguments(index, text[self._sent : end]))
+                self._sent = end
+        elif self.object.ended:
+            pieces += self._whole(text, index, make_id)
+        elif self._names is not None and (key := _FIRST_KEY.match(text)):
+            self.failed = key[1] not in ("name", "type", "parameters", "arguments", "id")
+        return pieces, rest
+
+    def _whole(self, text: str, index: int, make_id: Callable[[], str]) -> list[Piece]:
+        """Returns the pieces of a call whose fields are in another order, when it is complete."""
+        call = _loaded(text)
+        name = call.get("name") if isinstance(call, dict) else None
+        arguments = call.get("arguments", call.get("parameters", {})) if name else None
+        if isinstance(arguments, str):
+            arguments = _loaded(arguments)
+        if not isinstance(name, str) or not self._is_known(name) or not isinstance(arguments, dict):
+            self.failed = True
+            return []
+        written = json.dumps(arguments, ensure_ascii=False)
+        return [CallStart(index, make_id(), name), Arguments(index, written)]
+
+    def _is_known(self, name: Any) -> bool:
+        return isinstance(name, str) and (self._names is None or name in self._names)
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def held_back(text: str, marker: str) -> int:
+    """Returns how many characters at the end of a text may become a marker."""
+    most = min(len(text), len(marker) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
+
+
+class CallReader:
+    """Tells content from calls in the text of an answer, as it arrives.
+
+    A subclass has states, which are methods: each takes some of `held`, the text that is not read
+    yet, adds to `pieces`, and returns whether it got anywhere.
+
+    Args:
+      tools: those that may be called.
+    """
+
+    make_id: Callable[[], str] = staticmethod(lambda: f"call_{secrets.token_hex(12)}")
+
+    def __init__(self, tools: Sequence[Tool]):
+        self.tools = {tool.name: tool for tool in tools}
+        self.held, self.calls = "", 0
+        self.pieces: list[Piece] = []
+        self.ended = False
+        self.state: Callable[[], bool] = self.read_text
+        self._call = _Call()
+        self._before = ""  # what came before the call, should it be none
+
+    def read(self, text: str) -> list[Piece]:
+        """Takes more text of the answer; returns what is known now."""
+        self.held += text
+        while self.held and self.state():
+            pass
+        return self._taken()
+
+    def end(self) -> list[Piece]:
+        """Returns what is left at the end of the answer."""
+        self.ended = True
+        while self.held and self.state():
+            pass
+        if self.state != self.read_text and not self._call.begun:  # it was no call yet
+            self.held = self._before + self._call.object.text + self.held
+        if self.held.strip() or (self.held and not self.calls):
+            self.add_text(self.held)
+        self.held = ""
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        taken, self.pieces = self.pieces, []
+        return taken
+
+    def add_text(self, text: str) -> None:
+        """Adds content."""
+        if text:
+            self.pieces.append(Text(text))
+
+    def read_text(self) -> bool:
+        """The state of content; how it ends is the form's."""
+        raise NotImplementedError
+
+    def read_until(self, marker: str) -> bool:
+        """Reads content up to a marker; returns whether that was found.
+
+        White space before it is left out, unless what follows is no call.
+        """
+        place = self.held.find(marker)
+        if place >= 0:
+            text = self.held[:place].rstrip()
+            self.add_text(text)
+            self._before = self.held[len(text) : place + len(marker)]
+            self.held = self.held[place + len(marker) :]
+            return True
+        if not self.ended:
+            text = self.held[: len(self.held) - held_back(self.held, marker)].rstrip()
+            self.add_text(text)
+            self.held = self.held[len(text) :]
+        return False
+
+    def begin_call(self, *, names: frozenset[str] | None = None) -> None:
+        """Goes to the state in which a JSON object is read, the next one of the text."""
+        self._call, self.state = _Call(names), self.read_call
+
+    def read_call(self) -> bool:
+        """The state of a call's JSON object."""
+        if not self._call.object.text:
+            self.skip()
+            if self.held and self.held[0] != "{":
+                return self._no_call()
+        pieces, self.held = self._call.take(self.held, self.calls, self.make_id)
+        self.pieces += pieces
+        if self._call.failed:
+            return self._no_call()
+        if ended := self._call.object.ended:
+            self._before, self._call, self.calls = "", _Call(), self.calls + 1
+            self.state = self.read_behind
+        return ended
+
+    def skip(self, characters: str | None = None) -> None:
+        """Skips white space, or other characters, which are content if no call follows."""
+        left = self.held.lstrip(characters)
+        self._before += self.held[: len(self.held) - len(left)]
+        self.held = left
+
+    def _no_call(self) -> bool:
+        self.add_text(self._before + self._call.object.text)
+        self._before, self._call, self.state = "", _Call(), self.read_text
+        return True
+
+    def read_behind(self) -> bool:
+        """The state behind a call; how it ends is the form's."""
+        raise NotImplementedError
+
+
+class HermesReader(CallReader):
+    """Reads the form of Hermes and Qwen."""
+
+    def read_text(self) -> bool:
+        if found := self.read_until("<tool_call>"):
+            self.begin_call()
+        return found
+
+    def read_behind(self) -> bool:
+        text, closing = self.held.lstrip(), "</tool_call>"
+        if text.startswith(closing):
+            self.held = text[len(closing) :]
+        elif closing.startswith(text):  # the answer may have ended before it did
+            self.held = "" if self.ended else self.held
+            return False
+        self.state = self.read_text
+        return True
+
+
+class ParametersReader(HermesReader):
+    """Reads the form of Qwen3-Coder; a parameter is told when it is complete."""
+
+    def read_text(self) -> bool:
+        if found := self.read_until("<tool_call>"):
+            self.state = self.read_function
+        return found
+
+    def read_function(self) -> bool:
+        """The state before the name of a function."""
+        self.skip()
+        if name := _FUNCTION.match(self.held):
+            self.held, self.state = self.held[name.end() :], self.read_parameter
+            self.pieces.append(CallStart(self.calls, self.make_id(), name[1]))
+            self.pieces.append(Arguments(self.calls, "{"))
+            self._before, self._name, self._separator, self._searched = "", name[1], "", 0
+        elif not self.ended and _MAY_BECOME_FUNCTION.fullmatch(self.held):
+            return False
+        else:
+            return self._no_call()
+        return True
+
+    def read_parameter(self) -> bool:
+        """The state within a call, between two parameters."""
+        self.held = self.held.lstrip()
+        if opening := _PARAMETER.match(self.held):
+            end = _PARAMETER_END.search(self.held, max(opening.end(), self._searched))
+            if end is None:  # the next search begins where a marker may have begun
+                self._searched = len(self.held) - len("</parameter>")
+                return False
+            name, text = opening[1], self.held[opening.end() : end.start()]
+            value = self._value(name, text.removeprefix("\n").removesuffix("\n"))
+            written = f"{self._separator}{json.dumps(name, ensure_ascii=False)}: {value}"
+            self.pieces.append(Arguments(self.calls, written))
+            self.held, self._separator, self._searched = self.held[end.end() :], ", ", 0
+            return True
+        closing = "</function>"
+        if self.held.startswith(closing):
+            self.held = self.held[len(closing) :]
+        elif self.ended or _MAY_BECOME_TAG.fullmatch(self.held):
+            return False
+        self.pieces.append(Arguments(self.calls, "}"))
+        self.calls, self.state = self.calls + 1, self.read_behind
+        return True
+
+    def end(self) -> list[Piece]:
+        if self.state == self.read_parameter:  # one that is not complete has no value
+            self.held = ""
+        return super().end()
+
+    def _value(self, name: str, text: str) -> str:
+        """Returns the JSON of a parameter, which is a text unless its schema has another type."""
+        tool = self.tools.get(self._name)
+        properties = {} if tool is None else tool.parameters.get("properties", {})
+        schema = properties.get(name, {}) if isinstance(properties, dict) else {}
+        kinds = schema.get("type") if isinstance(schema, dict) else None
+        value = _loaded(text)
+        if kinds == "string" or (value is None and text.strip() != "null"):
+            bare = text.strip().lower()
+            if kinds == "boolean" and bare in ("true", "false"):  # as Python writes them
+                return bare
+            return json.dumps(text, ensure_ascii=False)
+        if isinstance(kinds, list) and "string" in kinds and value is not None:
+            return json.dumps(text, ensure_ascii=False)
+        return text.strip()
+
+
+class LlamaReader(CallReader):
+    """Reads the form of Llama 3: an answer that is JSON, perhaps behind <|python_tag|>."""
+
+    def __init__(self, tools: Sequence[Tool]):
+        super().__init__(tools)
+        self.names = frozenset(self.tools)
+        self.state = self.read_start
+
+    def read_start(self) -> bool:
+        """The state before the first character of an answer, and behind a call."""
+        self.skip(" \n;" if self.calls else " \n")
+        tag = "<|python_tag|>"
+        if self.held.startswith("{"):
+            self.begin_call(names=self.names)
+        elif self.held.startswith(tag):
+            self.held = self.held[len(tag) :]
+        elif not self.ended and tag.startswith(self.held):
+            return False
+        else:
+            self.held, self._before, self.state = self._before + self.held, "", self.read_text
+        return True
+
+    def read_text(self) -> bool:
+        if found := self.read_until("<|python_tag|>"):
+            self.begin_call(names=self.names)
+        return found
+
+    def read_behind(self) -> bool:
+        self.state = self.read_start
+        return True
+
+
+class MistralReader(CallReader):
+    """Reads both forms of Mistral."""
+
+    make_id = staticmethod(lambda: secrets.token_hex(5)[:9])  # what its templates ask for
+    marker = "[TOOL_CALLS]"
+
+    def read_text(self) -> bool:
+        if found := self.read_until(self.marker):
+            self.state = self.read_kind
+        return found
+
+    def read_kind(self) -> bool:
+        """The state behind the marker: a list of calls, or the name of a function."""
+        self.skip()
+        if self.held.startswith("["):
+            self._before += "["
+            self.held, self.state = self.held[1:], self.read_list
+        elif name := _NAME.match(self.held):
+            self.held, self.state = self.held[name.end() :], self.read_arguments
+            self.pieces.append(CallStart(self.calls, self.make_id(), name[1]))
+            self._before, self._arguments = "", _Object()
+        elif not self.ended and _MAY_BECOME_NAME.fullmatch(self.held):
+            return False
+        else:
+            return self._no_call()
+        return True
+
+    def read_arguments(self) -> bool:
+        """The state of arguments behind the name of a function."""
+        before = len(self._arguments.text)
+        self.held = self._arguments.take(self.held)
+        self.pieces.append(Arguments(self.calls, self._arguments.text[before:]))
+        if self._arguments.ended:
+            self.calls, self.state = self.calls + 1, self.read_text
+        return self._arguments.ended
+
+    def read_list(self) -> bool:
+        """The state between two calls of a list."""
+        self.skip(" \n,")
+        if self.held.startswith("{"):
+            self.begin_call()
+            return True
+        if not self.held and not self.ended:
+            return False
+        if not self.calls:
+            return self._no_call()
+        self.held, self.state = self.held.removeprefix("]"), self.read_text
+        return True
+
+    def read_behind(self) -> bool:
+        self.state = self.read_list
+        return True
+
+
+# -- the forms -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CallFormat:
+    """One form.
+
+    Attributes:
+      reader: reads it.
+      shown: markers that are a part of the text, also where the tokenizer has them as special.
+      before, between, behind: what stands before the first call, between two, and behind the last.
+      head, tail: what stands before and behind the arguments of a call; {name} is the function's.
+      trigger: the beginning of `before` that no content has; empty if calls begin an answer.
+    """
+
+    reader: type[CallReader]
+    shown: tuple[str, ...]
+    before: str
+    between: str
+    behind: str
+    head: str
+    tail: str
+    trigger: str
+
+    def rules(self, tools: Sequence[Tool], *, parallel: bool, forced: bool) -> Iterator[str]:
+        """Yields rules of a Lark grammar, of which `calls` is one; TEXT is any text.
+
+        Args:
+          tools: those that may be called; the arguments of each match its schema, or are any
+            object if it is not strict and the call is not forced.
+          parallel: whether several calls may follow each other.
+          forced: whether the answer is nothing but calls; else text may come before and behind.
+        """
+        names = []
+        for place, tool in enumerate(tools):
+            bound = tool.strict or forced
+            yield from self.arguments(place, tool.parameters if bound else None)
+            head = self.head.replace("{name}", json.dumps(tool.name, ensure_ascii=False)[1:-1])
+            names.append(f"{_literal(head)} arguments_{place} {_literal(self.tail)}")
+        yield f"call: {' | '.join(names)}"
+        more = f" ({_literal(self.between)} call)*" if parallel else ""
+        if forced:
+            yield f"calls: {_literal(self.before)} call{more} {_literal(self.behind)}"
+        elif self.trigger:
+            rest = self.before.removeprefix(self.trigger)
+            yield f"opening[lazy]: TEXT {_literal(self.trigger)}"
+            yield f"called: opening {_literal(rest)} call{more} {_literal(self.behind)}"
+            yield "calls: called? TEXT"
+        else:
+            yield "PROSE: /([^{](.|\\n)*)?/"
+            yield f"calls: PROSE | call{more}"
+
+    def arguments(self, place: int, schema: Mapping[str, Any] | None) -> Iterator[str]:
+        """Yields the rule `arguments_{place}`, and what it needs.
+
+        Args:
+          place: the number of the tool.
+          schema: of its arguments; None for any object.
+        """
+        yield f"arguments_{place}: {json_rule({'type': 'object', **(schema or {})})}"
+
+
+class ParametersFormat(CallFormat):
+    """The form of Qwen3-Coder: texts are free but for `enum` and `const`, all else is JSON."""
+
+    def arguments(self, place: int, schema: Mapping[str, Any] | None) -> Iterator[str]:
+        end = _literal("\n</parameter>\n")
+        yield f"text_{place}[lazy]: TEXT {end}"
+        if schema is None:
+            name = f"{_literal('<parameter=')} /[^>\\n]+/ {_literal('>' + chr(10))}"
+            yield f"arguments_{place}: ({name} text_{place})*"
+            return
+        shared = {each: schema[each] for each in ("$defs", "definitions") if each in schema}
+        required, parts = schema.get("required", ()), []
+        for number, (name, own) in enumerate(schema.get("properties", {}).items()):
+            value, own = f"value_{place}_{number}", own if isinstance(own, dict) else {}
+            texts = own.get("enum", [own["const"]] if "const" in own else [])
+            if texts and all(isinstance(each, str) and each for each in texts):
+                yield f"{value}: ({' | '.join(map(_literal, texts))}) {end}"
+            elif own.get("type") == "string":
+                value = f"text_{place}"
+            else:
+                yield f"{value}: {value}_json {end}"
+                yield f"{value}_json: {json_rule(shared | own)}"
+            part = f"{_literal(f'<parameter={name}>' + chr(10))} {value}"
+            parts.append(part if name in required else f"({part})?")
+        yield f"arguments_{place}: {' '.join(parts) or '/ ?/'}"
+
+
+FORMATS: dict[str, CallFormat] = {
+    "hermes": CallFormat(
+        reader=HermesReader,
+        shown=("<tool_call>", "</tool_call>"),
+        before="<tool_call>\n",
+        between="\n</tool_call>\n<tool_call>\n",
+        behind="\n</tool_call>",
+        head='{"name": "{name}", "arguments": ',
+        tail="}",
+        trigger="<tool_call>",
+    ),
+    "qwen3-coder": ParametersFormat(
+        reader=ParametersReader,
+        shown=("<tool_call>", "</tool_call>"),
+        before="<tool_call>\n",
+        between="\n</tool_call>\n<tool_call>\n",
+        behind="\n</tool_call>",
+        head="<function={name}>\n",
+        tail="</function>",
+        trigger="<tool_call>",
+    ),
+    "llama3": CallFormat(
+        reader=LlamaReader,
+        shown=("<|python_tag|>",),
+        before="",
+        between="; ",
+        behind="",
+        head='{"name": "{name}", "parameters": ',
+        tail="}",
+        trigger="",
+    ),
+    "mistral": CallFormat(
+        reader=MistralReader,
+        shown=("[TOOL_CALLS]",),
+        before="[TOOL_CALLS][",
+        between=", ",
+        behind="]",
+        head='{"name": "{name}", "arguments": ',
+        tail="}",
+        trigger="[TOOL_CALLS]",
+    ),
+    "mistral-args": CallFormat(
+        reader=MistralReader,
+        shown=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        before="[TOOL_CALLS]",
+        between="[TOOL_CALLS]",
+        behind="",
+        head="{name}[ARGS]",
+        tail="",
+        trigger="[TOOL_CALLS]",
+    ),
+}
+
+
+def format_of(template: str, model: str) -> str | None:
+    """Returns the name of the form in which a model writes calls; None if nothing tells.
+
+    Args:
+      template: source of its chat template, which writes earlier calls in that form.
+      model: its name, if the template writes none.
+    """
+    if "<tool_call>" in template and "<function=" in template:
+        return "qwen3-coder"
+    if "[TOOL_CALLS]" in template:
+        return "mistral-args" if "[ARGS]" in template else "mistral"
+    if "<tool_call>" in template:
+        return "hermes"
+    if "<|python_tag|>" in template or '"parameters": ' in template:
+        return "llama3"
+    for part, form in (
+        ("hermes", "hermes"),
+        ("qwen3-coder", "qwen3-coder"),
+        ("qwen", "hermes"),
+        ("llama-3", "llama3"),
+        ("llama3", "llama3"),
+        ("mistral", "mistral"),
+        ("ministral", "mistral-args"),
+    ):
+        if part in model.lower():
+            return form
+    return None
+
+
+def _literal(text: str) -> str:
+    """Returns a text as a terminal of Lark; nothing for an empty one, which Lark refuses."""
+    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,0 +1,237 @@
+"""`Chat`: a conversation with its tools, and the prompt that the chat template makes of it."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dms_jax.checkpoint.messages import text_of
+from dms_jax.checks import check, show
+from dms_jax.errors import DataError
+from dms_jax.generation.requests import (
+    Encoder,
+    check_characters,
+    check_messages_length,
+    encode_prompt,
+)
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.template_variables import check_template_variables
+from dms_jax.serving.answers import THINKING_MARKERS, AnswerForm
+from dms_jax.serving.call_formats import FORMATS
+from dms_jax.serving.refusals import RefusalError, naming
+from dms_jax.serving.tools import NO_TOOLS, Tools
+
+_WORD = re.compile(r"\w+")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation to be answered.
+
+    Attributes:
+      messages: in the form of chat templates, which is OpenAI's: role and content, and where there
+        are any reasoning_content, tool_calls, tool_call_id and name.
+      tools: those that the answer may call.
+      variables: other variables of the template.
+      field: the field that has the messages, for errors.
+      begins_answer: whether the prompt ends where an answer begins.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Tools = NO_TOOLS
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    field: str = "messages"
+    begins_answer: bool = True
+
+    def encode(
+        self, model: Encoder, most: int, call_format: str | None
+    ) -> tuple[list[int], AnswerForm]:
+        """Returns the token ids of the prompt, and how the answer to it is read.
+
+        Args:
+          model: its tokenizer, template and vocabulary are used.
+          most: the most tokens of a prompt.
+          call_format: name of the form of calls of the model, if it is known.
+
+        Raises:
+          RefusalError: the template does not take the conversation, or has no place for tools.
+          TooLongError: it is too long.
+        """
+        tokenizer, name = model.tokenizer, "The conversation"
+        if tokenizer is None:
+            raise RefusalError("The model came without a tokenizer; send token ids as a prompt.")
+        if tokenizer.chat_template is None:
+            raise RefusalError(
+                "The checkpoint has no chat template; send the text as prompt to /v1/completions.",
+                param=self.field,
+            )
+        offered = self.tools.offered
+        if offered and call_format is None:
+            raise RefusalError(
+                "tools: it is not known how this model writes calls: neither its chat template nor "
+                "its name tells. Start the server with --tool-calls FORM, or leave tools out.",
+                param="tools",
+            )
+        messages = self.messages
+        if call_format is not None and call_format.startswith("mistral"):
+            messages = [_with_short_ids(message) for message in messages]
+        check_messages_length(messages, most, name)
+        tools = {"tools": [tool.written for tool in offered]} if offered else {}
+        with naming(self.field):
+            text = tokenizer.apply_chat_template(
+                messages, self.begins_answer, **{**self.variables, **tools}
+            )
+            self._check_rendered(text)
+            check_characters(len(text), most, name)
+            tokens = encode_prompt(model, tokenizer.encode(text, False), name=name, most=most)
+        return tokens, self._answer_form(text, template_text(tokenizer.chat_template), call_format)
+
+    def _check_rendered(self, text: str) -> None:
+        """Refuses tools and their results if the template leaves them out."""
+        for tool in self.tools.offered:
+            if tool.name not in text:
+                raise RefusalError(
+                    f"The chat template of this model has no place for tools: it leaves out "
+                    f"{show(tool.name)}. Leave tools out, or serve a model whose template has one.",
+                    param="tools",
+                )
+        for place, message in enumerate(self.messages):
+            words = _WORD.findall(message["content"]) if message["role"] == "tool" else ()
+            if words and max(words, key=len) not in text:
+                raise RefusalError(
+                    f"The chat template of this model leaves out results of tools "
+                    f"({self.field}[{place}]). Serve a model whose template has a place for them.",
+                    param=self.field,
+                )
+
+    def _answer_form(self, text: str, template: str, call_format: str | None) -> AnswerForm:
+        markers = next((each for each in THINKING_MARKERS if each[1] in template), None)
+        thinks = "no"
+        if markers is not None:
+            end = text.rstrip()
+            thinks = "yes" if end.endswith(markers[0]) else "perhaps"
+            thinks = "no" if end.endswith(markers[1]) else thinks
+        tools = self.tools
+        return AnswerForm(
+            thinks=thinks,
+            markers=markers or THINKING_MARKERS[0],
+            calls=call_format if tools.offered else None,
+            tools=tools.offered,
+            parallel=tools.parallel,
+        )
+
+
+def template_text(template: str | Mapping[str, str] | None) -> str:
+    """Returns the source of a chat template; of several, all of them."""
+    if template is None or isinstance(template, str):
+        return template or ""
+    return "\n".join(template.values())
+
+
+def with_shown_markers(model: LanguageModel, call_format: str | None) -> LanguageModel:
+    """Returns the model with a tokenizer that shows what stands around thoughts and calls.
+
+    Args:
+      model: the model.
+      call_format: name of the form of its calls, if it is known.
+    """
+    if model.tokenizer is None:
+        return model
+    calls = () if call_format is None else FORMATS[call_format].shown
+    texts = (*(text for pair in THINKING_MARKERS for text in pair), *calls)
+    return dataclasses.replace(model, tokenizer=model.tokenizer.with_shown(texts))
+
+
+def check_variables(name: str, variables: Any) -> Mapping[str, Any]:
+    """Returns variables for the template that a request gives; raises RefusalError."""
+    with naming(name):
+        checked = check(name, variables, Mapping)
+        check_template_variables(name, checked)
+    return checked
+
+
+def content_text(content: Any, where: str, field: str = "messages") -> str:
+    """Returns the text of a content, which may be in parts; raises RefusalError.
+
+    Parts of all kinds of text are taken, as each API names them.
+    """
+    if isinstance(content, list):
+        content = [_as_text_part(part) for part in content]
+        if not content:
+            return ""
+    try:
+        return text_of(content)
+    except DataError as error:
+        raise RefusalError(f"{where}: {error}", param=field) from None
+
+
+def _as_text_part(part: Any) -> Any:
+    kinds = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+    if isinstance(part, dict) and part.get("type") in kinds:
+        return {"type": "text", "text": part.get(kinds[part["type"]])}
+    return part
+
+
+def call_of(id: Any, name: Any, arguments: Any, where: str, field: str) -> dict[str, Any]:
+    """Returns a call of an earlier answer as templates expect it; raises RefusalError."""
+    if not isinstance(name, str) or not isinstance(id, str | None):
+        raise RefusalError(
+            f"{where}: a call has an id and the name of a function, which are texts, got "
+            f"{show(id)} and {show(name)}.",
+            param=field,
+        )
+    if not isinstance(arguments, str | dict | None):
+        raise RefusalError(
+            f"{where}: arguments must be a JSON text, got {show(arguments)}.", param=field
+        )
+    if arguments is None or arguments == "":
+        arguments = {}
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": id or "", "type": "function", "function": {"name": name, "arguments": written}}
+
+
+def result_of(id: Any, content: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the message with the result of a call.
+
+    Args:
+      id: of the call.
+      content: the result.
+      messages: those before it, of which one has the call; it names the function.
+    """
+    message = {"role": "tool", "content": content}
+    if not isinstance(id, str):
+        return message
+    calls = (call for each in messages for call in each.get("tool_calls", ()))
+    names = (call["function"]["name"] for call in calls if call["id"] == id)
+    name = next(names, None)
+    return message | {"tool_call_id": id} | ({} if name is None else {"name": name})
+
+
+def with_leading_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Joins the system messages at the beginning: most templates take one."""
+    count = next((n for n, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    if count < 2:
+        return list(messages)
+    text = "\n\n".join(each["content"] for each in messages[:count])
+    return [{"role": "system", "content": text}, *messages[count:]]
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with ids of calls of nine letters and digits, which Mistral's want."""
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _short_id(message["tool_call_id"])
+    if "tool_calls" in message:
+        changed["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} for call in message["tool_calls"]
+        ]
+    return changed
+
+
+@functools.lru_cache(maxsize=1024)
+def _short_id(id: str) -> str:
+    return id if _SHORT_ID.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]

@@ -1,0 +1,173 @@
+"""OpenAI's text completions, /v1/completions, in and out.
+
+Besides OpenAI's fields, `usage.kv_cache` of an answer has its use of the cache.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dms_jax.checks import Whole, show
+from dms_jax.generation import Completion
+from dms_jax.generation.text import TextOffsets
+from dms_jax.serving.fields import (
+    COMPLETING,
+    NEUTRAL,
+    WHY,
+    Table,
+    include_usage,
+    sampling_of,
+)
+from dms_jax.serving.formatting import Formatter, TokenTexts, data_event, to_json
+from dms_jax.serving.refusals import RefusalError
+from dms_jax.serving.requests import Asked, GenerationRequest, output_rule
+from dms_jax.serving.rpc import ServedModel
+from dms_jax.serving.service import Delta
+
+_FIELDS = Table(
+    COMPLETING | {"prompt": Any, "logprobs": Whole},
+    NEUTRAL | {"messages": (), "tools": ([],), "max_completion_tokens": ()},
+    WHY
+    | {
+        "messages": "/v1/chat/completions takes messages",
+        "tools": "/v1/chat/completions takes tools",
+        "max_completion_tokens": "send max_tokens",
+    },
+)
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+def read(body: bytes, served: ServedModel) -> Asked:
+    """Returns what a body asks for; raises RefusalError."""
+    given, unknown = _FIELDS.read(body, served.name)
+    if given.get("logprobs", 0) > 1:
+        raise RefusalError(
+            "logprobs: only the log-probability of the chosen token is known; ask for 0 or 1.",
+            param="logprobs",
+        )
+    output, output_field = output_rule(given)
+    return Asked(
+        prompts=_prompts(given),
+        sampling=sampling_of(given) | {"logprobs": "logprobs" in given},
+        max_new_tokens=given.get("max_tokens"),
+        choices=given.get("n", 1),
+        output=output,
+        output_field=output_field,
+        stream=given.get("stream", False),
+        details=include_usage(given),
+        unknown=unknown,
+    )
+
+
+def _prompts(given: Mapping[str, Any]) -> list[Any]:
+    """Returns the prompts: `prompt` is a text, token ids, or a list of either."""
+    if "prompt" not in given:
+        raise RefusalError("prompt is missing.", param="prompt")
+    prompt = given["prompt"]
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise RefusalError(
+            f"prompt must be a text, a list of token ids, or a list of either, got {show(prompt)}.",
+            param="prompt",
+        )
+    prompts = prompt if isinstance(prompt[0], str | list) else [prompt]
+    if any(isinstance(each, dict) for one in prompts for each in (one, *one[:1])):
+        raise RefusalError("prompt takes no messages: /v1/chat/completions does.", param="prompt")
+    return prompts
+
+
+class CompletionFormatter(Formatter):
+    """Formats text completions; chat completions differ in their choices.
+
+    `request.details` says whether the last chunk of a stream has the usage.
+    """
+
+    names = "cmpl", "text_completion", "text_completion"  # of ids, of a whole answer, of a chunk
+
+    def __init__(self, request: GenerationRequest, served: ServedModel):
+        super().__init__(request, served)
+        self.token_texts = TokenTexts(served.tokenizer)
+        self._offsets: dict[int, TextOffsets] = {}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self.whole_choice(index, completion)}
+            for index, completion in enumerate(completions)
+        ]
+        usage = {"usage": self.usage(completions).completion}
+        return self._envelope(self.names[1], choices) | usage
+
+    def events(self, delta: Delta) -> list[str]:
+        choice = self.choice(delta)
+        return [] if choice is None else [self.chunk({"index": delta.choice, **choice})]
+
+    def closing(self, completions: Sequence[Completion]) -> list[str]:
+        events = [data_event("[DONE]")]
+        if self.request.details:
+            usage = {"usage": self.usage(completions).completion}
+            events.insert(0, data_event(to_json(self._envelope(self.names[2], []) | usage)))
+        return events
+
+    def failure(self, error: RefusalError) -> list[str]:
+        return [data_event(to_json(error.body))]
+
+    def whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """Returns a choice of a whole answer."""
+        return {
+            "text": completion.text,
+            "logprobs": self.logprobs(index, completion.tokens, completion.logprobs or []),
+            "finish_reason": FINISH_REASONS[completion.finish_reason],
+        }
+
+    def choice(self, delta: Delta) -> dict[str, Any] | None:
+        """Returns the choice of the chunk of a delta; None if there is nothing to send."""
+        if not (delta.text or delta.logprobs or delta.completion):
+            return None
+        ended = delta.completion
+        return {
+            "text": delta.text,
+            "logprobs": self.logprobs(delta.choice, delta.tokens, delta.logprobs),
+            "finish_reason": None if ended is None else FINISH_REASONS[ended.finish_reason],
+        }
+
+    def logprobs(
+        self, choice: int, tokens: list[int], logprobs: list[float]
+    ) -> dict[str, Any] | None:
+        """Returns the log-probabilities of tokens, if they are asked for."""
+        if not self.request.sampling.logprobs:
+            return None
+        prompt = self.prompt_of(choice)
+        if choice not in self._offsets:
+            self._offsets[choice] = TextOffsets(self.served.tokenizer, prompt)
+        return {
+            "tokens": self.token_texts.of(choice, prompt, tokens),
+            "token_logprobs": logprobs,
+            "top_logprobs": None,
+            "text_offset": self._offsets[choice].add(tokens),
+        }
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """Returns the token ids of the prompt of a choice."""
+        return self.request.prompts[choice // self.request.choices]
+
+    def chunk(self, choice: dict[str, Any]) -> str:
+        """Returns the event of a choice."""
+        head, tail = self._around
+        return data_event(f"{head}{to_json(choice)}{tail}")
+
+    @functools.cached_property
+    def _around(self) -> tuple[str, str]:
+        """The JSON before and after the choice, which is the same in every chunk."""
+        usage = {"usage": None} if self.request.details else {}
+        head, tail = to_json(self._envelope(self.names[2], []) | usage).split('"choices":[]')
+        return f'{head}"choices":[', f"]{tail}"
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.names[0]}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.served.name,
+            "choices": choices,
+        }

@@ -1,0 +1,230 @@
+"""The fields of a body: those that are served, that change nothing, and that are refused.
+
+A field that would change the answer and is not served is refused by name, unless it has a value at
+which it changes nothing (`presence_penalty: 0`). All other fields are taken: clients send many that
+are about themselves or about other servers. A name that is nearly one of a field that is served is
+a slip, and refused: the answer would not be what was asked for.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from dms_jax.checks import Count, Number, Range, Seed, Share, check, show
+from dms_jax.serving.refusals import RefusalError, naming, unknown_model, unserved
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+_SLIP = 0.8  # how much of two names is alike, by `difflib`
+_NEVER: tuple[Any, ...] = ()
+
+# Of every address that generates.
+SAMPLING: dict[str, Any] = {
+    "model": str,
+    "stream": bool,
+    "temperature": Annotated[Number, Range(0)],
+    "top_p": Annotated[Number, Range(0, 1, above=True)],
+    "top_k": Annotated[int, Range(-1, 2**31 - 1)],
+    "min_p": Share,
+    "seed": Seed,
+}
+# Of OpenAI's chat and text completions, and of what servers add to them.
+COMPLETING: dict[str, Any] = SAMPLING | {
+    "stream_options": Any,
+    "n": Annotated[int, Range(1, MOST_CHOICES)],
+    "max_tokens": Count,
+    "stop": Any,
+    "guided_json": Any,
+    "guided_regex": Any,
+    "guided_choice": Any,
+    "structured_outputs": Any,
+    "response_format": Any,
+}
+# Fields that change answers and are not served, each with the values at which they do not.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "logit_bias": ({}, []),
+    "logits_processors": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": _NEVER,
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "top_a": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (-1,),
+    "truncation": ("disabled",),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "guided_grammar": _NEVER,
+    "grammar": _NEVER,
+    "ebnf": _NEVER,
+    "regex": _NEVER,
+    "json_schema": _NEVER,
+    "chat_template": _NEVER,
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": _NEVER,
+    "web_search_options": _NEVER,
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "lora_path": _NEVER,
+}
+WHY = {
+    "top_logprobs": "only the log-probability of the chosen token is known",
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "guided_grammar": "send response_format, guided_json, guided_regex or guided_choice",
+    "grammar": "send response_format, guided_json, guided_regex or guided_choice",
+    "ebnf": "send response_format, guided_json, guided_regex or guided_choice",
+    "regex": "send guided_regex",
+    "json_schema": "send response_format",
+    "best_of": "it would rank answers, and n gives all of them",
+}
+# Fields about the caller, or about how other servers work.
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "store",
+        "service_tier",
+        "verbosity",
+        "prediction",
+        "request_id",
+        "priority",
+        "cache_salt",
+        "guided_decoding_backend",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The fields of one address.
+
+    Attributes:
+      served: name -> kind of those that are served (`dms_jax.checks`).
+      neutral: name -> values of those that change answers and are not served.
+      why: name -> what else is said of one that is refused.
+      ignored: names of those that change nothing, of which nothing is said.
+    """
+
+    served: Mapping[str, Any]
+    neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=lambda: NEUTRAL)
+    why: Mapping[str, str] = dataclasses.field(default_factory=lambda: WHY)
+    ignored: frozenset[str] = IGNORED
+
+    def read(self, body: bytes, model: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Returns the fields that are served, checked by their kinds, and names of unknown ones.
+
+        Args:
+          body: JSON.
+          model: name of the model that is served.
+
+        Raises:
+          RefusalError: the body is no JSON object, asks for another model, or has a field that is
+            not served or of another kind.
+        """
+        fields = parse_object(body)
+        if fields.get("model", model) != model:
+            raise unknown_model(fields["model"], model)
+        unknown = []
+        for name, value in fields.items():
+            if name in self.served or name in self.ignored:
+                continue
+            if name not in self.neutral:
+                self._check_slip(name)
+                unknown.append(name)
+            elif value not in self.neutral[name]:
+                raise unserved(name, value, self.why.get(name, ""))
+        given = {name: value for name, value in fields.items() if name in self.served}
+        kinds = self.served
+        return {n: check_field(n, value, kinds[n]) for n, value in given.items()}, tuple(unknown)
+
+    def _check_slip(self, name: str) -> None:
+        if meant := difflib.get_close_matches(name.lower(), self.served, 1, _SLIP):
+            raise RefusalError(
+                f"A request has no field {show(name)} (did you mean {meant[0]}?).",
+                param=name,
+                code="unknown_parameter",
+            )
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Returns the fields of a body, without those that are null; raises RefusalError."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusalError(f"The body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise RefusalError(f"The body must be a JSON object, got {show(fields)}.")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def check_field(name: str, value: Any, kind: Any) -> Any:
+    """Returns a value in plain Python; raises RefusalError if it is of another kind."""
+    with naming(name):
+        return check(name, value, kind)
+
+
+def sampling_of(given: Mapping[str, Any], *, stop: str = "stop") -> dict[str, Any]:
+    """Returns the fields of `Sampling` that a request gives.
+
+    Args:
+      given: the fields of the request.
+      stop: name of its field of stop strings.
+    """
+    found = {
+        each: given[each] for each in ("temperature", "top_p", "min_p", "seed") if each in given
+    }
+    if "top_k" in given:
+        found["top_k"] = max(given["top_k"], 0)  # -1 is all of them too
+    if stop in given:
+        found["stop"] = _stops(stop, given[stop])
+    return found
+
+
+def _stops(name: str, stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop
+    texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
+    if not texts or len(stops) > MOST_STOPS:
+        raise RefusalError(
+            f"{name} must be a text or a list of up to {MOST_STOPS} texts, none of them empty, got "
+            f"{show(stop)}.",
+            param=name,
+        )
+    return tuple(stops)
+
+
+def include_usage(given: Mapping[str, Any]) -> bool:
+    """Whether the last chunk of a stream has the usage; raises RefusalError."""
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise RefusalError(
+            f'stream_options takes {{"include_usage": true}}, got {show(options)}.',
+            param="stream_options",
+        )
+    if options and not given.get("stream", False):
+        raise RefusalError("stream_options is for stream=true.", param="stream_options")
+    return check_field("stream_options.include_usage", options.get("include_usage", False), bool)

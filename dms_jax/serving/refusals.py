@@ -1,0 +1,90 @@
+"""`RefusalError`: a request that is refused, and the HTTP response to it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from dms_jax.checks import show
+from dms_jax.errors import ConfigError, DataError, DmsJaxError, TooLongError, plain
+
+TOO_LONG = "context_length_exceeded"  # OpenAI's word, by which clients shorten what they send
+_LONGEST_MESSAGE = 2000
+
+
+class RefusalError(DmsJaxError):
+    """A request is refused; the HTTP response to it.
+
+    Args:
+      message: what is wrong and what to do.
+      status: HTTP status.
+      param: the field that is wrong.
+      code: OpenAI's code of the error, for programs.
+      retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        message: object,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's type of the error."""
+        if self.status >= 500:
+            return "server_error"
+        return {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+
+    @property
+    def message(self) -> str:
+        """What a client is told: it may quote what the client sent, halves of characters too."""
+        return plain(self, _LONGEST_MESSAGE, lines=True)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form of an error."""
+        param = None if self.param is None else plain(self.param)
+        error = {"message": self.message, "type": self.kind, "param": param, "code": self.code}
+        return {"error": error}
+
+
+def unknown_model(asked: Any, name: str) -> RefusalError:
+    """Returns the error of a request for another model than the one of this name."""
+    return RefusalError(
+        f"There is no model {show(asked)} here, only {name!r}.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def unserved(name: str, value: Any, why: str = "") -> RefusalError:
+    """Returns the error of a field that would change the answer, at a value that is not served."""
+    return RefusalError(
+        f"{name}={show(value)} is not served{f': {why}' if why else ''}. Leave it out.",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+@contextlib.contextmanager
+def naming(param: str | None, where: str = "") -> Iterator[None]:
+    """A context in which errors of arguments and data refuse the request, and name a field.
+
+    Args:
+      param: the field.
+      where: what their messages begin with.
+    """
+    try:
+        yield
+    except (RefusalError, TooLongError):
+        raise
+    except (ConfigError, DataError) as error:
+        what = f"{where}: {error}" if where else error
+        raise RefusalError(what, param=param) from None

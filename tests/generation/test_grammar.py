@@ -1,0 +1,339 @@
+"""Answers that match a grammar, beside others that are free."""
+
+import collections
+import dataclasses
+import json
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import llguidance
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.errors import ConfigError
+from dms_jax.generation import Engine, Sampling, grammar
+from dms_jax.generation.engine import Source
+from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
+from dms_jax.generation.in_flight import InFlight
+from dms_jax.generation.requests import NotNumbersError
+from dms_jax.generation.sampling import LanesFilter, sample
+from dms_jax.generation.scheduler import Scheduler
+from tests.generation.support import (
+    MECHANISMS,
+    SHAPE,
+    model_for,
+    prompts,
+    requests_of,
+    serve_arrivals,
+    stories,
+)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GREEDY = Sampling(temperature=0, max_new_tokens=48)
+PROMPTS = prompts((5, 9, 4, 7))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The shipped model with its end token, which grammars need."""
+    options = dict(num_lanes=4, max_tokens=64, page_size=16, chunk=4, prefill_chunk=16)
+    return Engine(stories(), dms_jax.Vanilla(), **options)
+
+
+def bits(allowed):
+    """Masks of rows of booleans, as `Filter.allowed` has them."""
+    padded = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), bool)
+    padded[:, : allowed.shape[1]] = allowed
+    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+
+
+def is_person(text):
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "age", "tags"]
+        and len(found["name"]) <= 6
+        and 0 <= found["age"] <= 99
+        and set(found["tags"]) <= {"a", "b"}
+        and len(found["tags"]) <= 2
+    )
+
+
+# -- the draw ------------------------------------------------------------------------------------
+
+SAMPLINGS = [
+    Sampling(temperature=0),
+    Sampling(temperature=3.0),
+    Sampling(temperature=2.0, top_p=0.8),
+    Sampling(temperature=2.0, top_k=3, min_p=0.01),
+]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "lanes"])
+def test_only_allowed_tokens_are_drawn_and_log_probabilities_are_those_of_all(together):
+    size, rows = 150, 64
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(rows, size)).astype(np.float32) * 3
+    allowed = random.random((rows, size)) < 0.05
+    allowed[np.arange(rows), random.integers(0, size, rows)] = True
+    allowed[0] = False
+    allowed[0, -1] = True  # the last token, in a word that is not full
+    likeliest = np.where(allowed, logits, -np.inf).argmax(1)
+    keys = jax.vmap(jax.random.key)(np.arange(rows, dtype=np.uint32))
+    for place, sampling in enumerate(SAMPLINGS):
+        rule = sampling.filter
+        if together:
+            lanes = {lane: SAMPLINGS[(lane + place) % len(SAMPLINGS)] for lane in range(rows)}
+            rule = LanesFilter(rows).of(lanes)
+        rule = dataclasses.replace(rule, allowed=jnp.asarray(bits(allowed)))
+        tokens, logprobs = map(
+            np.asarray, sample(jnp.asarray(logits), keys, jnp.arange(rows), rule)
+        )
+        assert allowed[np.arange(rows), tokens].all()
+        everything = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+        want = everything[np.arange(rows), tokens]
+        chex.assert_trees_all_close(logprobs.astype(np.float64), want, atol=1e-5)
+        if sampling.temperature == 0 and not together:
+            assert tokens.tolist() == likeliest.tolist()
+        if place == 1 and not together:
+            assert (tokens != likeliest).any()
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+def test_a_greedy_answer_takes_the_likeliest_of_the_tokens_that_its_grammar_allows(engine):
+    """The oracle is one pass over the whole sequence, and a matcher of its own."""
+    sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON), logprobs=True)
+    found = engine.generate(PROMPTS[:2], sampling=sampling)
+    model = engine.model
+    for prompt, each in zip(PROMPTS, found, strict=False):
+        assert each.finish_reason == "end"
+        assert is_person(each.text)
+        sequence = prompt + each.tokens
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(sequence)] = sequence
+        logits = np.asarray(model.logits(padded), np.float64)[0]
+        matcher = llguidance.LLMatcher(grammar._tokens(model), sampling.grammar.source)
+        for place, token in enumerate(each.tokens, len(prompt) - 1):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, bitorder="little")[:512].astype(bool)
+            assert token == np.where(allowed, logits[place], -np.inf).argmax()
+            everything = logits[place] - np.log(np.exp(logits[place]).sum())
+            assert each.logprobs[place - len(prompt) + 1] == pytest.approx(everything[token], 1e-3)
+            assert matcher.consume_token(token)
+
+
+def test_lanes_with_grammars_and_free_ones_answer_as_each_alone(engine):
+    """Each joins when the others run, with a sampling of its own; a chunk has four steps."""
+    hot = Sampling(temperature=0.9, top_p=0.9, max_new_tokens=40, seed=3, logprobs=True)
+    samplings = [
+        hot,
+        dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON)),
+        dataclasses.replace(hot, grammar=Grammar.regex(r"(the|The) [a-z]{3,5}!"), seed=4),
+        dataclasses.replace(GREEDY, max_new_tokens=21),
+    ]
+    alone = [
+        engine.generate([prompt], sampling=sampling)[0]
+        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
+    ]
+    assert is_person(alone[1].text)
+    assert re.fullmatch(r"(the|The) [a-z]{3,5}!", alone[2].text.strip(" "))
+    for order in ([[0, 1], [2], [3]], [[1], [0, 2, 3]], [[3, 0], [2, 1]]):
+        requests = requests_of(PROMPTS, samplings)
+        serve_arrivals(engine, [[requests[place] for place in some] for some in order])
+        for each, want in zip(requests, alone, strict=True):
+            assert (each.generated, each.finish_reason) == (want.tokens, want.finish_reason)
+
+
+def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
+    """Requests without one pay nothing: their programs are those of always."""
+    chunks, runner = [], engine.runner
+    decode, masked = runner.decode, runner.decode_masked
+    monkeypatch.setattr(
+        runner, "decode", lambda *given, **more: chunks.append("whole") or decode(*given, **more)
+    )
+    monkeypatch.setattr(
+        runner,
+        "decode_masked",
+        lambda *given, **more: chunks.append("step") or masked(*given, **more),
+    )
+    short = dataclasses.replace(GREEDY, max_new_tokens=20, grammar=Grammar.regex("[a-z]{2}"))
+    requests = requests_of(PROMPTS[:2], [dataclasses.replace(GREEDY, max_new_tokens=20), short])
+    serve_arrivals(engine, [requests])
+    assert len(requests[1].generated) <= 4  # two letters in one or two tokens, and the end
+    assert len(requests[0].generated) == 20
+    assert chunks == ["step"] * 4 + ["whole"] * 4
+
+
+@pytest.mark.nightly
+def test_an_answer_that_is_put_back_goes_on_in_its_grammar(engine, monkeypatch):
+    """In a pool that holds one of them whole, of a policy that keeps every token."""
+    sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
+    want = engine.generate(PROMPTS, sampling=sampling)
+    preempted, preempt = [], Scheduler.preempt
+    monkeypatch.setattr(Scheduler, "preempt", lambda self: preempted.append(1) or preempt(self))
+    runner = engine.runner
+    rows = runner.model.config.num_layers * runner.model.config.num_kv_heads
+    small = Engine(
+        stories(),
+        dms_jax.Vanilla(),
+        num_lanes=4,
+        max_tokens=64,
+        page_size=16,
+        chunk=4,
+        prefill_chunk=16,
+        memory=runner.page_bytes * rows * 6,
+    )
+    found = small.generate(PROMPTS, sampling=sampling)
+    assert preempted
+    assert [each.tokens for each in found] == [each.tokens for each in want]
+
+
+def test_after_an_error_a_grammar_goes_on_from_the_tokens_that_were_recorded(engine, monkeypatch):
+    """Its matcher has read others, which the error lost."""
+    sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
+    want = engine.generate(PROMPTS[:2], sampling=sampling)
+    requests = requests_of(PROMPTS[:2], sampling)
+    collect, count = InFlight.collect_steps, []
+
+    def failing(self, some=None):
+        count.append(len(self.programs))
+        if len(count) > 9 and self.programs:
+            raise NotNumbersError("steps that were launched", [99])
+        collect(self, some)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InFlight, "collect_steps", failing)
+        with pytest.raises(NotNumbersError):
+            serve_arrivals(engine, [requests])
+    assert 1 < len(requests[0].generated) < len(want[0].tokens)
+    engine.serve(Source(requests, sampling))
+    assert [each.generated for each in requests] == [each.tokens for each in want]
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_request_by_name(engine, monkeypatch):
+    sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
+    requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
+    read = grammar.Matcher.read
+
+    def wrong(self, token):
+        self.compiled.consume_token(500)  # that no state of it allows
+        return read(self, token)
+
+    monkeypatch.setattr(grammar.Matcher, "read", wrong)
+    with pytest.raises(GrammarError, match=r"behind token [01]: .*satisfy") as error:
+        serve_arrivals(engine, [requests])
+    assert error.value.indices == {requests[1].index}
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Grammar.json_schema({"type": "objekt"}), "compiled: .*Invalid type: objekt"),
+        (lambda: Grammar.json_schema({"unevaluatedProperties": False}), "unevaluatedProperties"),
+        (lambda: Grammar.json_schema([1]), "is an object, got"),
+        (lambda: Grammar.json_schema({"enum": {1, 2}}), "no JSON"),
+        (lambda: Grammar.regex("a(b"), "unclosed group"),
+        (lambda: Grammar.regex(3), "is a text, got 3"),
+        (lambda: Grammar.lark("start: nowhere"), "nowhere"),
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_is_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_a_schema_cannot_switch_keywords_off():
+    """`x-guidance` is llguidance's own keyword of options."""
+    schema = {"unevaluatedProperties": False, "x-guidance": {"lenient": True}}
+    with pytest.raises(ConfigError, match="unevaluatedProperties"):
+        Grammar.json_schema(schema)
+
+
+def test_models_without_end_tokens_or_a_tokenizer_take_no_grammar(engine):
+    given = [(PROMPTS[0], dataclasses.replace(GREEDY, grammar=Grammar.regex("a")))]
+    for change, said in (
+        ({"generation": type(stories().generation)()}, "this model has none"),
+        ({"tokenizer": None}, "without a tokenizer"),
+    ):
+        model = dataclasses.replace(stories(), **change)
+        assert not grammar.is_served(model)
+        requests = requests_of([given[0][0]], given[0][1])
+        with pytest.raises(ConfigError, match=said):
+            grammar.make_matchers(model, requests)
+    assert grammar.is_served(stories())
+
+
+def test_without_llguidance_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dms-jax\[grammar\]'"):
+        Grammar.regex("a")
+    assert not grammar.is_served(stories())
+
+
+def test_masks_of_lanes_without_a_grammar_allow_everything():
+    assert (TokenMasks(3, 70).next({}) == -1).all()
+    assert TokenMasks(3, 70).everything().shape == (3, 3)
+
+
+# -- every policy ----------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_grammar_that_allows_every_text_changes_no_answer(name):
+    """Steps in two programs are those of a chunk, whatever a policy does in them."""
+    engine = Engine(model_for(name), max_tokens=64, **SHAPE)
+    free = Sampling(temperature=0, max_new_tokens=20, logprobs=True)
+    every = dataclasses.replace(free, grammar=Grammar.regex(r"(.|\n)*"))
+    lengths = prompts((5, 30, 1, 13))
+    for one, other in zip(
+        engine.generate(lengths, sampling=free),
+        engine.generate(lengths, sampling=every),
+        strict=True,
+    ):
+        assert one.tokens == other.tokens
+        chex.assert_trees_all_close(np.array(one.logprobs), np.array(other.logprobs), atol=1e-4)
+        assert one.usage.live_tokens == other.usage.live_tokens
+        assert one.usage.kv_reads == other.usage.kv_reads
+        assert one.usage.peak_tokens == other.usage.peak_tokens
+
+
+@pytest.mark.nightly
+def test_a_grammar_is_kept_on_a_mesh():
+    """Lanes and heads are shared out over four devices, and no program is compiled twice."""
+    lowered: collections.Counter[str] = collections.Counter()
+
+    def count(event: str, seconds: float, **facts) -> None:
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            lowered[facts["fun_name"]] += 1
+
+    sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
+    expected = Engine(model_for("vanilla"), max_tokens=64, **SHAPE).generate(
+        PROMPTS, sampling=sampling
+    )
+    mesh = dms_jax.make_mesh(2, 2)
+    model = dms_jax.load(assets.path("stories260k"), mesh=mesh)
+    engine = Engine(model, dms_jax.Vanilla(), max_tokens=64, **SHAPE)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    found = engine.generate(PROMPTS, sampling=sampling)
+    jax.monitoring.unregister_event_duration_listener(count)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert {"jit(advance)", "jit(draw)"} <= lowered.keys()
+    assert {name: number for name, number in lowered.items() if number > 1} == {}

@@ -1,0 +1,688 @@
+"""Each API in and out, on answers from a script: forms, events, tools and their results."""
+
+import json
+import logging
+
+import pytest
+
+import dms_jax
+from tests.serving.scripted import scripted, served_model
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TOOL = {"type": "function", "function": WEATHER}
+QUESTION = "What is the weather in Paris?"
+USER = {"role": "user", "content": QUESTION}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ARGUMENTS = '{"city": "Paris"}'
+SUNNY = "It is sunny in Paris."
+PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def weather(text):
+    """Calls the tool, and says what it has said."""
+    if "<tool_response>\nsunny" in text:
+        return SUNNY
+    if "# Tools" not in text:
+        return "<think>\nEasy.\n</think>\n\nFour." if "<think>" not in text else "Four."
+    call = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+    return f"<think>\nI look.\n</think>\n\nOne moment.\n<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def client():
+    with scripted("hermes", weather) as made:
+        yield made
+
+
+# -- chat completions ----------------------------------------------------------------------------
+
+
+def test_a_chat_calls_a_tool_and_goes_on_with_its_result(client):
+    answer = client.ask(chat=True, messages=[USER], tools=[TOOL])
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == ("One moment.", "I look.")
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    assert choice["finish_reason"] == "tool_calls"
+    prompt = client.service.prompts[-1]
+    assert json.dumps(TOOL) in prompt  # as templates want it
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    choice = client.ask(chat=True, messages=[USER, message, result], tools=[TOOL])["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (SUNNY, "stop")
+    assert "tool_calls" not in choice["message"]
+    assert client.service.prompts[-1] == prompt.removesuffix("<|im_start|>assistant\n") + (
+        "<|im_start|>assistant\n<think>\nI look.\n</think>\n\nOne moment.\n<tool_call>\n"
+        f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_streamed_chat_has_the_parts_of_a_whole_one(client):
+    options = {"include_usage": True}
+    *chunks, last = client.stream(chat=True, messages=[USER], tools=[TOOL], stream_options=options)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(each.get("reasoning_content", "") for each in deltas) == "I look."
+    assert "".join(each.get("content", "") for each in deltas) == "One moment."
+    calls = [call for each in deltas for call in each.get("tool_calls", ())]
+    assert all(call["index"] == 0 for call in calls)
+    assert ["id" in call for call in calls] == [True, *[False] * (len(calls) - 1)]
+    assert calls[0]["function"]["name"] == "get_weather"
+    assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-1:]] == ["tool_calls"]
+    assert last["usage"]["total_tokens"] > 0
+
+
+def test_a_tool_without_a_description_has_an_empty_one(client):
+    """Some templates join descriptions to texts."""
+    bare = {"type": "function", "function": {"name": "get_weather"}}
+    client.ask(chat=True, messages=[USER], tools=[bare])
+    assert '"description": "", "parameters": {"type": "object"' in client.service.prompts[-1]
+
+
+def test_without_a_choice_of_tools_the_model_is_told_of_none(client):
+    for fields in ({}, dict(tools=[TOOL], tool_choice="none"), dict(tools=[])):
+        choice = client.ask(chat=True, messages=[USER], **fields)["choices"][0]
+        assert choice["message"]["content"] == "Four."
+        assert "get_weather" not in client.service.prompts[-1]
+
+
+def test_several_answers_call_each_by_itself(client):
+    choices = client.ask(chat=True, messages=[USER], tools=[TOOL], n=3)["choices"]
+    ids = {choice["message"]["tool_calls"][0]["id"] for choice in choices}
+    assert len(ids) == 3
+    chunks = client.stream(chat=True, messages=[USER], tools=[TOOL], n=2)
+    for number in range(2):
+        calls = [
+            call
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["index"] == number
+            for call in choice["delta"].get("tool_calls", ())
+        ]
+        assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+
+
+def test_how_much_a_model_thinks_reaches_the_template(client):
+    for fields in (PLAIN, {"reasoning_effort": "none"}):
+        client.ask(chat=True, messages=[USER], **fields)
+        assert client.service.prompts[-1].endswith("<think>\n\n</think>\n\n")
+    client.ask(chat=True, messages=[USER], reasoning_effort="high")
+    assert client.service.prompts[-1].endswith("<|im_start|>assistant\n")
+
+
+def test_leading_system_messages_are_one(client):
+    said = [{"role": role, "content": role.title()} for role in ("system", "developer")]
+    client.ask(chat=True, messages=[*said, USER])
+    assert client.service.prompts[-1].startswith(
+        "<|im_start|>system\nSystem\n\nDeveloper<|im_end|>\n<|im_start|>user\n"
+    )
+
+
+def test_unknown_fields_are_taken_with_one_warning_each(client, caplog):
+    with caplog.at_level(logging.WARNING, logger="dms_jax"):
+        for _ in range(2):
+            client.ask(chat=True, messages=[USER], colour=1, shade={"a": 1}, user="me", store=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert sorted(said) == [
+        f"Requests have {name}, which this server leaves out." for name in ("colour", "shade")
+    ]
+
+
+def test_ids_of_other_servers_are_shortened_for_mistral():
+    calls = [{"id": "call_123", "function": {"name": "get_weather", "arguments": ARGUMENTS}}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_123", "content": "sunny"},
+    ]
+    with scripted("mistral", lambda text: SUNNY) as client:
+        client.ask(chat=True, messages=messages, tools=[TOOL])
+        (prompt,) = client.service.prompts
+    call = json.loads(prompt.partition("[TOOL_CALLS]")[2].partition("</s>")[0])[0]
+    result = json.loads(prompt.partition("[TOOL_RESULTS]")[2].partition("[/TOOL_RESULTS]")[0])
+    assert call["id"] == result["call_id"]
+    assert len(call["id"]) == 9
+
+
+# -- responses -----------------------------------------------------------------------------------
+
+CALLING = {**WEATHER, "type": "function", "strict": False}
+
+
+def test_a_response_has_items_that_the_next_one_takes(client):
+    asked = dict(model="scripted", instructions="Be brief.", tools=[CALLING])
+    first = client.post(RESPONSES, input=QUESTION, **asked)
+    assert (first["object"], first["status"]) == ("response", "completed")
+    thought, said, call = first["output"]
+    assert [each["type"] for each in (thought, said, call)] == [
+        "reasoning",
+        "message",
+        "function_call",
+    ]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "I look."}]
+    assert said["content"][0]["text"] == "One moment."
+    assert (call["name"], call["arguments"]) == ("get_weather", ARGUMENTS)
+    usage = first["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] > 0
+    prompt = client.service.prompts[-1]
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    items = [{"type": "message", **USER}, *first["output"], result]
+    second = client.post(RESPONSES, input=items, **asked)
+    assert second["output"][0]["content"][0]["text"] == SUNNY
+    # The items of one answer are one message.
+    again = client.service.prompts[-1]
+    assert again.startswith(prompt + "<think>\nI look.\n</think>\n\nOne moment.\n<tool_call>")
+    assert again.count("<|im_start|>assistant") == 2
+
+
+def test_the_events_of_a_response_are_those_that_codex_reads(client):
+    events = client.named_events(RESPONSES, input=QUESTION, tools=[CALLING])
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    once = [kind for n, kind in enumerate(kinds) if kinds[n - 1 : n] != [kind]]  # deltas together
+    item = ["output_item.added", "content_part.added"]
+    assert once == [
+        *("created", "in_progress"),
+        *item,
+        *("reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
+        *item,
+        *("output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
+        "output_item.added",
+        *("function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    by_kind = {}
+    for each in events:
+        by_kind.setdefault(each["type"].removeprefix("response."), []).append(each)
+    assert "".join(each["delta"] for each in by_kind["output_text.delta"]) == "One moment."
+    assert "".join(each["delta"] for each in by_kind["reasoning_text.delta"]) == "I look."
+    assert all(each["content_index"] == 0 for each in by_kind["reasoning_text.delta"])
+    assert "".join(each["delta"] for each in by_kind["function_call_arguments.delta"]) == ARGUMENTS
+    added = [each["item"] for each in by_kind["output_item.added"]]
+    done = [each["item"] for each in by_kind["output_item.done"]]
+    assert [each["id"] for each in added] == [each["id"] for each in done]
+    assert [each["output_index"] for each in by_kind["output_item.done"]] == [0, 1, 2]
+    (last,) = by_kind["completed"]
+    assert last["response"]["output"] == done
+    assert last["response"]["id"] == by_kind["created"][0]["response"]["id"]
+    assert last["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_response_that_is_cut_off_says_so(client):
+    cut = client.post(RESPONSES, input=QUESTION, max_output_tokens=5)
+    assert cut["status"] == "incomplete"
+    assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+    events = client.named_events(RESPONSES, input=QUESTION, max_output_tokens=5)
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_functions_of_a_namespace_are_called_by_both_names():
+    def script(text):
+        assert '"name": "files.read"' in text
+        if "<tool_response>" in text:
+            assert '{"name": "files.read", "arguments": {"path": "a"}}' in text
+            return "Done."
+        return '<tool_call>\n{"name": "files.read", "arguments": {"path": "a"}}\n</tool_call>'
+
+    tools = [
+        {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}
+    ]
+    with scripted("hermes", script) as client:
+        (call,) = client.post(RESPONSES, input="Read a.", tools=tools)["output"]
+        assert (call["namespace"], call["name"]) == ("files", "read")
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}
+        items = [{"role": "user", "content": "Read a."}, call, result]
+        second = client.post(RESPONSES, input=items, tools=tools)
+        assert second["output"][0]["content"][0]["text"] == "Done."
+        error = client.post(RESPONSES, 400, input="a", tools=[{**tools[0], "name": 3}])["error"]
+        assert "have names" in error["message"]
+
+
+def test_codex_s_request_is_answered(client):
+    """The fields that it sends; of its tools those that are no functions are left out."""
+    request = {
+        "model": "scripted",
+        "instructions": "You are a coding agent.",
+        "input": [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "<permissions>"}],
+            },
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": QUESTION}],
+            },
+        ],
+        "tools": [
+            CALLING,
+            {"type": "local_shell"},
+            {"type": "web_search", "external_web_access": False},
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "service_tier": "auto",
+        "prompt_cache_key": "0199",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"session": "1"},
+    }
+    events = client.named_events(RESPONSES, **request)
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["output"][-1]["name"] == "get_weather"
+    prompt = client.service.prompts[-1]
+    assert "apply_patch" not in prompt
+    assert prompt.startswith(
+        "<|im_start|>system\nYou are a coding agent.\n\n<permissions>\n\n# Tools"
+    )
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+BLOCKS = [
+    {"name": "get_weather", "description": "The weather.", "input_schema": WEATHER["parameters"]}
+]
+
+
+def test_a_message_has_blocks_that_the_next_one_takes(client):
+    asked = dict(max_tokens=500, system=[{"type": "text", "text": "Be brief."}], tools=BLOCKS)
+    first = client.post(MESSAGES, messages=[USER], **asked)
+    assert (first["type"], first["role"], first["stop_reason"]) == (
+        "message",
+        "assistant",
+        "tool_use",
+    )
+    thinking, text, call = first["content"]
+    assert (thinking["thinking"], text["text"]) == ("I look.", "One moment.")
+    assert (call["type"], call["name"], call["input"]) == (
+        "tool_use",
+        "get_weather",
+        {"city": "Paris"},
+    )
+    cached = {"cache_control": {"type": "ephemeral"}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call["id"],
+        "content": [{"type": "text", "text": "sunny", **cached}],
+    }
+    answered = [USER, {"role": "assistant", "content": first["content"]}]
+    follow = {"type": "text", "text": "And then?", **cached}
+    second = client.post(
+        MESSAGES, messages=[*answered, {"role": "user", "content": [result, follow]}], **asked
+    )
+    assert second["content"] == [{"type": "text", "text": SUNNY}]
+    assert second["stop_reason"] == "end_turn"
+    prompt = client.service.prompts[-1]
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert prompt.endswith(
+        "<tool_response>\nsunny\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_events_of_a_message(client):
+    events = client.named_events(MESSAGES, messages=[USER], max_tokens=500, tools=BLOCKS)
+    kinds = [each["type"] for each in events]
+    once = [kind for n, kind in enumerate(kinds) if kinds[n - 1 : n] != [kind]]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert once == ["message_start", *block * 3, "message_delta", "message_stop"]
+    starts = [each["content_block"] for each in events if each["type"] == block[0]]
+    assert [each["type"] for each in starts] == ["thinking", "text", "tool_use"]
+    deltas = [each["delta"] for each in events if each["type"] == block[1]]
+    assert "".join(each.get("thinking", "") for each in deltas) == "I look."
+    assert "".join(each.get("text", "") for each in deltas) == "One moment."
+    assert "".join(each.get("partial_json", "") for each in deltas) == ARGUMENTS
+    ended = next(each for each in events if each["type"] == "message_delta")
+    assert ended["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert ended["usage"]["output_tokens"] > 0
+    assert events[0]["message"]["usage"]["input_tokens"] == ended["usage"]["input_tokens"]
+
+
+def test_why_a_message_stopped():
+    with scripted("plain", lambda text: "one two three STOP four") as client:
+        asked = dict(messages=[USER])
+        whole = client.post(MESSAGES, max_tokens=99, **asked)
+        assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
+        cut = client.post(MESSAGES, max_tokens=3, **asked)
+        assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
+        found = client.post(MESSAGES, max_tokens=99, stop_sequences=["five", "STOP"], **asked)
+        assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "STOP")
+        assert found["content"][0]["text"] == "one two three "
+
+
+def test_a_message_is_cut_to_the_room_there_is(client):
+    """Claude Code asks for 32,000 tokens of every answer."""
+    client.post(MESSAGES, messages=[USER], max_tokens=32_000)
+    sampling, prompt = client.service.samplings[-1], client.service.prompts[-1]
+    read = len(client.post("/tokenize", prompt=prompt)["tokens"])
+    assert sampling.max_new_tokens == 4096 - read
+
+
+def test_claude_code_s_request_is_answered(client):
+    """The fields that it sends; what is for caches, and tools of other servers, are left out."""
+    request = {
+        "model": "scripted",
+        "max_tokens": 500,
+        "system": [
+            {"type": "text", "text": "You are a CLI.", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": " Be brief."},
+        ],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}],
+        "tools": [*BLOCKS, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "metadata": {"user_id": "user_1"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "context_management": {"edits": []},
+        "output_config": {"effort": "high"},
+        "temperature": 1,
+        "stream": True,
+    }
+    events = client.named_events(f"{MESSAGES}?beta=true", **request)
+    assert events[-1]["type"] == "message_stop"
+    assert client.service.prompts[-1].startswith("<|im_start|>system\nYou are a CLI. Be brief.")
+    counted = client.post(
+        f"{MESSAGES}/count_tokens",
+        **{name: request[name] for name in ("model", "system", "messages", "tools")},
+    )
+    assert counted["input_tokens"] == events[0]["message"]["usage"]["input_tokens"]
+
+
+# -- tokens --------------------------------------------------------------------------------------
+
+
+def test_texts_and_conversations_become_tokens_and_texts_again(client):
+    found = client.post("/tokenize", prompt="Hello there")
+    assert found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == 4096
+    assert client.post("/detokenize", tokens=found["tokens"]) == {"prompt": "Hello there"}
+    texts = client.post("/tokenize", prompt="Hello there", return_token_strs=True)["token_strs"]
+    assert "".join(texts) == "Hello there"
+    chat = client.post("/tokenize", messages=[USER], tools=[TOOL])
+    client.ask(chat=True, messages=[USER], tools=[TOOL])
+    text = client.post("/detokenize", tokens=chat["tokens"])["prompt"]
+    assert text == client.service.prompts[-1]
+    without = client.post("/tokenize", messages=[USER], add_generation_prompt=False)
+    assert client.post("/detokenize", tokens=without["tokens"])["prompt"].endswith("<|im_end|>\n")
+
+
+# -- structured answers --------------------------------------------------------------------------
+
+PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, dict(messages=[USER], response_format={"type": "json_object"})),
+        (
+            CHAT,
+            dict(
+                messages=[USER],
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "p", "schema": PERSON},
+                },
+            ),
+        ),
+        (CHAT, dict(messages=[USER], guided_json=PERSON)),
+        (CHAT, dict(messages=[USER], guided_json=json.dumps(PERSON))),
+        (CHAT, dict(messages=[USER], structured_outputs={"json": PERSON})),
+        ("/v1/completions", dict(prompt="a", response_format={"type": "json_object"})),
+        (
+            RESPONSES,
+            dict(
+                input="a", text={"format": {"type": "json_schema", "name": "p", "schema": PERSON}}
+            ),
+        ),
+        (
+            MESSAGES,
+            dict(
+                messages=[USER],
+                max_tokens=9,
+                output_config={"format": {"type": "json_schema", "schema": PERSON}},
+            ),
+        ),
+    ],
+)
+def test_every_api_asks_for_json(client, path, fields):
+    client.post(path, **fields)
+    grammar = client.service.samplings[-1].grammar
+    assert isinstance(grammar, dms_jax.generation.grammar.Grammar)
+    assert '"type": "object"' in grammar.source
+    client.post(
+        path,
+        **{
+            name: fields[name]
+            for name in fields
+            if name in ("messages", "prompt", "input", "max_tokens")
+        },
+    )
+    assert client.service.samplings[-1].grammar is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "[a-z]+"},
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"regex": "[a-z]+"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+    ],
+)
+def test_regular_expressions_and_choices(client, fields):
+    client.post("/v1/completions", prompt="a", **fields)
+    grammar = client.service.samplings[-1].grammar
+    assert ("yes" in grammar.source) == ("choice" in str(fields))
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+BAD = {"type": "object", "properties": {"a": {"type": "objekt"}}}
+
+
+def format_of(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+REFUSED = [
+    (CHAT, dict(messages=[USER], tools=[TOOL, TOOL]), "tools", "'get_weather' is the name of 2"),
+    (CHAT, dict(messages=[USER], tools=[{"type": "custom"}]), "tools", 'must be {"type": "func'),
+    (CHAT, dict(messages=[USER], tools={}), "tools", "must be a list"),
+    (CHAT, dict(messages=[USER], tools=[{"type": "function", "function": {}}]), "tools", "name"),
+    (
+        CHAT,
+        dict(
+            messages=[USER],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": 1}}],
+        ),
+        "tools",
+        "JSON schema",
+    ),
+    (CHAT, dict(messages=[USER], tools=[TOOL], tool_choice="some"), "tool_choice", "got 'some'"),
+    (CHAT, dict(messages=[USER], tool_choice="required"), "tools", "there are no tools"),
+    (
+        CHAT,
+        dict(
+            messages=[USER],
+            tools=[TOOL],
+            tool_choice={"type": "function", "function": {"name": "g"}},
+        ),
+        "tool_choice",
+        "'g', which is none of the tools",
+    ),
+    (CHAT, dict(messages=[USER], response_format=format_of(BAD)), "response_format", "objekt"),
+    (CHAT, dict(messages=[USER], response_format=format_of(3)), "response_format", "is an object"),
+    (CHAT, dict(messages=[USER], response_format="json"), "response_format", '"json_object"'),
+    (CHAT, dict(messages=[USER], guided_regex="a(b"), "guided_regex", "unclosed group"),
+    (CHAT, dict(messages=[USER], guided_choice=[""]), "guided_choice", "none of them empty"),
+    (
+        CHAT,
+        dict(messages=[USER], structured_outputs={"xml": 1}),
+        "structured_outputs",
+        "one of json",
+    ),
+    (CHAT, dict(messages=[USER], guided_json="{"), "guided_json", "must be an object"),
+    (
+        CHAT,
+        dict(messages=[USER], guided_regex="a", response_format={"type": "json_object"}),
+        "guided_regex",
+        "Send one",
+    ),
+    (
+        CHAT,
+        dict(
+            messages=[USER],
+            tools=[
+                {"type": "function", "function": {**WEATHER, "parameters": BAD, "strict": True}}
+            ],
+        ),
+        "tools",
+        "tools[0] (get_weather): The grammar cannot be compiled",
+    ),
+    (
+        CHAT,
+        dict(messages=[USER], tools=[TOOL], parallel_tool_calls=1),
+        "parallel_tool_calls",
+        "True",
+    ),
+    (
+        CHAT,
+        dict(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]),
+        "messages",
+        "which are texts",
+    ),
+    (
+        RESPONSES,
+        dict(input=QUESTION, previous_response_id="r"),
+        "previous_response_id",
+        "no answers",
+    ),
+    (RESPONSES, dict(input=QUESTION, background=True), "background", "stored"),
+    (RESPONSES, dict(input=[]), "input", "not empty"),
+    (RESPONSES, dict(input=[{"type": "item_reference", "id": "1"}]), "input", "'item_reference'"),
+    (RESPONSES, dict(input=[{"role": "tool", "content": "a"}]), "input", "role must be"),
+    (
+        RESPONSES,
+        dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]),
+        "input",
+        "text",
+    ),
+    (RESPONSES, dict(input=QUESTION, tools=[CALLING, CALLING]), "tools", "2 tools"),
+    (RESPONSES, dict(input=QUESTION, tools=[{}]), "tools", "must have a type"),
+    (RESPONSES, dict(input=QUESTION, tool_choice={"type": "mcp"}), "tool_choice", "function"),
+    (
+        RESPONSES,
+        dict(input=QUESTION, text={"format": {"type": "json_schema"}}),
+        "text.format",
+        "object",
+    ),
+    (RESPONSES, dict(messages=[USER]), "messages", "send input"),
+    ("/tokenize", dict(), "prompt", "either prompt"),
+    ("/tokenize", dict(prompt="a", messages=[USER]), "prompt", "either prompt"),
+    ("/detokenize", dict(), "tokens", "missing"),
+    ("/detokenize", dict(tokens=[10**6]), "tokens", "1000000"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "words"), REFUSED)
+def test_what_is_not_served_is_refused_by_name(client, path, fields, param, words):
+    error = client.post(path, 400, **fields)["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(messages=[USER]), "max_tokens is missing"),
+        (dict(messages=[USER], max_tokens=9, model="claude"), "no model 'claude'"),
+        (
+            dict(messages=[{"role": "user", "content": [{"type": "image"}]}], max_tokens=9),
+            "'image'",
+        ),
+        (dict(messages=[{"role": "tool", "content": "a"}], max_tokens=9), "the role user"),
+        (dict(messages=[USER], max_tokens=9, tool_choice={"type": "tool"}), "with a name"),
+        (dict(messages=[USER], max_tokens=9, tools=[{"input_schema": {}}]), "name"),
+        (dict(messages=[USER], max_tokens=9, tools=BLOCKS * 2), "2 tools"),
+    ],
+)
+def test_messages_are_refused_in_anthropic_s_form(client, fields, words):
+    status = 404 if "model" in fields else 400
+    answer = client.post(MESSAGES, status, **fields)
+    assert answer["type"] == "error"
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    assert answer["error"]["type"] == kind
+    assert words in answer["error"]["message"]
+
+
+def test_a_template_without_a_place_for_tools_says_so():
+    with scripted("plain", lambda text: "Hi", call_format="hermes") as client:
+        error = client.ask(chat=True, messages=[USER], tools=[TOOL], status=400)["error"]
+        assert error["param"] == "tools"
+        assert "no place for tools: it leaves out 'get_weather'" in error["message"]
+        calls = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+        talk = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+        error = client.ask(chat=True, messages=talk, status=400)["error"]
+        assert "leaves out the tool calls" in error["message"]
+
+
+def test_a_template_that_leaves_out_results_says_so():
+    template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    with scripted(template, lambda text: "Hi") as client:
+        talk = [USER, {"role": "tool", "tool_call_id": "1", "content": "It is 21 degrees."}]
+        error = client.ask(chat=True, messages=talk, status=400)["error"]
+        assert "leaves out results of tools (messages[1])" in error["message"]
+
+
+def test_a_model_of_no_known_form_takes_no_tools():
+    with scripted("plain", lambda text: "Hi") as client:
+        error = client.ask(chat=True, messages=[USER], tools=[TOOL], status=400)["error"]
+        assert "--tool-calls" in error["message"]
+
+
+def test_a_key_may_come_as_anthropic_s_clients_send_it():
+    from dms_jax.serving.access import Access
+    from dms_jax.serving.refusals import RefusalError
+
+    access = Access(keys=("abc",))
+    access.check(MESSAGES, {"x-api-key": "abc"})
+    with pytest.raises(RefusalError, match="x-api-key"):
+        access.check(MESSAGES, {"x-api-key": "abd"})
+
+
+def test_an_error_in_a_stream_is_its_last_event_in_each_form():
+    from dms_jax.serving.apis import APIS
+    from dms_jax.serving.parsing import RequestBody
+    from dms_jax.serving.refusals import RefusalError
+
+    served, error = served_model("hermes"), RefusalError("full", status=503, code="server_draining")
+    for path, body, said in (
+        (CHAT, dict(messages=[USER]), '"code":"server_draining"'),
+        (RESPONSES, dict(input="a"), 'event: response.failed\ndata: {"type":"response.failed"'),
+        (MESSAGES, dict(messages=[USER], max_tokens=3), "overloaded_error"),
+    ):
+        parsed = RequestBody(json.dumps(body).encode(), path, seed=0).parse(served)
+        formatter = APIS[path].formatter(parsed, served)
+        assert said in "".join(formatter.failure(error))
