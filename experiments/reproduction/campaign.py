@@ -19,7 +19,8 @@ score of every problem, which `experiments.reproduction.claims` reads.
 
 Decide on recipes with `ask-held-out-*` alone. Rivals without training are asked twice: holding what
 the retrofit was measured to hold at its peak (`peak`), and by the papers' rule, a share of the
-prompt and the longest answer (`share`).
+prompt and the longest answer (`share`). After eight worked examples (`gsm8k-8shot`) a prompt has a
+thousand tokens, so that a budget holds more than the question.
 """
 
 import dataclasses
@@ -549,6 +550,7 @@ def _others(length: int) -> list[RULER]:
 FILES = {  # of a task, below the data
     "held-out": "gsm8k/train.jsonl",
     "gsm8k": "gsm8k/test.jsonl",
+    "gsm8k-8shot": "gsm8k/test.jsonl",
     "math500": "math500/test.jsonl",
     "amc23": "amc23/test.jsonl",
     "aime24": "aime24/test.jsonl",
@@ -559,6 +561,9 @@ FILES = {  # of a task, below the data
 TASKS: dict[str, Callable[[pathlib.Path], Any]] = {
     "held-out": functools.partial(GSM8K, style="boxed"),
     "gsm8k": functools.partial(GSM8K, style="boxed"),
+    "gsm8k-8shot": lambda path: GSM8K(
+        path, few_shot=8, examples=path.with_name("train.jsonl"), style="boxed"
+    ),
     "math500": functools.partial(MATH500, style="boxed"),
     "amc23": functools.partial(Mathematics, style="boxed"),
     "aime24": functools.partial(AIME, style="boxed"),
@@ -579,7 +584,7 @@ def longest(config: Config, task: str) -> dict[str, Any]:
     """The longest answer to a problem, as an argument; RULER's tasks have their own."""
     if task.startswith(("ruler", "needles")):
         return {}
-    short = task in ("gsm8k", "held-out")
+    short = task.startswith("gsm8k") or task == "held-out"
     return {"max_new_tokens": config.new_tokens if short else config.long_new_tokens}
 
 
@@ -614,15 +619,16 @@ def pieces(config: Config) -> Iterator[Piece]:
     systems = [PLAIN, *trained(config, "dms-3.3", "control", "dms-8", "kvpop", "all-3.3")]
     every = (PLAIN, *trained(config, "dms-3.3", "dms-8", "kvpop"), *ON_FRONTIERS)
     first = tuple(each for each in every if each.endswith(":0") or ":" not in each)
-    main_, *others = sorted(config.temperatures, key=lambda each: abs(each - 0.7))
-    for temperature in (0.0, main_, *others):
+    main_, *more = sorted(config.temperatures, key=lambda each: abs(each - 0.7))
+    for temperature in (0.0, main_, *more):
         for task in LENGTHS:
             for system in every if temperature in (0.0, main_) else first:
                 yield _frontier(task, system, temperature)
-    for task in ("humaneval", "ruler-4k", "ruler-16k", "needles-16k", "amc23", "aime24"):
+    others = ("gsm8k-8shot", "humaneval", "ruler-4k", "ruler-16k", "needles-16k")
+    for task in (*others, *SAMPLED):
         for system in systems:
             yield _ask(task, system)
-    for task in ("gsm8k", "math500", "ruler-4k", "ruler-16k"):
+    for task in ("gsm8k", "gsm8k-8shot", "math500", "ruler-4k", "ruler-16k"):
         yield _ask(task, "float8")
         for rule in RULES:
             for name in RIVALS:

@@ -78,9 +78,6 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
             assert call(config, only) == 0
         assert call(config, "ask-gsm8k-quest+share") == 0
         assert call(config, "ask-held-out-plain") == 0
-        sizes = list(served)
-        assert call(config, "*-gsm8k-plain*") == 0
-        assert served == sizes  # nothing is asked twice
     done = {path.stem for path in (config.out / "done").iterdir()}
     assert done == {
         *("ask-gsm8k-plain", "ask-gsm8k-quest+share", "ask-held-out-plain"),
@@ -106,6 +103,15 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
     assert call(config, "list") == 0
     listed = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("done") for line in listed) == len(done)
+
+
+def test_eight_worked_examples_stand_before_a_problem(config):
+    task = campaign.TASKS["gsm8k-8shot"](config.data / "gsm8k" / "test.jsonl")
+    questions = [question for question, _ in task.problem("test", 1).examples]
+    assert [row["question"] in text for row, text in zip(PROBLEMS, questions, strict=False)] == [
+        True
+    ] * 8
+    assert campaign.longest(config, "gsm8k-8shot") == {"max_new_tokens": config.new_tokens}
 
 
 def test_answers_of_files_become_text(config):
