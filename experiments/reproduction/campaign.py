@@ -621,21 +621,18 @@ def pieces(config: Config) -> Iterator[Piece]:
     first = tuple(each for each in every if each.endswith(":0") or ":" not in each)
     main_, *more = sorted(config.temperatures, key=lambda each: abs(each - 0.7))
     for temperature in (0.0, main_, *more):
-        for task in LENGTHS:
-            for system in every if temperature in (0.0, main_) else first:
+        for system in every if temperature in (0.0, main_) else first:
+            for task in LENGTHS:  # those of one model together: it is read once
                 yield _frontier(task, system, temperature)
     others = ("gsm8k-8shot", "humaneval", "ruler-4k", "ruler-16k", "needles-16k")
-    for task in (*others, *SAMPLED):
-        for system in systems:
+    for system in systems:
+        for task in (*others, *SAMPLED, "mmlu", "arc"):
             yield _ask(task, system)
     for task in ("gsm8k", "gsm8k-8shot", "math500", "ruler-4k", "ruler-16k"):
         yield _ask(task, "float8")
         for rule in RULES:
             for name in RIVALS:
                 yield _ask(task, f"{name}/{rule}")
-    for task in ("mmlu", "arc"):
-        for system in systems:
-            yield _ask(task, system)
 
 
 def _train(name: str, seed: str) -> Piece:
