@@ -388,7 +388,9 @@ class Campaign:
         grows = rival.grows
         if grows == "answer":
             grows = round(self.told(f"ask-{task}-{PLAIN}")["new_tokens"])
-        least = 129 if label.startswith(("snapkv", "expected")) else 24
+        # A window of 64 and as much beside it: one cut cannot hold a smaller peak, and says so by its
+        # measured one.
+        least = 129 if rival.grows == "answer" else 24
         return rival.make(budget=max(peak - grows, least), **made), rival.kv_dtype
 
     def peak(self, system: str, task: str) -> int:
