@@ -388,8 +388,8 @@ class Campaign:
         grows = rival.grows
         if grows == "answer":
             grows = round(self.told(f"ask-{task}-{PLAIN}")["new_tokens"])
-        # A window of 64 and as much beside it: one cut cannot hold a smaller peak, and says so by its
-        # measured one.
+        # A window of 64 and as much beside it. Where one cut cannot hold so small a peak, its row
+        # says so by the one that was measured.
         least = 129 if rival.grows == "answer" else 24
         return rival.make(budget=max(peak - grows, least), **made), rival.kv_dtype
 
