@@ -26,6 +26,7 @@ from tests.serving.support import Client
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers" / "qwen2"
 MAX_TOKENS = 4096
+CACHED = 7  # tokens of each prompt, as usage says
 
 # Each as the models of the form have it, as far as it matters here.
 TEMPLATES = {
@@ -150,6 +151,7 @@ class ScriptedService(Service):
             compression_ratio=1.0,
             cache_bytes=1,
             peak_cache_bytes=1,
+            cached_tokens=CACHED,
         )
         at = 0
         while at < len(text):

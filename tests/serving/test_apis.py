@@ -6,7 +6,7 @@ import logging
 import pytest
 
 import dms_jax
-from tests.serving.scripted import scripted, served_model
+from tests.serving.scripted import CACHED, scripted, served_model
 
 WEATHER = {
     "name": "get_weather",
@@ -84,6 +84,7 @@ def test_a_streamed_chat_has_the_parts_of_a_whole_one(client):
     assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-1:]] == ["tool_calls"]
     assert last["usage"]["total_tokens"] > 0
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": CACHED}
 
 
 def test_a_tool_without_a_description_has_an_empty_one(client):
@@ -222,7 +223,7 @@ def test_the_events_of_a_response_are_those_that_codex_reads(client):
     (last,) = by_kind["completed"]
     assert last["response"]["output"] == done
     assert last["response"]["id"] == by_kind["created"][0]["response"]["id"]
-    assert last["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 0}
+    assert last["response"]["usage"]["input_tokens_details"] == {"cached_tokens": CACHED}
 
 
 def test_a_response_that_is_cut_off_says_so(client):
@@ -357,7 +358,9 @@ def test_the_events_of_a_message(client):
     ended = next(each for each in events if each["type"] == "message_delta")
     assert ended["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert ended["usage"]["output_tokens"] > 0
-    assert events[0]["message"]["usage"]["input_tokens"] == ended["usage"]["input_tokens"]
+    assert ended["usage"]["cache_read_input_tokens"] == CACHED
+    read = ended["usage"]["input_tokens"]  # Anthropic counts those that were not cached
+    assert events[0]["message"]["usage"]["input_tokens"] == read + CACHED
 
 
 def test_why_a_message_stopped():

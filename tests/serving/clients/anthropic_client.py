@@ -36,7 +36,7 @@ assert final.stop_reason == "tool_use"
 counted = client.messages.count_tokens(
     model="scripted", messages=[QUESTION], tools=TOOLS, system="Be brief."
 )
-assert counted.input_tokens == final.usage.input_tokens
+assert counted.input_tokens == final.usage.input_tokens + final.usage.cache_read_input_tokens
 try:
     client.messages.create(model="other", max_tokens=5, messages=[QUESTION])
 except anthropic.NotFoundError:
