@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "serving: a prompt with several answers counts as often",
         FOLDER + "formatting.py",
-        "prompt_tokens=sum(map(len, self.request.prompts)),",
-        "prompt_tokens=total.prompt_tokens,",
+        "prompt_tokens = sum(map(len, self.request.prompts))",
+        "prompt_tokens = total.prompt_tokens",
         (f"{ANSWERS}::test_several_choices_whole_and_streamed",),
     ),
     Mutant(
