@@ -14,6 +14,7 @@ from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
 from dms_jax.cache.quantization import format_of, stored_vector
 from dms_jax.config import ModelConfig
+from dms_jax.model.layer_loop import ByCache, window_policy
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import CacheShape, PolicyState
 
@@ -53,10 +54,12 @@ def init_cache(
         return None if of is None else jnp.zeros((pages, page_size, *of.shape), of.dtype)
 
     rows = (config.num_layers, num_sequences, config.num_kv_heads)
-    state = policy.init_state(
+    state = init_state(
+        config,
+        policy,
         cache_shape(
             config, dtype, num_sequences=num_sequences, num_pages=num_pages, page_size=page_size
-        )
+        ),
     )
     sharding.declared_axes(state)
     return Cache(
@@ -71,10 +74,36 @@ def init_cache(
         lengths=jnp.zeros(rows, jnp.int32),
         seen=jnp.zeros(num_sequences, jnp.int32),
         max_lengths=jnp.zeros(num_sequences, jnp.int32),
-        row_state=jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (config.num_layers, *x.shape)), state.rows
-        ),
+        row_state=of_layers(config, state.rows),
         page_state=state.pages,
+    )
+
+
+def init_state(config: ModelConfig, policy: Policy, shape: CacheShape) -> PolicyState:
+    """Returns the state of a layer's empty rows and of empty pages, of a model with this policy.
+
+    Of a model with windows that of its rows is a `ByCache`, and a policy's state by page is that of
+    layers without one.
+    """
+    state = policy.init_state(shape)
+    if config.window is None:
+        return state
+    windowed = window_policy(config).init_state(shape).rows
+    return dataclasses.replace(state, rows=ByCache(growing=state.rows, windowed=windowed))
+
+
+def of_layers(config: ModelConfig, rows: Any) -> Any:
+    """Returns the state of the rows of all layers, given that of one of each sort."""
+
+    def repeated(tree: Any, count: int) -> Any:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
+
+    if not isinstance(rows, ByCache):
+        return repeated(rows, config.num_layers)
+    growing = config.num_full_layers
+    return ByCache(
+        growing=repeated(rows.growing, growing),
+        windowed=repeated(rows.windowed, config.num_layers - growing),
     )
 
 
@@ -140,8 +169,11 @@ def entry_bytes(config: ModelConfig, dtype: Any, kv_dtype: str | None = None) ->
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:
     """Returns the bytes of the policy's state for one sequence, over all its rows."""
-    state = jax.eval_shape(lambda: policy.init_state(cache_shape(config, dtype)).rows)
-    return config.num_layers * tree_bytes(state)
+
+    def rows() -> Any:
+        return of_layers(config, init_state(config, policy, cache_shape(config, dtype)).rows)
+
+    return tree_bytes(jax.eval_shape(rows))
 
 
 def tree_bytes(tree: Any) -> int:

@@ -24,6 +24,7 @@ from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError, TooLongError
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
+from dms_jax.model.layer_loop import check_layers
 from dms_jax.model.template_variables import check_template_variables
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla, as_policy
@@ -119,6 +120,7 @@ class LanguageModel:
             incompatible one.
         """
         policy = self.policy if policy is None else as_policy(policy)
+        check_layers(self.config, policy)
         check_adapter(policy, self.transformer.adapter_shape)
         trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
