@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dms_jax import sharding
@@ -22,7 +23,13 @@ from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, require
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
+from dms_jax.model.caching import (
+    entry_bytes,
+    layer_footprints,
+    layer_page_bytes,
+    state_bytes,
+    tree_bytes,
+)
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla, as_policy
@@ -92,29 +99,24 @@ def estimate(
         f"estimate: weights cannot have dtype {dtype}; give e.g. 'bfloat16', and kv_dtype for a "
         "cache of fewer bits.",
     )
-    footprints = [
-        (
-            group,
-            group.policy.footprint(
-                tokens,
-                page_size=page_size,
-                group=config.group_size,
-                compression_ratio=compression_ratio,
-            ),
-        )
-        for group in policy.groups(config.num_layers)
-    ]
+    footprints = layer_footprints(
+        config,
+        policy,
+        tokens,
+        page_size=page_size,
+        group=config.group_size,
+        compression_ratio=compression_ratio,
+    )
 
     def mean(number: Callable[[Footprint], float]) -> float:
         """Averages a property of the footprint over the layers."""
-        total = sum((group.end - group.start) * number(found) for group, found in footprints)
-        return total / config.num_layers
+        return sum(map(number, footprints)) / config.num_layers
 
     live = mean(lambda found: found.expected)
     rows = config.num_layers * config.num_kv_heads
-    pages = math.ceil(live / page_size)
+    pages = np.array([math.ceil(found.expected / page_size) for found in footprints])
     layer_bytes = layer_page_bytes(config, policy, page_size, dtype, kv_dtype)
-    sequence_bytes = config.num_kv_heads * pages * int(layer_bytes.sum())
+    sequence_bytes = config.num_kv_heads * int(pages @ layer_bytes)
     sequence_bytes += state_bytes(config, policy, dtype)
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=policy.retrofit.adapter, dtype=dtype, rngs=nnx.Rngs(0))
@@ -136,10 +138,18 @@ def estimate(
     # A step looks up one row of the embedding; it reads all of it only if it is tied.
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     parameters = weight_bytes // dtype.itemsize - embedding
+    met, reached = float(parameters), float(parameters)  # by a token, and by all of a step
+    if config.experts is not None:
+        of_experts = (
+            tree_bytes([shapes.layers.mlp.gate_up_proj, shapes.layers.mlp.down_proj])
+            // dtype.itemsize
+        )
+        met -= of_experts * (1 - config.experts.read_by(1))
+        reached -= of_experts * (1 - config.experts.read_by(batch))
     entry = entry_bytes(config, dtype, kv_dtype)
-    num_bytes = parameters * dtype.itemsize + batch * rows * read * entry
+    num_bytes = reached * dtype.itemsize + batch * rows * read * entry
     operations = batch * (
-        2 * parameters + 4 * config.num_layers * config.num_heads * config.head_dim * attended
+        2 * met + 4 * config.num_layers * config.num_heads * config.head_dim * attended
     )
     return Estimate(
         weight_bytes=weight_bytes,
@@ -198,9 +208,12 @@ def pool_pages(
     bytes_per_page = math.ceil(layer_bytes.mean())  # every layer has its share of the pages
     state = num_lanes * state_bytes(config, policy, model.dtype)
     # Prompts that are cut afterwards are in the pool in full until then.
-    limit = policy.footprint(max_tokens, page_size=page_size).at_most
-    slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)
-    needed = num_lanes * rows * few_sizes(math.ceil(slots / page_size))
+    needed = 0
+    footprints = layer_footprints(config, policy, max_tokens, page_size=page_size)
+    for found, windowed in zip(footprints, config.windowed, strict=True):
+        limit = max_tokens if found.at_most is None else found.at_most
+        slots = max_tokens if policy.shrinks and not windowed else min(limit, max_tokens)
+        needed += num_lanes * config.num_kv_heads * few_sizes(math.ceil(slots / page_size))
     free, total = (shards * size for size in _device_memory(model))
     beside = num_lanes * lane_bytes(config, max_tokens, page_size)
     if beside > free:

@@ -14,9 +14,9 @@ from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
 from dms_jax.cache.quantization import format_of, stored_vector
 from dms_jax.config import ModelConfig
-from dms_jax.model.layer_loop import ByCache, window_policy
+from dms_jax.model.layer_loop import ByCache, check_layers, roles, window_policy
 from dms_jax.policies.base import Policy
-from dms_jax.policies.values import CacheShape, PolicyState
+from dms_jax.policies.values import CacheShape, Footprint, PolicyState
 
 
 def init_cache(
@@ -140,17 +140,28 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
     )
 
 
+def layer_footprints(
+    config: ModelConfig, policy: Policy, tokens: int, **options: Any
+) -> list[Footprint]:
+    """Returns what a row of each layer holds after `tokens` tokens; see `Policy.footprint`.
+
+    Raises:
+      ConfigError: see `check_layers`.
+    """
+    check_layers(config, policy)
+    each = roles(config, policy)
+    of_role = {id(role): role.policy.footprint(tokens, **options) for role in each}
+    return [of_role[id(role)] for role in each]
+
+
 def layer_page_bytes(
     config: ModelConfig, policy: Policy, page_size: int, dtype: Any, kv_dtype: str | None = None
 ) -> Int[np.ndarray, " L"]:
     """Returns the bytes of one page of each layer on the device, without values on the host."""
     whole = page_bytes(config, policy, page_size, dtype, kv_dtype)
     values = page_size * tree_bytes(stored_vector(config.head_dim, dtype, kv_dtype)[0])
-    layer_bytes = np.full(config.num_layers, whole)
-    for group in policy.groups(config.num_layers):
-        if group.host_values:
-            layer_bytes[group.start : group.end] -= values
-    return layer_bytes
+    on_host = [role.group.host_values for role in roles(config, policy)]
+    return whole - values * np.array(on_host)
 
 
 def page_bytes(

@@ -224,6 +224,7 @@ class LanguageModel:
                 return _logits(self.transformer, tokens, segment_ids, policy)
             limit = policy.footprint(num_tokens, page_size=1).at_most
             slots = num_tokens if limit is None or policy.shrinks else min(num_tokens, limit)
+            slots = max(slots, min(num_tokens, self.config.window or 0))
             # Budgets that differ by little are one program.
             pages, most = (-(-count // QUEST_PAGE_SIZE) for count in (slots, num_tokens))
             width = min(few_sizes(pages), most)
