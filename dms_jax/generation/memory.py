@@ -99,14 +99,9 @@ def estimate(
         f"estimate: weights cannot have dtype {dtype}; give e.g. 'bfloat16', and kv_dtype for a "
         "cache of fewer bits.",
     )
-    footprints = layer_footprints(
-        config,
-        policy,
-        tokens,
-        page_size=page_size,
-        group=config.group_size,
-        compression_ratio=compression_ratio,
-    )
+    ratio: dict[str, Any] = dict(page_size=page_size, compression_ratio=compression_ratio)
+    footprints = layer_footprints(config, policy, tokens, group=config.group_size, **ratio)
+    cache_bytes = sequence_bytes(config, policy, tokens, dtype=dtype, kv_dtype=kv_dtype, **ratio)
 
     def mean(number: Callable[[Footprint], float]) -> float:
         """Averages a property of the footprint over the layers."""
@@ -114,23 +109,19 @@ def estimate(
 
     live = mean(lambda found: found.expected)
     rows = config.num_layers * config.num_kv_heads
-    pages = np.array([math.ceil(found.expected / page_size) for found in footprints])
-    layer_bytes = layer_page_bytes(config, policy, page_size, dtype, kv_dtype)
-    sequence_bytes = config.num_kv_heads * int(pages @ layer_bytes)
-    sequence_bytes += state_bytes(config, policy, dtype)
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=policy.retrofit.adapter, dtype=dtype, rngs=nnx.Rngs(0))
     )
     weight_bytes = tree_bytes(shapes)
     free = device.memory - weight_bytes
-    fits = int(free // sequence_bytes)
+    fits = int(free // cache_bytes)
     if fits < (batch or 1):
         weights, room = _gigabytes(weight_bytes), _gigabytes(device.memory)
         if free <= 0:
             raise CapacityError(f"{weights} of weights do not fit {room}.")
         wanted = "1 sequence" if (batch or 1) == 1 else f"{batch} sequences"
         raise CapacityError(
-            f"{wanted} of {_gigabytes(sequence_bytes)} do not fit beside {weights} of weights in "
+            f"{wanted} of {_gigabytes(cache_bytes)} do not fit beside {weights} of weights in "
             f"{room}; {fits} would."
         )
     batch = fits if batch is None else batch
@@ -154,10 +145,39 @@ def estimate(
     return Estimate(
         weight_bytes=weight_bytes,
         live_tokens=live,
-        sequence_bytes=sequence_bytes,
+        sequence_bytes=cache_bytes,
         batch=batch,
         step_seconds=max(num_bytes / device.bandwidth, operations / device.peak),
     )
+
+
+def sequence_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    tokens: int,
+    *,
+    compression_ratio: float | int = 1,
+    page_size: int = 64,
+    dtype: Any = jnp.bfloat16,
+    kv_dtype: str | None = None,
+) -> int:
+    """Returns the bytes of the cache of a sequence after so many tokens, with the policy's state.
+
+    Args:
+      config, policy, tokens, compression_ratio, page_size, dtype, kv_dtype: see `estimate`.
+    """
+    footprints = layer_footprints(
+        config,
+        policy,
+        tokens,
+        page_size=page_size,
+        group=config.group_size,
+        compression_ratio=compression_ratio,
+    )
+    pages = np.array([math.ceil(found.expected / page_size) for found in footprints])
+    layer_bytes = layer_page_bytes(config, policy, page_size, dtype, kv_dtype)
+    of_pages = config.num_kv_heads * int(pages @ layer_bytes)
+    return of_pages + state_bytes(config, policy, dtype)
 
 
 def _check_estimate(
