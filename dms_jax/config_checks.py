@@ -230,7 +230,8 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
         if act is not None and act not in served:
             raise ConfigError(f"{name} {show(act)} is not supported; supported: {served[0]}.")
     quantized = config.get("quantization_config")
-    if quantized not in (None, {}):
+    packed = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
+    if quantized not in (None, {}) and not (packed and family == "gpt_oss"):
         raise ConfigError(
             "The checkpoint is quantized (quantization_config), which is not supported. Load the "
             "unquantized weights."

@@ -89,7 +89,8 @@ def init_state(config: ModelConfig, policy: Policy, shape: CacheShape) -> Policy
     if config.window is None:
         return state
     windowed = window_policy(config).init_state(shape).rows
-    return dataclasses.replace(state, rows=ByCache(growing=state.rows, windowed=windowed))
+    growing = state.rows if config.num_full_layers else None
+    return dataclasses.replace(state, rows=ByCache(growing=growing, windowed=windowed))
 
 
 def of_layers(config: ModelConfig, rows: Any) -> Any:

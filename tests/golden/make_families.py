@@ -25,6 +25,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as torch_save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 HERE = pathlib.Path(__file__).parent / "families"
 VOCAB = 61
@@ -168,6 +170,19 @@ FAMILIES = {
         },
         None,
     ),
+    "gpt_oss_mxfp4": (
+        "GptOss",
+        {
+            "hidden_size": 32,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        None,
+    ),
 }
 
 
@@ -223,6 +238,21 @@ def run(model, tokens, segments, *, four_dimensional: bool):
     return (logits * (segments > 0)[..., None]).numpy()
 
 
+def pack(model: torch.nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Experts in random MXFP4, which the model takes as transformers reads them; returns them."""
+    packed = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = parameter.shape
+            shape = (experts, outputs, inputs // 32, 16)
+            blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+            scales = torch.randint(123, 126, shape[:-1], generator=generator, dtype=torch.uint8)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            with torch.no_grad():
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    return packed
+
+
 def main() -> None:
     chosen = sys.argv[1:] or list(FAMILIES)
     for index, (name, (family, changes, shard)) in enumerate(FAMILIES.items()):
@@ -235,7 +265,16 @@ def main() -> None:
         randomise(model, torch.Generator().manual_seed(index))
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
-        model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+        if name.endswith("mxfp4"):
+            packed = pack(model, torch.Generator().manual_seed(index))
+            state = {x: y for x, y in model.state_dict().items() if f"{x}_blocks" not in packed}
+            folder.mkdir()
+            torch_save_file(state | packed, folder / "model.safetensors", {"format": "pt"})
+            fields = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+            fields |= {"architectures": ["GptOssForCausalLM"]}
+            (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        else:
+            model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
         (folder / "generation_config.json").unlink(missing_ok=True)
 
         rng = np.random.default_rng(index)
