@@ -1,5 +1,6 @@
 """Checks for `dms_jax.config`: the supported model families, and what is refused by name."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,22 +8,184 @@ from dms_jax.checks import CountOnDevice, check, show
 from dms_jax.errors import ConfigError
 
 MAX_LAYERS = 10_000
+_GELU = ("gelu_pytorch_tanh", "gelu_tanh")
 
-# The defaults of transformers for fields that a config leaves out.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
-    "qwen2": {"num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What the models of a Hugging Face family have in common.
+
+    Attributes:
+      architecture: the class in transformers.
+      defaults: transformers' defaults for fields that a config leaves out.
+      fixed: fields of `ModelConfig` that are the same for all of its models.
+      biases: fields of biases that its config has: "attention_bias", "mlp_bias".
+      layer_types: the layers' attention where a config gives no `layer_types`, to be repeated;
+        None for a family whose config has no such field.
+      windowed: whether every layer has the window that `sliding_window` gives.
+      activations: the values of `hidden_act` that are served.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] | None = None
+    windowed: bool = False
+    activations: tuple[str, ...] = ("silu", "swish")
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_OLMO: dict[str, Any] = dict(norms="post", qk_norm=True, qk_norm_over="heads")
+_GEMMA: dict[str, Any] = dict(
+    norms="both", norm_offset=True, activation="gelu_tanh", scaled_embedding=True
+)
+
+
+def _defaults(kv_heads: int | None, head_dim: int | None, positions: int, **more: Any) -> Any:
+    return {
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "query_pre_attn_scalar": None,
+    } | more
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM", _defaults(None, None, 2048), biases=("attention_bias", "mlp_bias")
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", _defaults(8, None, 131072, sliding_window=4096), windowed=True
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _defaults(32, None, 32768, sliding_window=4096),
+        fixed=dict(qkv_bias=True),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _defaults(32, 128, 32768, sliding_window=4096),
+        fixed=dict(qk_norm=True),
+        biases=("attention_bias",),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _defaults(4, None, 32768, sliding_window=4096),
+        fixed=dict(qk_norm=True),
+        biases=("attention_bias",),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _defaults(None, None, 2048, rms_norm_eps=1e-5),
+        fixed=_OLMO,
+        biases=("attention_bias",),
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _defaults(None, None, 2048, rms_norm_eps=1e-5, rope_theta=500_000.0, sliding_window=4096),
+        fixed=_OLMO,
+        biases=("attention_bias",),
+        layer_types=(_SLIDING, _SLIDING, _SLIDING, _FULL),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _defaults(4, None, 32768, rope_theta=2_000_000.0, tie_word_embeddings=True),
+        biases=("attention_bias", "mlp_bias"),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM", _defaults(None, None, 4096, rms_norm_eps=1e-5), windowed=True
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _defaults(
+            *(4, 256, 8192),
+            tie_word_embeddings=True,
+            sliding_window=4096,
+            query_pre_attn_scalar=256,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+        ),
+        fixed=_GEMMA,
+        biases=("attention_bias",),
+        layer_types=(_SLIDING, _FULL),
+        activations=_GELU,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _defaults(
+            *(4, 256, 131072),
+            rope_theta=1_000_000.0,
+            tie_word_embeddings=True,
+            sliding_window=4096,
+            query_pre_attn_scalar=256,
+        ),
+        fixed=_GEMMA | dict(qk_norm=True),
+        biases=("attention_bias",),
+        layer_types=(*[_SLIDING] * 5, _FULL),
+        activations=_GELU,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _defaults(
+            *(8, 64, 131072),
+            rms_norm_eps=1e-5,
+            rope_theta=150_000.0,
+            sliding_window=128,
+            attention_bias=True,
+        ),
+        fixed=dict(sinks=True, activation="clamped_swiglu", mlp_bias=True),
+        biases=("attention_bias",),
+        layer_types=(_SLIDING, _FULL),
+    ),
 }
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3ForCausalLMDMS": "qwen3",
+ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()} | {
+    "Qwen3ForCausalLMDMS": "qwen3"
 }
-SUPPORTED = "Llama 2/3/3.1/3.2, Qwen2/2.5, Qwen3, and Mistral without a sliding window"
+SUPPORTED = (
+    "Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 (dense and mixtures of experts), OLMo 2 and 3, "
+    "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3 (text), gpt-oss"
+)
+
+# Families that are refused for a reason of their own.
+_REFUSED = {
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"),
+        "has latent attention (MLA), whose cache has one latent vector a token and no KV heads",
+    ),
+    **dict.fromkeys(
+        ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3"),
+        "chooses what it attends to by itself (sparse attention), so that a policy finds nothing "
+        "to do",
+    ),
+    **dict.fromkeys(
+        (
+            *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+            *("kimi_linear", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "jamba"),
+            *("mamba", "mamba2", "recurrent_gemma", "minimax"),
+        ),
+        "has layers with a recurrent state in place of a cache of keys and values",
+    ),
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"),
+        "shares keys and values between layers, or has heads of another size in some of them",
+    ),
+    **dict.fromkeys(
+        ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mllama"),
+        "reads images; save its language model by itself",
+    ),
+    "llama4": "attends to chunks of a sequence",
+    "llama4_text": "attends to chunks of a sequence",
+}
+
+
+def _why_not(model_type: Any) -> str:
+    reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
+    return "" if reason is None else f": it {reason}"
 
 
 def family_of(config: Mapping[str, Any]) -> str:
@@ -43,13 +206,15 @@ def family_of(config: Mapping[str, Any]) -> str:
     for name in names or []:
         if name not in ARCHITECTURES:
             raise ConfigError(
-                f"Architecture {show(name)} is not supported; supported: {SUPPORTED}."
+                f"Architecture {show(name)} is not supported{_why_not(model_type)}; supported: "
+                f"{SUPPORTED}."
             )
     if model_type is None and names:
         model_type = ARCHITECTURES[names[0]]
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {show(model_type)} is not supported; supported: {SUPPORTED}."
+            f"model_type {show(model_type)} is not supported{_why_not(model_type)}; supported: "
+            f"{SUPPORTED}."
         )
     for name in names or []:
         if ARCHITECTURES[name] != model_type:
@@ -57,12 +222,16 @@ def family_of(config: Mapping[str, Any]) -> str:
     return model_type
 
 
-def refuse_unsupported(config: Mapping[str, Any]) -> None:
+def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     """Raises ConfigError for every field that changes the computation in an unsupported way."""
-    act = config.get("hidden_act")
-    if act is not None and act not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {show(act)} is not supported; supported: silu.")
-    if config.get("quantization_config") not in (None, {}):
+    served = FAMILIES[family].activations
+    for name in ("hidden_act", "hidden_activation"):
+        act = config.get(name)
+        if act is not None and act not in served:
+            raise ConfigError(f"{name} {show(act)} is not supported; supported: {served[0]}.")
+    quantized = config.get("quantization_config")
+    packed = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
+    if quantized not in (None, {}) and not (packed and family == "gpt_oss"):
         raise ConfigError(
             "The checkpoint is quantized (quantization_config), which is not supported. Load the "
             "unquantized weights."
@@ -70,44 +239,110 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     tp = config.get("pretraining_tp")
     if tp is not None and tp != 1:
         raise ConfigError(f"pretraining_tp {show(tp)} is not supported. Set it to 1.")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"):
-        if config.get(name):
-            raise ConfigError(
-                f"Mixture of experts ({name}) is not supported; supported: {SUPPORTED}."
-            )
+    if family in ("qwen3_moe", "gpt_oss"):
+        _refuse_dense_layers(config)
+    else:
+        for name in (
+            *("num_experts", "num_local_experts", "n_routed_experts"),
+            "moe_intermediate_size",
+        ):
+            if config.get(name):
+                raise ConfigError(
+                    f"Mixture of experts ({name}) is not supported in a {family}; supported: "
+                    f"{SUPPORTED}."
+                )
+    for name, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if config.get(name) not in (None, value):
+            raise ConfigError(f"{name} {show(config[name])} is not supported; supported: {value}.")
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"Encoder-decoder models are not supported; supported: {SUPPORTED}.")
     if config.get("use_mrope"):
         raise ConfigError("Multimodal rotary positions (use_mrope) are not supported.")
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError("Attention to later tokens (use_bidirectional_attention) is not served.")
 
 
-def refuse_sliding_window(
-    config: Mapping[str, Any], family: str, num_layers: int, max_positions: int
-) -> None:
-    """Raises ConfigError if a layer attends to a window shorter than the longest sequence."""
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list):
-            raise ConfigError(f"layer_types must be a list, got {show(layer_types)}.")
-        for layer, kind in enumerate(layer_types):
-            if kind != "full_attention":
-                raise ConfigError(
-                    f"Layer {layer} has attention of type {show(kind)}, which is not supported; "
-                    "every layer must be full_attention."
-                )
-    if family == "llama":
-        return
-    window = config.get("sliding_window", 4096)  # transformers' default when the key is absent
-    if family in ("qwen2", "qwen3"):
-        used = config.get("use_sliding_window")
-        if not check("use_sliding_window", False if used is None else used, bool):
-            return
-        first = config.get("max_window_layers", 28)
-        if layer_types is not None or (isinstance(first, int) and first >= num_layers):
-            return
-    if window is not None and check("sliding_window", window, CountOnDevice) < max_positions:
+def _refuse_dense_layers(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError if some layers of a mixture of experts have none."""
+    if config.get("mlp_only_layers"):
         raise ConfigError(
-            f"Sliding-window attention (sliding_window {window} below max_position_embeddings "
-            f"{max_positions}) is not supported. If the model was trained without a window, set "
-            "sliding_window to null."
+            f"mlp_only_layers {show(config['mlp_only_layers'])} is not supported: either all "
+            "layers have experts, or none."
         )
+    if config.get("decoder_sparse_step") not in (None, 1):
+        raise ConfigError(
+            f"decoder_sparse_step {show(config['decoder_sparse_step'])} is not supported: either "
+            "all layers have experts, or none."
+        )
+
+
+def layer_types_of(
+    config: Mapping[str, Any], family: str, num_layers: int, max_positions: int
+) -> tuple[tuple[str, ...], int | None]:
+    """Returns each layer's kind of attention (`ModelConfig.layer_types`), and the window.
+
+    A window that no sequence exceeds is none.
+    """
+    about = FAMILIES[family]
+    given = config.get("layer_types")
+    if given is not None:
+        _check_layer_types(given, num_layers, (_FULL, _SLIDING) if about.layer_types else (_FULL,))
+    elif about.layer_types is not None:
+        group = about.layer_types
+        every = config.get("sliding_window_pattern")  # older than `layer_types`
+        if family == "gemma3_text" and every is not None:
+            every = check("sliding_window_pattern", every, CountOnDevice)
+            group = (*[_SLIDING] * min(every - 1, num_layers), _FULL)
+        given = [group[layer % len(group)] for layer in range(num_layers)]
+    window = config.get("sliding_window", about.defaults["sliding_window"])
+    slides = about.windowed or (given is not None and _SLIDING in given)
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
+        used = config.get("use_sliding_window")
+        slides = check("use_sliding_window", False if used is None else used, bool)
+        first = config.get("max_window_layers", 28)
+        if given is not None or (isinstance(first, int) and first >= num_layers):
+            slides = slides and family == "qwen3_moe"
+    if slides and window is not None:
+        window = check("sliding_window", window, CountOnDevice)
+        if window < max_positions or about.layer_types is not None:  # whose rotation may differ
+            if about.layer_types is None and not about.windowed:
+                raise ConfigError(
+                    f"Sliding-window attention (sliding_window {window} below "
+                    f"max_position_embeddings {max_positions}) is not supported in a {family}. If "
+                    "the model was trained without a window, set sliding_window to null."
+                )
+            kinds = [_SLIDING] * num_layers if about.windowed else given
+            assert kinds is not None
+            return tuple("sliding" if kind == _SLIDING else "full" for kind in kinds), window
+    if family == "smollm3":
+        return tuple(_without_rotation(config, num_layers)), None
+    return ("full",) * num_layers, None
+
+
+def _check_layer_types(given: Any, num_layers: int, served: tuple[str, ...]) -> None:
+    if not isinstance(given, list):
+        raise ConfigError(f"layer_types must be a list, got {show(given)}.")
+    for layer, kind in enumerate(given):
+        if kind not in served:
+            raise ConfigError(
+                f"Layer {layer} has attention of type {show(kind)}, which is not supported; "
+                f"supported: {', '.join(served)}."
+            )
+    if len(given) != num_layers:
+        raise ConfigError(f"layer_types names {len(given)} layers; the model has {num_layers}.")
+
+
+def _without_rotation(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Returns the kinds of SmolLM3's layers, some of which do not rotate (`no_rope_layers`)."""
+    rotated = config.get("no_rope_layers")
+    if rotated is None:
+        every = config.get("no_rope_layer_interval")
+        every = check("no_rope_layer_interval", 4 if every is None else every, CountOnDevice)
+        rotated = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers:
+        raise ConfigError(
+            f"no_rope_layers must be a list of {num_layers} numbers, got {show(rotated)}."
+        )
+    if any(each not in (0, 1) for each in rotated):
+        raise ConfigError(f"no_rope_layers must hold 0 and 1, got {show(rotated)}.")
+    return ["full" if each else "unrotated" for each in rotated[:num_layers]]

@@ -61,6 +61,7 @@ TRAINING_RULES: Rules = {
     "gate_up": None,
     "mlp": MODEL,
     "vocab": MODEL,
+    "experts": None,
     "rank": None,
     "adapter": None,
 }

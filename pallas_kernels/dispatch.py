@@ -105,6 +105,16 @@ class Operation:
             )
         return tuple(by_name[name] for name in asked)
 
+    def xla_alone(self, choice: ImplementationChoice, why: str) -> str:
+        """Returns "xla" for a call that no kernel serves yet.
+
+        Raises:
+          NotImplementedError: the choice leaves it out.
+        """
+        if all(candidate.name != "xla" for candidate in self.candidates(choice)):
+            raise NotImplementedError(f"{self.name}: {why} is served by xla alone, not {choice!r}")
+        return "xla"
+
     def select(
         self, choice: ImplementationChoice, *arrays: Any, **static: Any
     ) -> tuple[dict[str | None, Implementation], list[str]]:

@@ -1,11 +1,12 @@
 """Model configs: released ones in both spellings, unsupported ones, and malformed ones."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
-from dms_jax.config import ModelConfig, Rope
+from dms_jax.config import Experts, LayerKind, ModelConfig, Rope
 from dms_jax.errors import ConfigError
 
 # The fields that matter of released config.json files, as published (transformers 4 spelling).
@@ -110,6 +111,192 @@ RELEASED = {
         "tie_word_embeddings": False,
         "vocab_size": 32768,
     },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "gemma-3-270m": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 18,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "use_bidirectional_attention": False,
+        "vocab_size": 262144,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+    },
+    "Olmo-3-7B": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "max_position_embeddings": 65536,
+        "model_type": "olmo3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    },
+    "SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "phi-4": {
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "max_position_embeddings": 16384,
+        "model_type": "phi3",
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
 }
 SMALL = {
     "model_type": "llama",
@@ -168,6 +355,48 @@ def test_switches_of_each_family():
     assert (mistral.qkv_bias, mistral.rope.theta) == (False, 1e6)
 
 
+def test_layers_of_each_family():
+    found = {name: ModelConfig.from_hf(fields) for name, fields in RELEASED.items()}
+    gemma, gpt_oss = found["gemma-3-270m"], found["gpt-oss-20b"]
+    assert gemma.kinds == (LayerKind(512, Rope()),) * 5 + (LayerKind(None, Rope(theta=1e6)),)
+    assert (gemma.num_full_layers, gemma.windowed[:7]) == (3, (*[True] * 5, False, True))
+    assert (gemma.norms, gemma.norm_offset, gemma.qk_norm) == ("both", True, True)
+    assert (gemma.scaled_embedding, gemma.activation) == (True, "gelu_tanh")
+    assert (gemma.attention_scale, gemma.score_scale, gemma.tie_embeddings) == (None, 1 / 16, True)
+    gemma2 = found["gemma-2-2b"]
+    assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.qk_norm) == (50, 30, False)
+    assert (gemma2.layer_types, gemma2.window) == (("sliding", "full"), 4096)
+    assert (gpt_oss.layer_types, gpt_oss.window, gpt_oss.sinks) == (("sliding", "full"), 128, True)
+    assert gpt_oss.experts == Experts(count=32, per_token=4)
+    assert (gpt_oss.mlp_bias, gpt_oss.output_bias, gpt_oss.rope.truncate) == (True, True, False)
+    qwen = found["Qwen3-30B-A3B"]
+    assert (qwen.experts, qwen.intermediate_size) == (Experts(count=128, per_token=8), 768)
+    assert (qwen.active_width, qwen.layer_types, qwen.qk_norm) == (8 * 768, ("full",), True)
+    olmo = found["Olmo-3-7B"]
+    assert [kind.window for kind in olmo.kinds] == [4096] * 3 + [None]
+    assert [kind.rope.kind for kind in olmo.kinds] == ["default"] * 3 + ["yarn"]
+    assert (olmo.norms, olmo.qk_norm_over) == ("post", "heads")
+    smol = found["SmolLM3-3B"]
+    assert [kind.rope is None for kind in smol.kinds] == [False, False, False, True]
+    assert (smol.num_full_layers, smol.tie_embeddings) == (36, True)
+    assert found["Mistral-7B-v0.1"].kinds == (LayerKind(4096, Rope()),)
+    assert found["phi-4"].kinds == (LayerKind(None, Rope(theta=250_000)),)
+
+
+def test_layer_types_are_the_shortest_group():
+    small = ModelConfig.from_hf(SMALL)
+    every = dict(num_layers=7, window=4)
+    group = ("sliding", "full", "sliding")
+    for given in (group, group * 2, (*group, *group, "sliding")):
+        assert dataclasses.replace(small, layer_types=given, **every).layer_types == group
+    with pytest.raises(ConfigError, match="sliding layers need a window"):
+        dataclasses.replace(small, layer_types=("sliding",))
+    with pytest.raises(ConfigError, match="others have none"):
+        dataclasses.replace(small, window=4)
+    with pytest.raises(ConfigError, match=r"per_token \(3\) exceeds their count \(2\)"):
+        Experts(count=2, per_token=3)
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_both_spellings_and_back(name):
     config = ModelConfig.from_hf(RELEASED[name])
@@ -189,8 +418,10 @@ def test_silence_means_what_transformers_assumes():
         {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
     )
     assert (llama.num_kv_heads, llama.rms_norm_eps, llama.tie_embeddings) == (4, 1e-6, False)
-    with pytest.raises(ConfigError, match="sliding_window 4096"):
-        ModelConfig.from_hf(SMALL | {"model_type": "mistral", "max_position_embeddings": 8192})
+    mistral = ModelConfig.from_hf(
+        SMALL | {"model_type": "mistral", "max_position_embeddings": 8192}
+    )
+    assert (mistral.window, mistral.layer_types) == (4096, ("sliding",))
 
 
 def test_yarn_fields():
@@ -220,8 +451,38 @@ REFUSED = {
         "LlamaForSequenceClassification",
     ),
     "mismatch": ({"architectures": ["Qwen2ForCausalLM"]}, "does not belong"),
+    "latent attention": ({"model_type": "deepseek_v3"}, r"\(MLA\)"),
+    "recurrent layers": ({"model_type": "qwen3_next"}, "recurrent state"),
+    "sparse attention": ({"model_type": "deepseek_v4"}, "sparse attention"),
+    "shared keys": ({"model_type": "gemma4"}, "shares keys and values"),
+    "images": ({"model_type": "gemma3"}, "reads images"),
+    "linear attention": (
+        {"model_type": "olmo3", "layer_types": ["linear_attention", "full_attention"]},
+        "Layer 0 has attention of type 'linear_attention'",
+    ),
+    "some dense layers": (
+        {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+        "either all layers have experts, or none",
+    ),
+    "every second layer": (
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+        "either all layers have experts, or none",
+    ),
+    "another clamp": ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+    "later tokens": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "Attention to later tokens",
+    ),
+    "Phi's longrope": (
+        {"model_type": "phi3", "rope_scaling": {"rope_type": "su"}},
+        "'su'",
+    ),
+    "Phi's yarn": ({"model_type": "phi3", "rope_scaling": YARN}, "'longrope'"),
+    "window of layers of SmolLM3": (
+        {"model_type": "smollm3", "layer_types": ["full_attention", "sliding_attention"]},
+        "Layer 1",
+    ),
     "no family": ({"model_type": None}, "neither model_type nor architectures"),
-    "window": ({"model_type": "mistral", "sliding_window": 64}, "Sliding-window"),
     "window of Qwen": (
         {
             "model_type": "qwen2",

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from dms_jax.config import ModelConfig, Rope
-from dms_jax.errors import ConfigError
 
 LLAMA = {
     "model_type": "llama",
@@ -126,10 +125,10 @@ def test_fields_that_say_nothing_are_no_reason_to_refuse(fields):
     assert ModelConfig.from_hf(LLAMA | fields).max_position_embeddings == 512
 
 
-def test_a_window_within_the_positions_that_yarn_adds_is_refused():
+def test_a_window_counts_if_the_positions_that_yarn_adds_exceed_it():
     """A model of 512 positions never leaves its window of 512; one of 2048 does."""
     fields = {"model_type": "mistral", "sliding_window": 512, "num_key_value_heads": 4}
-    assert ModelConfig.from_hf(LLAMA | fields).max_position_embeddings == 512
+    never = ModelConfig.from_hf(LLAMA | fields)
+    assert (never.max_position_embeddings, never.window) == (512, None)
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    with pytest.raises(ConfigError, match="Sliding-window attention"):
-        ModelConfig.from_hf(LLAMA | fields | {"rope_scaling": yarn})
+    assert ModelConfig.from_hf(LLAMA | fields | {"rope_scaling": yarn}).window == 512

@@ -19,7 +19,7 @@ follow from the latter (Llama 3.1 8B: 1.50e10 bytes; 2.20e10 as printed). Its eq
 
 import dataclasses
 
-from dms_jax.checks import Count, NotNegative, Number, Ratio, check
+from dms_jax.checks import Count, NotNegative, Number, Ratio, check, require
 from dms_jax.config import ModelConfig
 from dms_jax.devices import Device
 from dms_jax.errors import ConfigError
@@ -135,7 +135,16 @@ def step(
 
 
 def _layer_parameters(config: ModelConfig) -> int:
-    """Parameters in the matrices of a layer."""
+    """Parameters in the matrices of a layer.
+
+    Raises:
+      ConfigError: the model has experts or windows, of which the paper says nothing.
+    """
+    require(
+        config.experts is None and config.window is None,
+        "The latency model of the DMS paper is one of dense feed-forwards and full attention; for "
+        "experts or windows see dms_jax.estimate.",
+    )
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.hidden_size * (3 * config.intermediate_size + heads * config.head_dim)
 

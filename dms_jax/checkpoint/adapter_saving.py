@@ -29,7 +29,6 @@ from dms_jax.checkpoint.load_parameters import read_tensor
 from dms_jax.checkpoint.low_rank import low_rank_tensors
 from dms_jax.checkpoint.shard_plan import list_tensors, own_tensors, plan_shards
 from dms_jax.checkpoint.tensor_files import check_finite, mode_of, save_tensors, write_json
-from dms_jax.checkpoint.weights import Tensors
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
@@ -69,16 +68,16 @@ class AdapterSaving(Saving):
         state = nnx.state(low_rank.drop_factors(transformer), nnx.Param)
         adapter = {}
         for path, param in nnx.to_flat_state(state):
-            own = names.is_adapter(names.PIECES[path])
+            own = names.is_adapter(names.pieces_of(transformer.config)[path])
             (adapter if own else self._frozen)[path] = param.get_value()
         self._tensors = dict(low_rank_tensors(transformer))
         if self._policy.retrofit.adapter:
-            one_file = plan_shards(list_tensors(adapter), max_file_bytes=2**62)
+            one_file = plan_shards(list_tensors(adapter, transformer.config), max_file_bytes=2**62)
             self._tensors |= dict(own_tensors(adapter, one_file))
 
     def _write(self) -> None:
         base = self._base()
-        changed = _changed(base.weights, self._frozen)
+        changed = _changed(base, self._frozen)
         if changed:
             raise CheckpointError(
                 f"{self._reason}{len(changed)} of its other tensors were changed ({changed[0]}"
@@ -126,17 +125,19 @@ class AdapterSaving(Saving):
         return base
 
 
-def _changed(base: Tensors, frozen: dict[names.Path, Any]) -> list[str]:
+def _changed(base: Contents, frozen: dict[names.Path, Any]) -> list[str]:
     """List the tensors of which this process holds a part that is not the base's."""
     found: dict[str, None] = {}
     for path, value in frozen.items():
-        pieces = names.PIECES[path]
+        pieces = names.pieces_of(base.config)[path]
         for layer, index, part in _own_parts(value, stacked=pieces[0].layout.stacked):
             shape = value.shape[value.ndim - part.ndim :]
             for piece in pieces:
                 layout = piece.layout
                 ours = part[piece.index(part.ndim)]
-                theirs = read_tensor(base, layout, layer, piece.shape(shape), index, ours.dtype)
+                theirs = read_tensor(
+                    base.weights, layout, layer, piece.shape(shape), index, ours.dtype
+                )
                 if not np.array_equal(theirs, ours):
                     found[layout.tensor_name(layer)] = None
     return list(found)

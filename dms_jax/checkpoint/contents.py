@@ -9,7 +9,7 @@ import pathlib
 import re
 from typing import Any
 
-from dms_jax.checkpoint import names
+from dms_jax.checkpoint import mxfp4, names
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, describe_adapter, of_run
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
@@ -74,6 +74,8 @@ def _read_directory(directory: pathlib.Path) -> Contents:
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(tensor_files(directory))
     weights.unwrap()
+    if hf_config.get("quantization_config"):  # MXFP4, or the config would have been refused
+        weights = mxfp4.Unpacked(weights)
     found = names.adapter_shape(weights.shapes, qkv_bias=config.qkv_bias)
     policy = policy_from_hf(hf_config, has_adapter=found is not None)
     tokenizer = Tokenizer.from_directory(directory)

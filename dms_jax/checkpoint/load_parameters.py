@@ -58,6 +58,7 @@ def load_parameters(
     abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     parameters = dict(nnx.to_flat_state(state))
+    pieces_of = names.pieces_of(config)
     _check(config, weights, {path: param.get_value() for path, param in parameters.items()})
     filled, before = [], None
     with (
@@ -67,9 +68,9 @@ def load_parameters(
         for path, param in parameters.items():
             value = _read_parameter(
                 weights,
-                names.PIECES[path],
+                pieces_of[path],
                 param.get_value().shape,
-                dtype=adapter_dtype if names.is_adapter(names.PIECES[path]) else dtype,
+                dtype=adapter_dtype if names.is_adapter(pieces_of[path]) else dtype,
                 place=None
                 if mesh is None
                 else sharding.parameter_sharding(
@@ -95,7 +96,7 @@ def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) ->
     """Raise a single error that names all missing, unexpected and mis-shaped tensors."""
     expected: dict[str, tuple[int, ...]] = {}
     for path, value in parameters.items():
-        for piece in names.PIECES[path]:
+        for piece in names.pieces_of(config)[path]:
             layout = piece.layout
             shape = piece.shape(value.shape[1:] if layout.stacked else value.shape)
             for layer in range(value.shape[0] if layout.stacked else 1):

@@ -7,18 +7,22 @@ layers. `Layout` lists which dimensions of the parameter make up each dimension 
     o_proj.kernel [L, H, D, E]  <->  model.layers.{i}.self_attn.o_proj.weight [E, H * D]
     groups ((2,), (0, 1)): rows run over dim 2 (E), columns over dims 0 and 1 (H, D)
 
-A parameter may concatenate several tensors along one axis; a `Piece` is one of them:
+A parameter may consist of several tensors; a `Piece` is one of them:
 
     qkv_proj.kernel [L, E, K, G + 2, D]: q_proj is [:, :, :, :-2], k_proj [-2:-1], v_proj [-1:]
+
+and where a family stores such pieces as one tensor, one behind another (Phi), that is `Joined`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from dms_jax.config import ModelConfig
 from dms_jax.policies.values import AdapterShape
 
 Path = tuple[Any, ...]
@@ -101,15 +105,15 @@ def _leading(group: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that one tensor fills: `part` of `axis` (not of layers), or all."""
+    """The part of a parameter that one tensor fills: slices of axes (not of layers), or all."""
 
     layout: Layout
-    axis: int | None = None
-    part: slice = slice(None)
+    part: tuple[tuple[int, slice], ...] = ()
 
     def index(self, ndim: int) -> tuple[slice, ...]:
         """The index of the piece in a parameter of `ndim` dimensions."""
-        return tuple(self.part if dim == self.axis else slice(None) for dim in range(ndim))
+        part = dict(self.part)
+        return tuple(part.get(dim, slice(None)) for dim in range(ndim))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the piece of a parameter of `shape`."""
@@ -117,6 +121,36 @@ class Piece:
             len(range(*cut.indices(size)))
             for cut, size in zip(self.index(len(shape)), shape, strict=True)
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined(Layout):
+    """A tensor of all pieces of a parameter, one behind another along its first dimension."""
+
+    groups: tuple[tuple[int, ...], ...] = ()
+    pieces: tuple[Piece, ...] = ()
+
+    def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        shapes = [piece.layout.tensor_shape(piece.shape(shape)) for piece in self.pieces]
+        return (sum(each[0] for each in shapes), *shapes[0][1:])
+
+    def tensor_slices(
+        self, shape: tuple[int, ...], index: tuple[slice, ...]
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        return tuple(slice(0, size) for size in self.tensor_shape(shape)), index
+
+    def to_parameter(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        out, start = np.empty(shape, tensor.dtype), 0
+        for piece in self.pieces:
+            own = piece.shape(shape)
+            end = start + piece.layout.tensor_shape(own)[0]
+            out[piece.index(len(shape))] = piece.layout.to_parameter(tensor[start:end], own)
+            start = end
+        return out
+
+    def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
+        cut = [(piece, parameter[piece.index(parameter.ndim)]) for piece in self.pieces]
+        return np.concatenate([piece.layout.to_tensor(part) for piece, part in cut])
 
 
 def _transpose(matrix: np.ndarray) -> np.ndarray:
@@ -132,51 +166,119 @@ _AS_IS = ((0,), (1,))
 _TRANSPOSED = ((1,), (0,))
 _LAYER = "model.layers.{i}."
 _ATTENTION = _LAYER + "self_attn."
-
-PIECES: dict[Path, tuple[Piece, ...]] = {}
-
-
-def _tensor(path: Path, name: str, groups: tuple[tuple[int, ...], ...]) -> None:
-    PIECES[path] = (Piece(Layout(name, groups)),)
-
-
-_tensor(("embedding",), "model.embed_tokens.weight", _AS_IS)
-_tensor(("final_norm", "scale"), "model.norm.weight", _VECTOR)
-_tensor(("lm_head",), "lm_head.weight", _TRANSPOSED)
-_tensor(("layers", "attention_norm", "scale"), _LAYER + "input_layernorm.weight", _VECTOR)
-_tensor(("layers", "mlp_norm", "scale"), _LAYER + "post_attention_layernorm.weight", _VECTOR)
-for _name in ("q_norm", "k_norm"):
-    _tensor(("layers", "attention", _name, "scale"), f"{_ATTENTION}{_name}.weight", _VECTOR)
-_tensor(("layers", "attention", "o_proj", "kernel"), _ATTENTION + "o_proj.weight", ((2,), (0, 1)))
-_tensor(("layers", "attention", "o_proj", "bias"), _ATTENTION + "o_proj.bias", _VECTOR)
-_tensor(("layers", "mlp", "down_proj", "kernel"), _LAYER + "mlp.down_proj.weight", _TRANSPOSED)
-_tensor(("layers", "mlp", "down_proj", "bias"), _LAYER + "mlp.down_proj.bias", _VECTOR)
+_MLP = _LAYER + "mlp."
 # NVIDIA's names for the head that makes DMS decisions from the residual stream (the adapter).
 _DMS = _ATTENTION + "dms_proj_alpha"
-_tensor(("layers", "adapter", "norm", "scale"), _DMS + "_norm.weight", _VECTOR)
-_tensor(("layers", "adapter", "proj", "kernel"), _DMS + ".weight", _TRANSPOSED)
-_tensor(("layers", "adapter", "proj", "bias"), _DMS + ".bias", _VECTOR)
-# Ours: the hidden units of an adapter of two layers, and its second output.
-_tensor(("layers", "adapter", "hidden", "kernel"), _DMS + "_hidden.weight", _TRANSPOSED)
-_tensor(("layers", "adapter", "hidden", "bias"), _DMS + "_hidden.bias", _VECTOR)
-_tensor(("layers", "adapter", "late", "kernel"), _DMS + "_late.weight", _TRANSPOSED)
 
+Pieces = Mapping[Path, tuple[Piece, ...]]
+
+
+def _one(name: str, groups: tuple[tuple[int, ...], ...]) -> tuple[Piece, ...]:
+    return (Piece(Layout(name, groups)),)
+
+
+_ALL_MODELS: Pieces = {
+    ("embedding",): _one("model.embed_tokens.weight", _AS_IS),
+    ("final_norm", "scale"): _one("model.norm.weight", _VECTOR),
+    ("lm_head",): _one("lm_head.weight", _TRANSPOSED),
+    ("layers", "attention", "o_proj", "kernel"): _one(_ATTENTION + "o_proj.weight", ((2,), (0, 1))),
+    ("layers", "attention", "o_proj", "bias"): _one(_ATTENTION + "o_proj.bias", _VECTOR),
+    ("layers", "attention", "sinks"): _one(_ATTENTION + "sinks", ((0, 1),)),
+    ("layers", "adapter", "norm", "scale"): _one(_DMS + "_norm.weight", _VECTOR),
+    ("layers", "adapter", "proj", "kernel"): _one(_DMS + ".weight", _TRANSPOSED),
+    ("layers", "adapter", "proj", "bias"): _one(_DMS + ".bias", _VECTOR),
+    # Ours: the hidden units of an adapter of two layers, and its second output.
+    ("layers", "adapter", "hidden", "kernel"): _one(_DMS + "_hidden.weight", _TRANSPOSED),
+    ("layers", "adapter", "hidden", "bias"): _one(_DMS + "_hidden.bias", _VECTOR),
+    ("layers", "adapter", "late", "kernel"): _one(_DMS + "_late.weight", _TRANSPOSED),
+}
+# The names of norms before and behind attention and feed-forward.
+_NORMS = {
+    "pre": {"attention_norm": "input", "mlp_norm": "post_attention"},
+    "post": {"attention_post_norm": "post_attention", "mlp_post_norm": "post_feedforward"},
+    "both": {
+        "attention_norm": "input",
+        "attention_post_norm": "post_attention",
+        "mlp_norm": "pre_feedforward",
+        "mlp_post_norm": "post_feedforward",
+    },
+}
 # Kernel [E, K, G + 2, D] and bias [K, G + 2, D]: the query heads of each group, its key, its value.
 _QKV = (("q_proj", slice(0, -2)), ("k_proj", slice(-2, -1)), ("v_proj", slice(-1, None)))
-PIECES["layers", "attention", "qkv_proj", "kernel"] = tuple(
-    Piece(Layout(f"{_ATTENTION}{name}.weight", ((1, 2, 3), (0,))), 2, part) for name, part in _QKV
-)
-PIECES["layers", "attention", "qkv_proj", "bias"] = tuple(
-    Piece(Layout(f"{_ATTENTION}{name}.bias", ((0, 1, 2),)), 1, part) for name, part in _QKV
-)
 # Kernel [E, 2, F] and bias [2, F]: the gate projection, then the up projection.
 _GATE_UP = (("gate_proj", slice(0, 1)), ("up_proj", slice(1, 2)))
-PIECES["layers", "mlp", "gate_up_proj", "kernel"] = tuple(
-    Piece(Layout(f"{_LAYER}mlp.{name}.weight", ((1, 2), (0,))), 1, part) for name, part in _GATE_UP
-)
-PIECES["layers", "mlp", "gate_up_proj", "bias"] = tuple(
-    Piece(Layout(f"{_LAYER}mlp.{name}.bias", ((0, 1),)), 0, part) for name, part in _GATE_UP
-)
+
+
+@functools.cache
+def pieces_of(config: ModelConfig) -> Pieces:
+    """Returns the tensors of every parameter that a model of the config's family can have."""
+    found = dict(_ALL_MODELS)
+    for norm, name in _NORMS[config.norms].items():
+        found["layers", norm, "scale"] = _one(f"{_LAYER}{name}_layernorm.weight", _VECTOR)
+    over = {"head": (_VECTOR, _VECTOR), "heads": (((0, 1, 2),), ((0, 1),))}[config.qk_norm_over]
+    for name, groups in zip(("q_norm", "k_norm"), over, strict=True):
+        found["layers", "attention", name, "scale"] = _one(f"{_ATTENTION}{name}.weight", groups)
+    qkv = ("layers", "attention", "qkv_proj")
+    found[*qkv, "kernel"] = tuple(
+        Piece(Layout(f"{_ATTENTION}{name}.weight", ((1, 2, 3), (0,))), ((2, part),))
+        for name, part in _QKV
+    )
+    found[*qkv, "bias"] = tuple(
+        Piece(Layout(f"{_ATTENTION}{name}.bias", ((0, 1, 2),)), ((1, part),)) for name, part in _QKV
+    )
+    found |= _dense_mlp(config) if config.experts is None else _experts(config)
+    if config.model_type == "phi3":
+        for module, name in (("attention", "qkv_proj"), ("mlp", "gate_up_proj")):
+            where = {"attention": _ATTENTION, "mlp": _MLP}[module]
+            path = ("layers", module, name, "kernel")
+            found[path] = (Piece(Joined(f"{where}{name}.weight", pieces=found[path])),)
+    return found
+
+
+def _dense_mlp(config: ModelConfig) -> Pieces:
+    gate_up, down = ("layers", "mlp", "gate_up_proj"), ("layers", "mlp", "down_proj")
+    return {
+        (*gate_up, "kernel"): tuple(
+            Piece(Layout(f"{_MLP}{name}.weight", ((1, 2), (0,))), ((1, part),))
+            for name, part in _GATE_UP
+        ),
+        (*gate_up, "bias"): tuple(
+            Piece(Layout(f"{_MLP}{name}.bias", ((0, 1),)), ((0, part),)) for name, part in _GATE_UP
+        ),
+        (*down, "kernel"): _one(_MLP + "down_proj.weight", _TRANSPOSED),
+        (*down, "bias"): _one(_MLP + "down_proj.bias", _VECTOR),
+    }
+
+
+def _experts(config: ModelConfig) -> Pieces:
+    """Kernels [X, E, 2, F] and [X, F, E] of all experts: a tensor each, or one for each expert."""
+    assert config.experts is not None
+    router, gate_up, down = (
+        ("layers", "mlp", name) for name in ("router", "gate_up_proj", "down_proj")
+    )
+    if config.model_type == "gpt_oss":  # gate and up alternate along the last dimension
+        return {
+            (*router, "kernel"): _one(_MLP + "router.weight", _TRANSPOSED),
+            (*router, "bias"): _one(_MLP + "router.bias", _VECTOR),
+            (*gate_up, "kernel"): _one(_MLP + "experts.gate_up_proj", ((0,), (1,), (3, 2))),
+            (*gate_up, "bias"): _one(_MLP + "experts.gate_up_proj_bias", ((0,), (2, 1))),
+            (*down, "kernel"): _one(_MLP + "experts.down_proj", ((0,), (1,), (2,))),
+            (*down, "bias"): _one(_MLP + "experts.down_proj_bias", _AS_IS),
+        }
+    each = [(j, (0, slice(j, j + 1))) for j in range(config.experts.count)]
+    return {
+        (*router, "kernel"): _one(_MLP + "gate.weight", _TRANSPOSED),
+        (*gate_up, "kernel"): tuple(
+            Piece(Layout(f"{_MLP}experts.{j}.{name}.weight", ((0, 2, 3), (1,))), (own, (2, part)))
+            for j, own in each
+            for name, part in _GATE_UP
+        ),
+        (*down, "kernel"): tuple(
+            Piece(Layout(f"{_MLP}experts.{j}.down_proj.weight", ((2,), (0, 1))), (own,))
+            for j, own in each
+        ),
+    }
+
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

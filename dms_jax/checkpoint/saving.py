@@ -185,7 +185,7 @@ class _ModelSaving(Saving):
         self._tokenizer, self._kept = model.tokenizer, kept
         flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
         self._arrays: dict[Any, Any] = {path: param.get_value() for path, param in flat}
-        self._files = plan_shards(list_tensors(self._arrays), max_shard_bytes)
+        self._files = plan_shards(list_tensors(self._arrays, model.config), max_shard_bytes)
         self._own = [file for file in self._files if file.process == jax.process_index()]
         self._directory: pathlib.Path | None = None
 

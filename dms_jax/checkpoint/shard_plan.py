@@ -26,6 +26,7 @@ import numpy as np
 from dms_jax import processes
 from dms_jax.checkpoint import names
 from dms_jax.checkpoint.weights import SINGLE
+from dms_jax.config import ModelConfig
 
 Arrays = Mapping[names.Path, Any]
 # A parameter, and its layer if it is stacked.
@@ -71,11 +72,11 @@ class TensorFile:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def list_tensors(arrays: Arrays) -> list[Tensor]:
-    """List the tensors of a model's parameters, in their order."""
+def list_tensors(arrays: Arrays, config: ModelConfig) -> list[Tensor]:
+    """List the tensors of the parameters of a model of this config, in their order."""
     found = []
     for path, value in arrays.items():
-        pieces = names.PIECES[path]
+        pieces = names.pieces_of(config)[path]
         stacked = pieces[0].layout.stacked
         shape = value.shape[1:] if stacked else value.shape
         for layer in range(value.shape[0]) if stacked else (None,):

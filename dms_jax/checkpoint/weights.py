@@ -26,6 +26,7 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
+_PACKED = ("_blocks", "_scales")  # the parts of a matrix in 4 bits, see `mxfp4`
 _MAX_TENSORS = 200_000  # of a file; a model of 10,000 layers has 120,000
 
 
@@ -133,7 +134,8 @@ class Weights(Tensors):
                     f"tensor {plain(name)} is in both {self._files[name][0].name} and {path.name}"
                 )
             header = handle.get_slice(name)
-            dtype = _DTYPES.get(header.get_dtype())
+            packed = header.get_dtype() == "U8" and name.endswith(_PACKED)
+            dtype = np.dtype(np.uint8) if packed else _DTYPES.get(header.get_dtype())
             if dtype is None:
                 raise CheckpointError(
                     f"{path.name}: tensor {plain(name)} holds {header.get_dtype()} numbers, which "

@@ -26,7 +26,7 @@ from dms_jax.command_line.reports import make_place, provenance, read_file, writ
 from dms_jax.command_line.retrofitting import UPDATES
 from dms_jax.command_line.retrofitting import Config as Retrofit
 from dms_jax.command_line.running import command
-from dms_jax.command_line.shapes import SHAPES, Shape
+from dms_jax.command_line.shapes import LENGTHS, SHAPES, Shape, cache_sizes
 from dms_jax.config import ModelConfig
 from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.planning import Plan, find_machine, plan
@@ -46,8 +46,8 @@ class Config:
     """Print what a retrofit takes on some machine."""
 
     model: str = "llama-3.2-1b"
-    """A shape by name (llama-3.2-1b, llama-2-7b, llama-3.1-8b, llama-3.1-70b, qwen-r1-1.5b,
-    qwen-r1-7b, qwen-r1-32b, qwen3-8b), a model that ships, or a directory with a config.json."""
+    """A shape by name (those of the models page, such as llama-3.2-1b, qwen3-30b-a3b, gpt-oss-20b),
+    a model that ships, or a directory with a config.json."""
     machine: tuple[str, ...] = ("8xh200",)
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
     model_shards: int = 1
@@ -152,6 +152,18 @@ def main(config: Config) -> None:
         if config.figures is not None:  # each as it comes: compiling the next may take long
             plans.append({"title": title(config.model, made), **made.figures()})
             write_json(config.figures, told | {"plans": plans})
+    print(caches(shape, chosen))
+
+
+def caches(shape: ModelConfig, chosen: Retrofit) -> str:
+    """What a sequence's cache takes by length, before the retrofit and after it."""
+    policy, recipe = chosen.make_policy(), chosen.make_recipe(shape.max_position_embeddings)
+    lines = [f"Cache of a sequence, and under {policy} at {recipe.compression_ratio:g}x:"]
+    for tokens in LENGTHS:
+        if tokens <= shape.max_position_embeddings:
+            sizes = cache_sizes(shape, policy, recipe.compression_ratio, tokens)
+            lines.append(f"  {tokens:>7,} tokens {sizes[0]:>10} MB {sizes[1]:>10} MB")
+    return "\n".join(lines)
 
 
 def made_by(config: Config) -> dict[str, Any]:

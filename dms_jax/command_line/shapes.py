@@ -1,8 +1,16 @@
-"""Shapes of well-known models, as their config.json gives them, for plans that need no weights."""
+"""Shapes of well-known models, as their config.json gives them, for plans that need no weights.
+
+The tables of the documentation are made from them: which models there are, and what their caches
+take, as they are and compressed.
+"""
 
 from typing import Any, Literal, get_args
 
-from dms_jax.config import ModelConfig
+from dms_jax.checkpoint.gguf.config import ARCHITECTURES as GGUF
+from dms_jax.config import Experts, ModelConfig, Rope
+from dms_jax.config_checks import FAMILIES
+from dms_jax.generation.memory import sequence_bytes
+from dms_jax.policies import DMS, Policy, Vanilla
 
 Shape = Literal[
     "llama-3.2-1b",
@@ -13,23 +21,142 @@ Shape = Literal[
     "qwen-r1-7b",
     "qwen-r1-32b",
     "qwen3-8b",
+    "qwen3-30b-a3b",
+    "mistral-7b",
+    "olmo-2-7b",
+    "olmo-3-7b",
+    "smollm3-3b",
+    "phi-3-mini-4k",
+    "phi-4",
+    "gemma-2-2b",
+    "gemma-3-270m",
+    "gemma-3-1b",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
 ]
 
 
 def _shape(family: str, *sizes: Any, **more: Any) -> ModelConfig:
     """V, E, F, L, H, K, D and positions."""
-    return ModelConfig(*sizes, model_type=family, **more)
+    return ModelConfig(*sizes, model_type=family, **dict(FAMILIES[family].fixed) | more)
 
 
-_QWEN2: dict[str, Any] = dict(qkv_bias=True)
+_GEMMA3: dict[str, Any] = dict(
+    layer_types=(*["sliding"] * 5, "full"),
+    window=512,
+    rope=Rope(theta=1e6),
+    local_rope=Rope(theta=1e4),
+    tie_embeddings=True,
+)
+_YARN = Rope(
+    theta=150_000.0,
+    kind="yarn",
+    factor=32.0,
+    original_max_position_embeddings=4096,
+    truncate=False,
+)
+_GPT_OSS: dict[str, Any] = dict(
+    layer_types=("sliding", "full"), window=128, rope=_YARN, qkv_bias=True, output_bias=True
+)
+_OLMO3: dict[str, Any] = dict(
+    layer_types=(*["sliding"] * 3, "full"), window=4096, rope=Rope(theta=500_000.0)
+)
 SHAPES: dict[Shape, ModelConfig] = {
     "llama-3.2-1b": _shape("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, tie_embeddings=True),
     "llama-2-7b": _shape("llama", 32000, 4096, 11008, 32, 32, 32, 128, 4096),
     "llama-3.1-8b": _shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072),
     "llama-3.1-70b": _shape("llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072),
-    "qwen-r1-1.5b": _shape("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 131072, **_QWEN2),
-    "qwen-r1-7b": _shape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 131072, **_QWEN2),
-    "qwen-r1-32b": _shape("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 131072, **_QWEN2),
-    "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 40960, qk_norm=True),
+    "qwen-r1-1.5b": _shape("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 131072),
+    "qwen-r1-7b": _shape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 131072),
+    "qwen-r1-32b": _shape("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 131072),
+    "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 40960),
+    "qwen3-30b-a3b": _shape(
+        *("qwen3_moe", 151936, 2048, 768, 48, 32, 4, 128, 40960), experts=Experts(128, 8)
+    ),
+    "mistral-7b": _shape("mistral", 32768, 4096, 14336, 32, 32, 8, 128, 32768),
+    "olmo-2-7b": _shape("olmo2", 100352, 4096, 11008, 32, 32, 32, 128, 4096),
+    "olmo-3-7b": _shape("olmo3", 100278, 4096, 11008, 32, 32, 32, 128, 65536, **_OLMO3),
+    "smollm3-3b": _shape(
+        *("smollm3", 128256, 2048, 11008, 36, 16, 4, 128, 65536),
+        layer_types=("full", "full", "full", "unrotated"),
+        tie_embeddings=True,
+    ),
+    "phi-3-mini-4k": _shape(
+        "phi3", 32064, 3072, 8192, 32, 32, 32, 96, 4096, layer_types=("sliding",), window=2047
+    ),
+    "phi-4": _shape("phi3", 100352, 5120, 17920, 40, 40, 10, 128, 16384),
+    "gemma-2-2b": _shape(
+        *("gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192),
+        layer_types=("sliding", "full"),
+        window=4096,
+        attention_soft_cap=50.0,
+        logit_soft_cap=30.0,
+        tie_embeddings=True,
+    ),
+    "gemma-3-270m": _shape("gemma3_text", 262144, 640, 2048, 18, 4, 1, 256, 32768, **_GEMMA3),
+    "gemma-3-1b": _shape("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 32768, **_GEMMA3),
+    "gpt-oss-20b": _shape(
+        *("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 64, 131072), experts=Experts(32, 4), **_GPT_OSS
+    ),
+    "gpt-oss-120b": _shape(
+        *("gpt_oss", 201088, 2880, 2880, 36, 64, 8, 64, 131072), experts=Experts(128, 4), **_GPT_OSS
+    ),
 }
 assert set(SHAPES) == set(get_args(Shape))
+
+LENGTHS = (8192, 32768, 131072)
+LEARNED, RATIO = DMS(window=256), 8
+
+
+def model_table() -> str:
+    """Returns the table of the models that are served, a row for each shape."""
+    head = (
+        "| model | family | layers | attention | feed-forward | files |\n|---|---|---|---|---|---|"
+    )
+    return "\n".join([head, *(_model_row(name, config) for name, config in SHAPES.items())])
+
+
+def _model_row(name: str, config: ModelConfig) -> str:
+    windowed, full = sum(config.windowed), config.num_full_layers
+    layers = f"{full} full" if full else ""
+    if windowed:
+        layers = f"{windowed} of {config.window}" + (f", {layers}" if layers else "")
+    if "unrotated" in config.layer_types:
+        layers += f", one of {len(config.layer_types)} without rotation"
+    heads = f"{config.num_heads} heads on {config.num_kv_heads} of {config.head_dim}"
+    has = {
+        "q/k norms": config.qk_norm,
+        "sinks": config.sinks,
+        "soft cap": config.attention_soft_cap is not None,
+    }
+    heads = ", ".join([heads, *(word for word, has_it in has.items() if has_it)])
+    experts = config.experts
+    mlp = "dense" if experts is None else f"{experts.per_token} of {experts.count} experts"
+    files = "safetensors" + (", GGUF" if config.model_type in GGUF.values() else "")
+    return f"| {name} | `{config.model_type}` | {layers} | {heads} | {mlp} | {files} |"
+
+
+def cache_table() -> str:
+    """Returns the table of what a sequence's cache takes, as it is and with 8x DMS, by length."""
+    columns = " | ".join(f"{length // 1024}K | with DMS" for length in LENGTHS)
+    rows = [f"| model | {columns} |", "|---|" + "---:|" * (2 * len(LENGTHS))]
+    for name, config in SHAPES.items():
+        cells = []
+        for length in LENGTHS:
+            beyond = length > config.max_position_embeddings
+            cells += [
+                "" if beyond else each for each in cache_sizes(config, LEARNED, RATIO, length)
+            ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def cache_sizes(
+    config: ModelConfig, policy: Policy, ratio: float | int, tokens: int
+) -> tuple[str, str]:
+    """Returns the megabytes of a sequence's cache as it is, and under a policy at a ratio."""
+    plain = sequence_bytes(config, Vanilla(), tokens)
+    if not config.num_full_layers:  # nothing grows
+        return f"{plain / 1e6:,.1f}", ""
+    small = sequence_bytes(config, policy, tokens, compression_ratio=ratio)
+    return f"{plain / 1e6:,.1f}", f"{small / 1e6:,.1f}"

@@ -71,7 +71,7 @@ class Serving(Options):
 
 def _prefill_tokens(model: LanguageModel, policy: Policy) -> int:
     """The most prompt tokens of all sequences together in one compiled program, a power of two."""
-    bytes_a_token = 3 * model.config.intermediate_size * model.dtype.itemsize
+    bytes_a_token = 3 * model.config.active_width * model.dtype.itemsize
     most = min(_ACTIVATION_BYTES, spare_bytes(model)) / bytes_a_token
     tokens = 1 << max(0, int(math.log2(max(most, 1))))
     return min(tokens, SATURATING) if policy.parallel != "never" else tokens

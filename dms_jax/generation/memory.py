@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dms_jax import sharding
@@ -22,7 +23,13 @@ from dms_jax.checks import Count, CountOnDevice, Positive, Ratio, check, require
 from dms_jax.config import ModelConfig
 from dms_jax.devices import DEVICES, Device
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.model.caching import entry_bytes, layer_page_bytes, state_bytes, tree_bytes
+from dms_jax.model.caching import (
+    entry_bytes,
+    layer_footprints,
+    layer_page_bytes,
+    state_bytes,
+    tree_bytes,
+)
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla, as_policy
@@ -92,43 +99,29 @@ def estimate(
         f"estimate: weights cannot have dtype {dtype}; give e.g. 'bfloat16', and kv_dtype for a "
         "cache of fewer bits.",
     )
-    footprints = [
-        (
-            group,
-            group.policy.footprint(
-                tokens,
-                page_size=page_size,
-                group=config.group_size,
-                compression_ratio=compression_ratio,
-            ),
-        )
-        for group in policy.groups(config.num_layers)
-    ]
+    ratio: dict[str, Any] = dict(page_size=page_size, compression_ratio=compression_ratio)
+    footprints = layer_footprints(config, policy, tokens, group=config.group_size, **ratio)
+    cache_bytes = sequence_bytes(config, policy, tokens, dtype=dtype, kv_dtype=kv_dtype, **ratio)
 
     def mean(number: Callable[[Footprint], float]) -> float:
         """Averages a property of the footprint over the layers."""
-        total = sum((group.end - group.start) * number(found) for group, found in footprints)
-        return total / config.num_layers
+        return sum(map(number, footprints)) / config.num_layers
 
     live = mean(lambda found: found.expected)
     rows = config.num_layers * config.num_kv_heads
-    pages = math.ceil(live / page_size)
-    layer_bytes = layer_page_bytes(config, policy, page_size, dtype, kv_dtype)
-    sequence_bytes = config.num_kv_heads * pages * int(layer_bytes.sum())
-    sequence_bytes += state_bytes(config, policy, dtype)
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=policy.retrofit.adapter, dtype=dtype, rngs=nnx.Rngs(0))
     )
     weight_bytes = tree_bytes(shapes)
     free = device.memory - weight_bytes
-    fits = int(free // sequence_bytes)
+    fits = int(free // cache_bytes)
     if fits < (batch or 1):
         weights, room = _gigabytes(weight_bytes), _gigabytes(device.memory)
         if free <= 0:
             raise CapacityError(f"{weights} of weights do not fit {room}.")
         wanted = "1 sequence" if (batch or 1) == 1 else f"{batch} sequences"
         raise CapacityError(
-            f"{wanted} of {_gigabytes(sequence_bytes)} do not fit beside {weights} of weights in "
+            f"{wanted} of {_gigabytes(cache_bytes)} do not fit beside {weights} of weights in "
             f"{room}; {fits} would."
         )
     batch = fits if batch is None else batch
@@ -136,18 +129,55 @@ def estimate(
     # A step looks up one row of the embedding; it reads all of it only if it is tied.
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     parameters = weight_bytes // dtype.itemsize - embedding
+    met, reached = float(parameters), float(parameters)  # by a token, and by all of a step
+    if config.experts is not None:
+        of_experts = (
+            tree_bytes([shapes.layers.mlp.gate_up_proj, shapes.layers.mlp.down_proj])
+            // dtype.itemsize
+        )
+        met -= of_experts * (1 - config.experts.read_by(1))
+        reached -= of_experts * (1 - config.experts.read_by(batch))
     entry = entry_bytes(config, dtype, kv_dtype)
-    num_bytes = parameters * dtype.itemsize + batch * rows * read * entry
+    num_bytes = reached * dtype.itemsize + batch * rows * read * entry
     operations = batch * (
-        2 * parameters + 4 * config.num_layers * config.num_heads * config.head_dim * attended
+        2 * met + 4 * config.num_layers * config.num_heads * config.head_dim * attended
     )
     return Estimate(
         weight_bytes=weight_bytes,
         live_tokens=live,
-        sequence_bytes=sequence_bytes,
+        sequence_bytes=cache_bytes,
         batch=batch,
         step_seconds=max(num_bytes / device.bandwidth, operations / device.peak),
     )
+
+
+def sequence_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    tokens: int,
+    *,
+    compression_ratio: float | int = 1,
+    page_size: int = 64,
+    dtype: Any = jnp.bfloat16,
+    kv_dtype: str | None = None,
+) -> int:
+    """Returns the bytes of the cache of a sequence after so many tokens, with the policy's state.
+
+    Args:
+      config, policy, tokens, compression_ratio, page_size, dtype, kv_dtype: see `estimate`.
+    """
+    footprints = layer_footprints(
+        config,
+        policy,
+        tokens,
+        page_size=page_size,
+        group=config.group_size,
+        compression_ratio=compression_ratio,
+    )
+    pages = np.array([math.ceil(found.expected / page_size) for found in footprints])
+    layer_bytes = layer_page_bytes(config, policy, page_size, dtype, kv_dtype)
+    of_pages = config.num_kv_heads * int(pages @ layer_bytes)
+    return of_pages + state_bytes(config, policy, dtype)
 
 
 def _check_estimate(
@@ -198,9 +228,12 @@ def pool_pages(
     bytes_per_page = math.ceil(layer_bytes.mean())  # every layer has its share of the pages
     state = num_lanes * state_bytes(config, policy, model.dtype)
     # Prompts that are cut afterwards are in the pool in full until then.
-    limit = policy.footprint(max_tokens, page_size=page_size).at_most
-    slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)
-    needed = num_lanes * rows * few_sizes(math.ceil(slots / page_size))
+    needed = 0
+    footprints = layer_footprints(config, policy, max_tokens, page_size=page_size)
+    for found, windowed in zip(footprints, config.windowed, strict=True):
+        limit = max_tokens if found.at_most is None else found.at_most
+        slots = max_tokens if policy.shrinks and not windowed else min(limit, max_tokens)
+        needed += num_lanes * config.num_kv_heads * few_sizes(math.ceil(slots / page_size))
     free, total = (shards * size for size in _device_memory(model))
     beside = num_lanes * lane_bytes(config, max_tokens, page_size)
     if beside > free:

@@ -27,7 +27,7 @@ from dms_jax import compilation, executables, sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.generation.sampling import Filter, Given, look_up, sample
-from dms_jax.model.caching import cache_shape, cache_specs, init_cache
+from dms_jax.model.caching import cache_shape, cache_specs, init_cache, init_state
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
@@ -361,7 +361,8 @@ def make_cache(mesh: jax.sharding.Mesh | None, config: Any, *args: Any) -> Calla
 @functools.partial(Program, donate_argnums=0, static_argnums=(2, 4))
 def clear(cache: Cache, mask: Bool[Array, " B"], config: Any, policy: Policy, dtype: Any) -> Cache:
     """Empties the masked lanes: lengths and row states. Pages are managed on the host."""
-    fresh = policy.init_state(cache_shape(config, dtype, num_sequences=len(mask))).rows
+    shape = cache_shape(config, dtype, num_sequences=len(mask))
+    fresh = init_state(config, policy, shape).rows
 
     def reset(old, new):
         return jnp.where(mask.reshape(1, -1, *[1] * (old.ndim - 2)), new, old)

@@ -40,6 +40,8 @@ class Reservation:
       policy: decides how many slots a row can need.
       allocator: the pages.
       page_size: slots of a page (P).
+      windows: Int[L], slots that a row of each layer keeps whatever the policy; 0 for those that
+        the policy decides of.
       max_tokens: length of the sequences that page tables are planned for.
       table_width: pages per row in page tables, at least; None lets them grow.
       layer_bytes: bytes of a page of each layer.
@@ -59,6 +61,7 @@ class Reservation:
         allocator: PageAllocator,
         *,
         page_size: int,
+        windows: Int[np.ndarray, " L"],
         max_tokens: int,
         table_width: int | None,
         layer_bytes: Int[np.ndarray, " L"],
@@ -71,6 +74,7 @@ class Reservation:
         self._layer_bytes, self._state_bytes = layer_bytes, state_bytes
         self._page_bytes = page_bytes
         self._max_length = 0  # tokens of the longest sequence so far
+        self._windows = windows if windows.any() else None
         self._slot_limit: int | None = None
         self.allow_length(1)
         self.reset(allocator)
@@ -189,6 +193,27 @@ class Reservation:
         if tokens > self._max_length:
             self._max_length = tokens
             self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most
+            if self._windows is not None and self._windows.all():
+                self._slot_limit = int(self._windows.max())
+
+    def _in_windows(
+        self, slots: Int[np.ndarray, "L *B K"], others: Int[np.ndarray, "L *B K"]
+    ) -> Int[np.ndarray, "L *B K"]:
+        """Returns the most of `slots` that fit the windows of layers with one, and `others`."""
+        if self._windows is None:
+            return others
+        windows = self._windows.reshape(-1, *[1] * (slots.ndim - 1))
+        return np.where(windows > 0, np.minimum(slots, windows), others)
+
+    @property
+    def _longest_row(self) -> int | None:
+        """The most slots of a row whose prompt was cut, if its policy cuts prompts; None for any.
+
+        Only of rows that the policy decides of if their prompts are held in full before.
+        """
+        if self._slot_limit is None or self._windows is None:
+            return self._slot_limit
+        return max(self._slot_limit, int(self._windows.max()))
 
     def slots_held(self) -> Int[np.ndarray, "L B K"]:
         """Returns the most slots that each row can have in use after what was launched."""
@@ -197,9 +222,11 @@ class Reservation:
             slots = slots + prompts.counts[:, None]
             if not self.shrinks:
                 slots = self.limited(slots, self._lengths)
-            elif self._slot_limit is not None:  # rows are cut where their prompt ends
-                cut = np.minimum(slots, self._slot_limit)
-                slots = np.where(prompts.ends[:, None], cut, slots)
+            else:
+                slots = self._in_windows(slots, slots)
+                if self._slot_limit is not None:  # rows are cut where their prompt ends
+                    cut = self.limited(slots, np.zeros_like(slots))
+                    slots = np.where(prompts.ends[:, None], cut, slots)
         return self.limited(slots + self.steps_in_flight[:, None], slots)
 
     def slots_after(
@@ -212,14 +239,16 @@ class Reservation:
         """
         extra, held = np.asarray(extra), self.slots_held()
         slots = held + (extra[:, None] if extra.ndim == 1 else extra)
-        return slots if prompt and self.shrinks else self.limited(slots, held)
+        whole = prompt and self.shrinks
+        return self._in_windows(slots, slots) if whole else self.limited(slots, held)
 
     def limited(
-        self, slots: Int[np.ndarray, "*rows"], held: Int[np.ndarray, "*rows"]
-    ) -> Int[np.ndarray, "*rows"]:
+        self, slots: Int[np.ndarray, "L *B K"], held: Int[np.ndarray, "L *B K"]
+    ) -> Int[np.ndarray, "L *B K"]:
         """Returns the most of `slots` that rows can need which hold `held` and decode."""
         limit = self._slot_limit
-        return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
+        most = slots if limit is None else np.minimum(slots, np.maximum(limit, held))
+        return self._in_windows(slots, most)
 
     def fits(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool = False) -> bool:
         """Returns whether the pool can hold `extra` more tokens per lane, or per row.
@@ -280,7 +309,7 @@ class Reservation:
         Each width is a program to compile: those for the first tokens of long prompts, and for the
         first steps, have no other one than those for the last.
         """
-        limit = None if self.shrinks else self._slot_limit
+        limit = None if self.shrinks else self._longest_row
         slots = tokens if limit is None else min(tokens, limit)
         self._expected_slots = max(self._expected_slots, slots)
 
@@ -298,12 +327,12 @@ class Reservation:
         what a step keeps of every slot of a table (scores, the rows to be cut) is that much less.
         """
         expected = self._expected_slots
-        if steps and self._slot_limit is not None:
-            expected = min(expected, self._slot_limit)
+        if steps and self._longest_row is not None:
+            expected = min(expected, self._longest_row)
         widest = -(-max(slots, expected) // self.page_size)
         if self._table_width is not None:
             return max(self._table_width, widest)
-        limit = None if self.shrinks else self._slot_limit
+        limit = None if self.shrinks else self._longest_row
         most = self.max_tokens if limit is None else min(limit, self.max_tokens)
         return few_widths(widest, few_sizes(-(-most // self.page_size)))
 
@@ -311,7 +340,7 @@ class Reservation:
         """Returns every `table_width` of sequences that are no longer than planned."""
         if self._table_width is not None:
             return [self.table_width(1, steps=steps)]
-        cut = self._slot_limit if steps or not self.shrinks else None
+        cut = self._longest_row if steps or not self.shrinks else None
         most = self.max_tokens if cut is None else min(cut, self.max_tokens)
         slots = (*range(1, most, self.page_size), most)
         return sorted({self.table_width(each, steps=steps) for each in slots})

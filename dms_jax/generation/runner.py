@@ -171,13 +171,13 @@ class Runner:
         positions = model.config.max_position_embeddings
         self.max_tokens = max_tokens or positions
         whole = policy.footprint(positions, page_size=page_size)
-        self._keeps_all = whole.at_least >= positions
+        self._keeps_all = whole.at_least >= positions and model.config.window is None
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         self.hidden: Any = None
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
-        groups = policy.groups(config.num_layers)
+        groups = policy.groups(config.num_full_layers)
         self._value_layers = next(
             (group.start for group in groups if group.host_values), config.num_layers
         )
@@ -199,6 +199,7 @@ class Runner:
             policy,
             self._make_allocator(),
             page_size=page_size,
+            windows=np.where(config.windowed, config.window or 0, 0),
             max_tokens=self.max_tokens,
             table_width=table_width,
             layer_bytes=layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype),

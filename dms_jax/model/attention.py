@@ -29,7 +29,7 @@ from pallas_kernels import retrofit_attention
 
 
 class Attention(nnx.Module):
-    """The projections of grouped-query attention, with optional biases and q/k norms.
+    """The projections of grouped-query attention, with optional biases, q/k norms and sinks.
 
     Queries, keys and values have one fused matrix [E, K, G + 2, D]: for each KV head its G query
     heads, its key and its value. This is one matrix product instead of three small ones, and it is
@@ -48,12 +48,21 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(embed, groups, bias=config.qkv_bias, **options)
         gain = residual_gain(config)
         self.o_proj = Linear(queries, embed, bias=config.output_bias, gain=gain, **options)
-        if config.qk_norm:
-            norm = ("head_dim", config.head_dim, config.rms_norm_eps)
-            self.q_norm = RMSNorm(*norm, stack=stack, dtype=dtype)
-            self.k_norm = RMSNorm(*norm, stack=stack, dtype=dtype)
-        else:
-            self.q_norm = self.k_norm = None
+        over_q = over_k = {"head_dim": config.head_dim}
+        if config.qk_norm_over == "heads":
+            over_q = groups | {"group": config.group_size}
+            over_k = {"kv_heads": config.num_kv_heads} | over_k
+
+        def norm(over: dict[str, int]) -> RMSNorm | None:
+            if not config.qk_norm:
+                return None
+            epsilon, offset = config.rms_norm_eps, config.norm_offset
+            return RMSNorm(over, epsilon, stack=stack, offset=offset, dtype=dtype)
+
+        self.q_norm, self.k_norm = norm(over_q), norm(over_k)
+        axes = (*("layers",) * len(stack), "kv_heads", "group")
+        shape = (*stack, config.num_kv_heads, config.group_size)
+        self.sinks = nnx.Param(jnp.zeros(shape, dtype), axes=axes) if config.sinks else None
 
     def project(
         self, x: Float[Array, "B T E"]
@@ -71,13 +80,16 @@ class Attention(nnx.Module):
         """
         if self.q_norm is None or self.k_norm is None:
             return grouped
+        if self.q_norm.num_dims > 1:
+            q, k, v = (grouped[..., part, :] for part in (slice(0, -2), -2, slice(-1, None)))
+            return jnp.concatenate([self.q_norm(q), self.k_norm(k)[..., None, :], v], axis=-2)
         # Rounded as it is stored, which XLA may leave out between a sum of low rank and a norm.
         info = jnp.finfo(grouped.dtype)
         grouped = jax.lax.reduce_precision(grouped, info.nexp, info.nmant)
         head = jax.lax.broadcasted_iota(jnp.int32, grouped.shape[-2:], 0)
         group = grouped.shape[-2] - 2
         scale = jnp.where(head < group, self.q_norm.scale[...], self.k_norm.scale[...])
-        normed = rms_norm(grouped, scale, self.q_norm.epsilon)
+        normed = rms_norm(grouped, scale, self.q_norm.epsilon, offset=self.q_norm.offset)
         return jnp.where(head <= group, normed, grouped)
 
 
@@ -121,6 +133,7 @@ def attend_sequences(
     rotation: tuple[Float[Array, "B S half"], Float[Array, "B S half"]],
     static: Static,
     *,
+    sinks: Float[Array, "K G"] | None,
     segment_ids: Int[Array, "B S"] | None,
     relaxation: Relaxation | None,
     marks: Bool[Array, "B K S"] | None,
@@ -132,7 +145,8 @@ def attend_sequences(
       policy: a policy that is always parallel.
       tokens: all tokens of the sequences, or a shard's.
       rotation: cos and sin of the positions of all tokens.
-      static: properties of the pass, of which only the scale is used.
+      static: properties of the pass, of which only the scale and the soft cap are used.
+      sinks: the layer's logit of each query head that takes a share of its softmax.
       segment_ids: ids of the documents packed into each sequence; None for one document.
       relaxation: settings of the soft decisions of training; None for hard decisions.
       marks: recorded hard decisions to replay in place of the policy's own.
@@ -193,7 +207,7 @@ def attend_sequences(
     window = policy.visible_window if decided else num_tokens
     with jax.named_scope("attention"):
         out = _sharded_attention(
-            q, k, chunk.tokens.v, bias, segment_ids, row, window=window, scale=static.scale
+            q, k, chunk.tokens.v, bias, segment_ids, row, sinks, static, window=window
         )
     return out, decisions, numbers
 
@@ -204,15 +218,21 @@ def _as_numbers(decisions: Decisions, shape: tuple[int, ...], dtype: Any) -> Arr
 
 
 def _sharded_attention(
-    q, k, v, bias, segment_ids, row: SplitRow | None, *, window: int, scale: float
+    q, k, v, bias, segment_ids, row: SplitRow | None, sinks, static: Static, *, window: int
 ) -> Array:
     """Runs `retrofit_attention` per shard: sequences and KV heads are independent.
 
     Of a split row each piece of queries attends from its place.
     """
 
-    def attend(q, k, v, bias, ids, starts):
-        options: dict[str, Any] = dict(window=window, scale=scale, segment_ids=ids)
+    def attend(q, k, v, bias, ids, starts, sinks):
+        options: dict[str, Any] = dict(
+            window=window,
+            scale=static.scale,
+            segment_ids=ids,
+            sinks=None if sinks is None else sinks.reshape(-1),
+            soft_cap=static.soft_cap,
+        )
         if not starts:
             return retrofit_attention(q, k, v, bias, **options)
         pieces = zip(jnp.split(q, len(starts), axis=1), starts, strict=True)
@@ -221,18 +241,20 @@ def _sharded_attention(
 
     starts = () if row is None else row.starts
     if not sharding.has_mesh():
-        return attend(q, k, v, bias, segment_ids, starts)
+        return attend(q, k, v, bias, segment_ids, starts, sinks)
     if segment_ids is None:
         segment_ids = jnp.zeros(k.shape[:2], jnp.int32)
     repeats = _repeats(q.shape[2], k.shape[2])
     k, v, bias = jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2), jnp.repeat(bias, repeats, 1)
+    if sinks is not None:
+        sinks = sinks.reshape(k.shape[2], -1)
     data, model = sharding.row_axes(q.shape[0], k.shape[2])
     heads = PartitionSpec(data, None, model)
     mapped = jax.shard_map(
         attend,
         in_specs=(
             *(heads, heads, heads, PartitionSpec(data, model), PartitionSpec(data)),
-            PartitionSpec(),
+            *(PartitionSpec(), PartitionSpec(model)),
         ),
         out_specs=heads,
         axis_names={
@@ -242,7 +264,7 @@ def _sharded_attention(
         },
         check_vma=False,
     )
-    return mapped(q, k, v, bias, segment_ids, starts)
+    return mapped(q, k, v, bias, segment_ids, starts, sinks)
 
 
 def _split_heads(tokens: Tokens) -> Tokens:

@@ -20,7 +20,7 @@ from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.model.attention import rotate
 from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
-from dms_jax.model.fetching import attend_to_fetched
+from dms_jax.model.fetching import attend_to_fetched, sinks_of_rows
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, Observation, Placement, Tokens
@@ -228,6 +228,8 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
             placement.past_until,
             window=policy.visible_window,
             scale=chunk.static.scale,
+            sinks=None if chunk.sinks is None else chunk.sinks.reshape(-1),
+            soft_cap=chunk.static.soft_cap,
         )
     live = jnp.where(chunk.valid, placement.live, 0).sum(1, dtype=jnp.int32)
     lengths = placement.lengths
@@ -261,6 +263,8 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
                 reading.page_table.reshape(lengths.size, -1),
                 lengths.reshape(-1),
                 scale=chunk.static.scale,
+                sinks=sinks_of_rows(chunk, lengths.size),
+                soft_cap=chunk.static.soft_cap,
                 return_lse=policy.observes_weights,
                 return_scores=policy.observes_weights,
                 k_scales=cache.pool.k_scales,

@@ -14,8 +14,9 @@ from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
 from dms_jax.cache.quantization import format_of, stored_vector
 from dms_jax.config import ModelConfig
+from dms_jax.model.layer_loop import ByCache, check_layers, roles, window_policy
 from dms_jax.policies.base import Policy
-from dms_jax.policies.values import CacheShape, PolicyState
+from dms_jax.policies.values import CacheShape, Footprint, PolicyState
 
 
 def init_cache(
@@ -53,10 +54,12 @@ def init_cache(
         return None if of is None else jnp.zeros((pages, page_size, *of.shape), of.dtype)
 
     rows = (config.num_layers, num_sequences, config.num_kv_heads)
-    state = policy.init_state(
+    state = init_state(
+        config,
+        policy,
         cache_shape(
             config, dtype, num_sequences=num_sequences, num_pages=num_pages, page_size=page_size
-        )
+        ),
     )
     sharding.declared_axes(state)
     return Cache(
@@ -71,10 +74,37 @@ def init_cache(
         lengths=jnp.zeros(rows, jnp.int32),
         seen=jnp.zeros(num_sequences, jnp.int32),
         max_lengths=jnp.zeros(num_sequences, jnp.int32),
-        row_state=jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (config.num_layers, *x.shape)), state.rows
-        ),
+        row_state=of_layers(config, state.rows),
         page_state=state.pages,
+    )
+
+
+def init_state(config: ModelConfig, policy: Policy, shape: CacheShape) -> PolicyState:
+    """Returns the state of a layer's empty rows and of empty pages, of a model with this policy.
+
+    Of a model with windows that of its rows is a `ByCache`, and a policy's state by page is that of
+    layers without one.
+    """
+    state = policy.init_state(shape)
+    if config.window is None:
+        return state
+    windowed = window_policy(config).init_state(shape).rows
+    growing = state.rows if config.num_full_layers else None
+    return dataclasses.replace(state, rows=ByCache(growing=growing, windowed=windowed))
+
+
+def of_layers(config: ModelConfig, rows: Any) -> Any:
+    """Returns the state of the rows of all layers, given that of one of each sort."""
+
+    def repeated(tree: Any, count: int) -> Any:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
+
+    if not isinstance(rows, ByCache):
+        return repeated(rows, config.num_layers)
+    growing = config.num_full_layers
+    return ByCache(
+        growing=repeated(rows.growing, growing),
+        windowed=repeated(rows.windowed, config.num_layers - growing),
     )
 
 
@@ -111,17 +141,28 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
     )
 
 
+def layer_footprints(
+    config: ModelConfig, policy: Policy, tokens: int, **options: Any
+) -> list[Footprint]:
+    """Returns what a row of each layer holds after `tokens` tokens; see `Policy.footprint`.
+
+    Raises:
+      ConfigError: see `check_layers`.
+    """
+    check_layers(config, policy)
+    each = roles(config, policy)
+    of_role = {id(role): role.policy.footprint(tokens, **options) for role in each}
+    return [of_role[id(role)] for role in each]
+
+
 def layer_page_bytes(
     config: ModelConfig, policy: Policy, page_size: int, dtype: Any, kv_dtype: str | None = None
 ) -> Int[np.ndarray, " L"]:
     """Returns the bytes of one page of each layer on the device, without values on the host."""
     whole = page_bytes(config, policy, page_size, dtype, kv_dtype)
     values = page_size * tree_bytes(stored_vector(config.head_dim, dtype, kv_dtype)[0])
-    layer_bytes = np.full(config.num_layers, whole)
-    for group in policy.groups(config.num_layers):
-        if group.host_values:
-            layer_bytes[group.start : group.end] -= values
-    return layer_bytes
+    on_host = [role.group.host_values for role in roles(config, policy)]
+    return whole - values * np.array(on_host)
 
 
 def page_bytes(
@@ -140,8 +181,11 @@ def entry_bytes(config: ModelConfig, dtype: Any, kv_dtype: str | None = None) ->
 
 def state_bytes(config: ModelConfig, policy: Policy, dtype: Any) -> int:
     """Returns the bytes of the policy's state for one sequence, over all its rows."""
-    state = jax.eval_shape(lambda: policy.init_state(cache_shape(config, dtype)).rows)
-    return config.num_layers * tree_bytes(state)
+
+    def rows() -> Any:
+        return of_layers(config, init_state(config, policy, cache_shape(config, dtype)).rows)
+
+    return tree_bytes(jax.eval_shape(rows))
 
 
 def tree_bytes(tree: Any) -> int:

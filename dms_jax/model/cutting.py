@@ -9,10 +9,12 @@ cut costs what the rows that are due cost, not those of all layers and sequences
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
@@ -91,6 +93,7 @@ def cut_layers(
     page_table: Int[Array, "L B K M"],
     lengths: Int[Array, "L B K"],
     *,
+    windowed: Sequence[bool] = (),
     dtype: Any,
 ) -> tuple[Pool, PolicyState, Int[Array, "L B K"], Int[Array, " B"]]:
     """Cuts the rows of all layers that are `due` after a decode step.
@@ -104,8 +107,17 @@ def cut_layers(
       state: the policy's state; arrays per row have a leading axis of layers.
       chunk: the properties of the step's tokens that all layers share.
       page_table, lengths: pages and slots in use of the rows of all layers.
+      windowed: whether each layer keeps a window and is not cut; empty for none.
       dtype: see `cut_layer`.
     """
+    if any(windowed):
+        cut = np.flatnonzero(np.logical_not(windowed))
+        own = dataclasses.replace(state, rows=state.rows.growing)
+        pool, own, shorter, reads = cut_layers(
+            policy, pool, own, chunk, page_table[cut], lengths[cut], dtype=dtype
+        )
+        rows = dataclasses.replace(state.rows, growing=own.rows)
+        return pool, dataclasses.replace(own, rows=rows), lengths.at[cut].set(shorter), reads
 
     def due_of(layer, row_state, page_table, lengths):
         tokens = dataclasses.replace(chunk.tokens, layer=layer)

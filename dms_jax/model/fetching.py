@@ -51,6 +51,8 @@ def attend_to_fetched(
         table,
         lengths.reshape(num_rows),
         scale=chunk.static.scale,
+        sinks=sinks_of_rows(chunk, num_rows),
+        soft_cap=chunk.static.soft_cap,
         return_lse=True,
         return_scores=True,
         k_scales=pool.k_scales,
@@ -72,6 +74,14 @@ def attend_to_fetched(
     group = scores.shape[1]
     entries = jnp.where(lengths <= count, lengths, (lengths + group * count + 1) // 2)
     return out.astype(q.dtype), entries.sum(-1, dtype=jnp.int32)
+
+
+def sinks_of_rows(chunk: Chunk, num_rows: int) -> Float[Array, "R g"] | None:
+    """Returns the sinks of the query heads of each row, of a KV head or of one query head."""
+    if chunk.sinks is None:
+        return None
+    every = jnp.broadcast_to(chunk.sinks, (chunk.count.size, *chunk.sinks.shape))
+    return every.reshape(num_rows, -1)
 
 
 def _select(

@@ -24,6 +24,7 @@ from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError, TooLongError
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
+from dms_jax.model.layer_loop import check_layers
 from dms_jax.model.template_variables import check_template_variables
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla, as_policy
@@ -119,6 +120,7 @@ class LanguageModel:
             incompatible one.
         """
         policy = self.policy if policy is None else as_policy(policy)
+        check_layers(self.config, policy)
         check_adapter(policy, self.transformer.adapter_shape)
         trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
@@ -222,6 +224,7 @@ class LanguageModel:
                 return _logits(self.transformer, tokens, segment_ids, policy)
             limit = policy.footprint(num_tokens, page_size=1).at_most
             slots = num_tokens if limit is None or policy.shrinks else min(num_tokens, limit)
+            slots = max(slots, min(num_tokens, self.config.window or 0))
             # Budgets that differ by little are one program.
             pages, most = (-(-count // QUEST_PAGE_SIZE) for count in (slots, num_tokens))
             width = min(few_sizes(pages), most)

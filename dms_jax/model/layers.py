@@ -1,4 +1,4 @@
-"""The parts of a layer: linear maps, RMS normalisation, the gated feed-forward.
+"""The parts of a layer: linear maps, RMS normalisation, the gated feed-forward, its experts.
 
 A module here is a set of parameters and a pure call. Parameters of the layers are stacked on a
 leading axis of length L; `jax.lax.scan` (or a dynamic index) passes each call its own slice, so a
@@ -229,26 +229,45 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last dimension, statistics in >= float32."""
+    """Root-mean-square normalisation over the last dimensions, statistics in >= float32.
+
+    With an offset (Gemma) it multiplies by 1 + scale, before the result is rounded.
+    """
 
     def __init__(
-        self, axis: str, size: int, epsilon: float, *, stack: Stack = (), dtype=jnp.float32
+        self,
+        dims: dict[str, int],
+        epsilon: float,
+        *,
+        stack: Stack = (),
+        offset: bool = False,
+        dtype: Any = jnp.float32,
     ):
-        self.epsilon = epsilon
+        self.epsilon, self.offset = epsilon, offset
+        make = jnp.zeros if offset else jnp.ones
         self.scale = nnx.Param(
-            jnp.ones((*stack, size), dtype), axes=(*("layers",) * len(stack), axis)
+            make((*stack, *dims.values()), dtype), axes=(*("layers",) * len(stack), *dims)
         )
+        self.num_dims = len(dims)
 
-    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
-        return rms_norm(x, self.scale[...], self.epsilon)
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        axes = tuple(range(-self.num_dims, 0))
+        return rms_norm(x, self.scale[...], self.epsilon, axes=axes, offset=self.offset)
 
 
 def rms_norm(
-    x: Float[Array, "*rows n"], scale: Float[Array, "*some n"], epsilon: float
+    x: Float[Array, "*rows n"],
+    scale: Float[Array, "*some n"],
+    epsilon: float,
+    *,
+    axes: tuple[int, ...] = (-1,),
+    offset: bool = False,
 ) -> Float[Array, "*rows n"]:
-    """Divides by the root of the mean square of the last dimension, and multiplies by a scale."""
+    """Divides by the root of the mean square of the last dimensions, and multiplies by a scale."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axes, keepdims=True) + epsilon)
+    if offset:
+        return (wide * (1 + scale.astype(wide.dtype))).astype(x.dtype)
     return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
@@ -281,8 +300,19 @@ def _gated_backward(gate_up, gradient):
 gated.defvjp(_gated_forward, _gated_backward)
 
 
+def activate(gate_up: Float[Array, "*rows 2 F"], activation: str) -> Float[Array, "*rows F"]:
+    """Returns the product of activated gate and up (`ModelConfig.activation`)."""
+    if activation == "silu":
+        return gated(gate_up)
+    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
 class MLP(nnx.Module):
-    """The gated feed-forward of Llama and Qwen: down(silu(gate(x)) * up(x)).
+    """The gated feed-forward: down(activation(gate(x)) * up(x)).
 
     Gate and up have one fused matrix [E, 2, F]: one matrix product instead of two.
     """
@@ -290,11 +320,91 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         options: dict[str, Any] = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.activation = config.activation
         self.gate_up_proj = Linear(embed, {"gate_up": 2} | mlp, **options)
         self.down_proj = Linear(mlp, embed, gain=residual_gain(config), **options)
 
     def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        return self.down_proj(gated(self.gate_up_proj(x)))
+        return self.down_proj(activate(self.gate_up_proj(x), self.activation))
+
+
+class GroupedLinear(nnx.Module):
+    """A linear map for each of X experts, of rows that are in the order of their experts."""
+
+    def __init__(
+        self,
+        experts: int,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        stack: Stack,
+        bias: bool,
+        gain: float = 1.0,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        axes = (*("layers",) * len(stack), "experts")
+        shape = (*stack, experts)
+        deviation = gain / math.sqrt(math.prod(inputs.values()))
+        sizes = (*inputs.values(), *outputs.values())
+        kernel = deviation * jax.random.normal(rngs.params(), (*shape, *sizes), dtype)
+        self.kernel = nnx.Param(kernel, axes=(*axes, *inputs, *outputs))
+        self.bias = (
+            nnx.Param(jnp.zeros((*shape, *outputs.values()), dtype), axes=(*axes, *outputs))
+            if bias
+            else None
+        )
+
+    def __call__(
+        self, x: Float[Array, "rows n"], counts: Int[Array, " X"], expert: Int[Array, " rows"]
+    ) -> Float[Array, "rows ..."]:
+        """Returns the outputs of rows of which expert j has `counts[j]`, one after another."""
+        kernel = self.kernel[...].astype(x.dtype)
+        outputs = kernel.shape[2:]
+        y = jax.lax.ragged_dot(x, kernel.reshape(*kernel.shape[:2], -1), counts)
+        y = y.reshape(len(x), *outputs)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)[expert]
+
+
+class ExpertMLP(nnx.Module):
+    """A mixture of gated feed-forward experts, of which each token goes to a few (`Experts`).
+
+        y = sum over the experts j of the token's largest router logits of w_j expert_j(x)
+
+    Rows are sorted by expert and multiplied with the matrix of their group: a step reads the
+    matrices of the experts that it uses, and no token is dropped.
+    """
+
+    def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
+        assert config.experts is not None
+        self.experts, self.activation = config.experts, config.activation
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+        options: dict[str, Any] = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        count = self.experts.count
+        self.router = Linear(embed, {"experts": count}, **options)
+        self.gate_up_proj = GroupedLinear(count, embed, {"gate_up": 2} | mlp, **options)
+        self.down_proj = GroupedLinear(count, mlp, embed, gain=residual_gain(config), **options)
+
+    def route(self, x: Float[Array, "B T E"]) -> tuple[Float[Array, "B T n"], Int[Array, "B T n"]]:
+        """Returns the weights of each token's experts, and which they are."""
+        logits = self.router(x)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        if self.experts.normalized:
+            best, chosen = jax.lax.top_k(logits, self.experts.per_token)
+            return jax.nn.softmax(best, axis=-1), chosen
+        return jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.per_token)
+
+    def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        weights, chosen = self.route(x)
+        flat = chosen.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        expert = flat[order]
+        counts = jnp.zeros(self.experts.count, jnp.int32).at[flat].add(1)
+        rows = x.reshape(-1, x.shape[-1])[order // self.experts.per_token]
+        hidden = activate(self.gate_up_proj(rows, counts, expert), self.activation)
+        outputs = self.down_proj(hidden, counts, expert)
+        outputs = outputs[jnp.argsort(order)].reshape(*weights.shape, -1)
+        return (weights[..., None] * outputs).sum(2).astype(x.dtype)
 
 
 class Adapter(nnx.Module):
@@ -318,10 +428,9 @@ class Adapter(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.shape = shape
-        self.norm = RMSNorm(
-            "embed", config.hidden_size, config.rms_norm_eps, stack=stack, dtype=dtype
-        )
-        inputs, heads = {"embed": config.hidden_size}, {"kv_heads": config.num_kv_heads}
+        embed = {"embed": config.hidden_size}
+        self.norm = RMSNorm(embed, config.rms_norm_eps, stack=stack, dtype=dtype)
+        inputs, heads = embed, {"kv_heads": config.num_kv_heads}
         options: dict[str, Any] = dict(stack=stack, dtype=dtype, rngs=rngs)
         units = {"adapter": shape.hidden} if shape.hidden else None
         self.hidden = None if units is None else Linear(inputs, units, bias=True, **options)

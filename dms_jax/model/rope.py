@@ -22,16 +22,20 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float64, Int
 
-from dms_jax.config import ModelConfig, Rope
+from dms_jax.config import Rope
 from pallas_kernels.rotation import rotate_halves
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, " half"], float]:
+def rope_frequencies(
+    rope: Rope | None, head_dim: int
+) -> tuple[Float64[np.ndarray, " half"], float]:
     """Returns the frequency of each rotary plane, and the attention factor.
 
     Frequencies [D/2] are float64 in radians per token; the attention factor multiplies cos and sin.
+    Without positions no plane turns.
     """
-    rope, head_dim = config.rope, config.head_dim
+    if rope is None:
+        return np.zeros(head_dim // 2), 1.0
     frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "linear":
         return frequencies / rope.factor, 1.0
@@ -43,14 +47,18 @@ def rope_frequencies(config: ModelConfig) -> tuple[Float64[np.ndarray, " half"],
 
 
 def rope_tables(
-    config: ModelConfig, positions: Int[Array, "..."], *, dtype: DTypeLike = jnp.float32
+    rope: Rope | None,
+    head_dim: int,
+    positions: Int[Array, "..."],
+    *,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
     """Returns cos and sin [..., D/2] of every position, in `dtype` but at least float32.
 
     Angles in float32 have an error of about position * 2^-24 radians; pass float64 (with jax's x64
     mode) where that matters.
     """
-    frequencies, attention_factor = rope_frequencies(config)
+    frequencies, attention_factor = rope_frequencies(rope, head_dim)
     dtype = jnp.promote_types(dtype, jnp.float32)
     angles = positions.astype(dtype)[..., None] * jnp.asarray(frequencies, dtype)
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor

@@ -1,28 +1,31 @@
-"""The transformer of the Llama and Qwen families, over whole sequences or over the paged cache.
+"""The transformer of all families, over whole sequences or over the paged cache.
 
-Layers are stacked and scanned, in groups where a policy treats some layers differently, so that
+Layers are stacked and scanned by the shortest group of kinds that repeats (`layer_loop`), so that
 compile time does not grow with depth. The pool is part of the scan's carry: it is updated in place
 and never sliced by layer.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
-from dms_jax.config import ModelConfig
+from dms_jax.config import LayerKind, ModelConfig
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import attend_cached, in_use, plan_steps
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
-from dms_jax.model.layer_loop import scan_layers
-from dms_jax.model.layers import MLP, Adapter, RMSNorm, Stack, look_up, product
+from dms_jax.model.layer_loop import ByCache, Stretch, roles, scan_layers, stretches
+from dms_jax.model.layers import MLP, Adapter, ExpertMLP, RMSNorm, Stack, look_up, product
 from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
 from dms_jax.model.split_rows import Share, of_own_tokens
@@ -33,7 +36,10 @@ from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState,
 
 
 class Layer(nnx.Module):
-    """One pre-norm layer: attention, feed-forward, and an adapter if the policy needs one."""
+    """One layer: attention, feed-forward, and an adapter if the policy needs one.
+
+    Each of the two is normed before it, behind it, or both (`ModelConfig.norms`).
+    """
 
     def __init__(
         self,
@@ -44,13 +50,25 @@ class Layer(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
     ):
-        norm = ("embed", config.hidden_size, config.rms_norm_eps)
         options: dict[str, Any] = dict(stack=stack, dtype=dtype)
-        self.attention_norm = RMSNorm(*norm, **options)
+
+        def norm(*where: str) -> RMSNorm | None:
+            if config.norms not in where:
+                return None
+            embed = {"embed": config.hidden_size}
+            return RMSNorm(embed, config.rms_norm_eps, offset=config.norm_offset, **options)
+
+        self.attention_norm = norm("pre", "both")
         self.attention = Attention(config, rngs=rngs, **options)
+        self.attention_post_norm = norm("post", "both")
         self.adapter = None if adapter is None else Adapter(config, adapter, rngs=rngs, **options)
-        self.mlp_norm = RMSNorm(*norm, **options)
-        self.mlp = MLP(config, rngs=rngs, **options)
+        self.mlp_norm = norm("pre", "both")
+        self.mlp = (MLP if config.experts is None else ExpertMLP)(config, rngs=rngs, **options)
+        self.mlp_post_norm = norm("post", "both")
+
+    def inputs(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """Returns what attention projects of a residual stream."""
+        return x if self.attention_norm is None else self.attention_norm(x)
 
     def projections(
         self, x: Float[Array, "B T E"], policy: Policy, positions: Array, index: Array
@@ -61,7 +79,7 @@ class Layer(nnx.Module):
             check_adapter(policy, None if self.adapter is None else self.adapter.shape)
             assert self.adapter is not None
             logits, late = self.adapter(x)
-        q, k, v = self.attention.project(self.attention_norm(x))
+        q, k, v = self.attention.project(self.inputs(x))
         return Tokens(
             q=q,
             k=k,
@@ -74,9 +92,16 @@ class Layer(nnx.Module):
 
     def finish(self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"]) -> Array:
         """Applies the output projection, the feed-forward and both residual connections."""
-        x = x + self.attention.o_proj(attended.astype(x.dtype))
-        x = x + self.mlp(self.mlp_norm(x))
+        y = self.attention.o_proj(attended.astype(x.dtype))
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
         return sharding.constrain(x, sharding.DATA, None, None)
+
+    @property
+    def sinks(self) -> Float[Array, "K G"] | None:
+        """The layer's sinks, if it has any."""
+        return None if self.attention.sinks is None else self.attention.sinks[...]
 
 
 @struct.dataclass
@@ -85,12 +110,13 @@ class SequencePass:
 
     Attributes:
       hidden: hidden states after the final norm.
-      decisions: hard decisions of every layer (straight-through under a relaxation).
-      supervision: what every layer learns from attention, under a supervised relaxation.
+      decisions: hard decisions of every layer without a window (straight-through under a
+        relaxation); those of one layer that decides nothing if there is none.
+      supervision: what these layers learn from attention, under a supervised relaxation.
     """
 
     hidden: Float[Array, "B T E"]
-    decisions: Float[Array, "L B K S"]
+    decisions: Float[Array, "layers B K S"]
     supervision: Supervision | None = None
 
 
@@ -136,7 +162,12 @@ class Transformer(nnx.Module):
         self.layers = Layer(
             config, adapter=adapter, stack=(config.num_layers,), dtype=dtype, rngs=rngs
         )
-        self.final_norm = RMSNorm("embed", config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.final_norm = RMSNorm(
+            {"embed": config.hidden_size},
+            config.rms_norm_eps,
+            offset=config.norm_offset,
+            dtype=dtype,
+        )
         self.lm_head = (
             None
             if config.tie_embeddings
@@ -169,7 +200,8 @@ class Transformer(nnx.Module):
                 axes, hidden, matrix.astype(hidden.dtype), preferred_element_type=wide
             )
 
-        return product(multiply, hidden)
+        logits, cap = product(multiply, hidden), self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     @property
     def output_matrix(self) -> Float[Array, "V E"]:
@@ -179,6 +211,8 @@ class Transformer(nnx.Module):
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Returns the embeddings of tokens."""
         x: Any = look_up(self.embedding[...], tokens, self.config.hidden_size)
+        if self.config.scaled_embedding:
+            x = x * jnp.asarray(math.sqrt(self.config.hidden_size), x.dtype)
         return sharding.constrain(x, sharding.DATA, None, None)
 
     def __call__(
@@ -188,7 +222,7 @@ class Transformer(nnx.Module):
         *,
         segment_ids: Int[Array, "B S"] | None = None,
         relaxation: Relaxation | None = None,
-        marks: Bool[Array, "L B K S"] | None = None,
+        marks: Bool[Array, "layers B K S"] | None = None,
         remat: Remat = "nothing",
         unroll: bool = False,
         share: Share = Share(),  # noqa: B008 (it is immutable)
@@ -201,7 +235,7 @@ class Transformer(nnx.Module):
           segment_ids: ids of the documents packed into each row (positions restart, and no document
             attends to another); padding is a segment of its own.
           relaxation: settings of the soft decisions of training; None for hard decisions.
-          marks: recorded hard decisions to replay.
+          marks: recorded hard decisions to replay, of the layers without a window.
           remat: what of each layer is recomputed in the backward pass; see `Remat`.
           unroll: whether the loop over layers is unrolled, which avoids stacking the residuals of
             the backward pass: faster for small models, but compile time grows with depth.
@@ -213,38 +247,44 @@ class Transformer(nnx.Module):
         whole_positions = segment_positions(whole, segment_ids)
         positions = of_own_tokens(row, whole_positions)
         x = self.embed(tokens)
-        rotation = rope_tables(self.config, whole_positions, dtype=x.dtype)
-        static = self._static()
+        rotations = self._rotations(whole_positions, x.dtype)
+        has_windows, numbers = self._own_layers()
 
-        def layer_pass(x, layer, index, policy, marks):
+        def layer_pass(x, layer, index, role, marks):
             layer = layer if prepare is None else prepare(layer)
-            tokens = layer.projections(x, policy, positions, index)
-            attended, decisions, numbers = attend_sequences(
+            policy, static = role.policy, self._static(role.kind)
+            rotation, own = rotations[role.kind.rope], None if role.windowed else relaxation
+            tokens = layer.projections(x, policy, positions, numbers(index))
+            attended, decisions, decided = attend_sequences(
                 policy,
                 tokens,
                 rotation,
                 static,
+                sinks=layer.sinks,
                 segment_ids=segment_ids,
-                relaxation=relaxation,
+                relaxation=own,
                 marks=marks,
                 row=row,
             )
             supervision = None
-            if relaxation is not None and relaxation.supervised:
+            if own is not None and own.supervised:
                 supervision = supervise(
                     policy,
                     decisions,
                     tokens,
                     rotation,
-                    layer.attention_norm(x),
+                    layer.inputs(x),
                     layer.attention.o_proj.matrix,
                     scale=static.scale,
                     segment_ids=segment_ids,
                 )
-            return layer.finish(x, attended), (numbers, supervision)
+            result = decided, supervision
+            if has_windows:
+                result = ByCache(growing=None if role.windowed else result)
+            return layer.finish(x, attended), result
 
-        def body(x, layer, index, group, marks):
-            run = lambda x, layer, index, marks: layer_pass(x, layer, index, group.policy, marks)  # noqa: E731
+        def body(x, layer, index, role, marks):
+            run = lambda x, layer, index, marks: layer_pass(x, layer, index, role, marks)  # noqa: E731
             if remat == "nothing" and prepare is None:
                 return run(x, layer, index, marks)
             # The passes of a scan are two loops, which the compiler cannot merge.
@@ -252,8 +292,20 @@ class Transformer(nnx.Module):
                 x, layer, index, marks
             )
 
-        groups = policy.groups(self.config.num_layers)
-        x, outputs = scan_layers(body, x, self.layers, groups, marks, unroll=unroll)
+        x, outputs = scan_layers(
+            body,
+            x,
+            self.layers,
+            self._stretches(policy),
+            ByCache(growing=marks) if has_windows else marks,
+            unroll=unroll,
+            gradients=True,
+        )
+        if has_windows:
+            outputs = outputs.growing
+        if outputs is None:  # no layer decides anything
+            shape = (1, x.shape[0], self.config.num_kv_heads, whole.shape[1])
+            outputs = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32)), None
         decisions, supervision = outputs
         return SequencePass(self.final_norm(x), decisions, supervision)
 
@@ -289,38 +341,54 @@ class Transformer(nnx.Module):
         x = self.embed(tokens if line is None else line.unpad(tokens))
         in_line = positions if line is None else line.unpad(positions)
         nothing = jnp.zeros((*tokens.shape, self.config.num_kv_heads, 0), x.dtype)
+        rotations = self._rotations(positions, x.dtype)
+        has_windows, numbers = self._own_layers()
         shared = Chunk(  # by all layers
             tokens=Tokens(nothing, nothing, nothing, positions, jnp.int32(0)),
             decisions=Decisions(),
-            rotation=rope_tables(self.config, positions, dtype=x.dtype),
+            rotation=next(iter(rotations.values())),
             count=counts,
             page_table=cache.page_table[0],
             lengths=cache.lengths[0],
             max_lengths=cache.max_lengths,
             ends_prompt=ends_prompt,
-            static=self._static(cache.page_size),
+            static=self._static(self.config.kinds[0], cache.page_size),
         )
+        each = self._stretches(policy)
+        by_itself = len({id(role) for stretch in each for role in stretch.group}) == 1
 
-        groups = policy.groups(self.config.num_layers)
-
-        def body(carry, layer, index, group, rows):
+        def body(carry, layer, index, role, rows):
             x, pool, page_state = carry
             page_table, lengths, row_state, plan = rows
-            projected = layer.projections(x, group.policy, in_line, index)
+            projected = layer.projections(x, role.policy, in_line, numbers(index))
+            own = dataclasses.replace(
+                shared,
+                page_table=page_table,
+                lengths=lengths,
+                plan=plan,
+                rotation=rotations[role.kind.rope],
+                sinks=layer.sinks,
+                static=self._static(role.kind, cache.page_size),
+            )
             attended = attend_cached(
-                group.policy,
+                role.policy,
                 LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
                 projected if line is None else line.pad_tokens(projected, positions),
-                dataclasses.replace(shared, page_table=page_table, lengths=lengths, plan=plan),
-                one_pass=one_pass,
-                host=host if group.host_values else None,
+                own,
+                one_pass=tokens.shape[1] > 1 if role.windowed else one_pass,
+                host=host if role.group.host_values else None,
             )
             layer_cache = attended.cache
             x = layer.finish(x, attended.out if line is None else line.unpad(attended.out))
             carry = (x, layer_cache.pool, layer_cache.state.pages)
-            rows = (attended.lengths, layer_cache.state.rows)
+            row_state = layer_cache.state.rows
+            if has_windows:
+                row_state = (
+                    ByCache(windowed=row_state) if role.windowed else ByCache(growing=row_state)
+                )
+            rows = (attended.lengths, row_state)
             totals = (attended.live, attended.reads)
-            if len(groups) > 1:  # one group counts what another one does not
+            if not by_itself:  # one role counts what another one does not
                 totals = [in_use(rows[0], counts) if each is None else each for each in totals]
             return carry, (rows, *totals)
 
@@ -332,7 +400,7 @@ class Transformer(nnx.Module):
         if jax.tree.leaves(cache.page_state):
             block = 1
         carry, ((lengths, row_state), live, reads) = scan_layers(
-            body, carry, self.layers, groups, rows, block=block
+            body, carry, self.layers, each, rows, block=block
         )
         x, pool, page_state = carry
         live, reads = (
@@ -348,6 +416,7 @@ class Transformer(nnx.Module):
                 shared,
                 cache.page_table,
                 lengths,
+                windowed=self.config.windowed,
                 dtype=x.dtype,
             )
             page_state, reads = state.pages, reads + read_again[:, None]
@@ -365,12 +434,34 @@ class Transformer(nnx.Module):
             reads=reads,
         )
 
-    def _static(self, page_size: int = 1) -> Static:
-        """Returns the static properties of every chunk of this model."""
-        frequencies, _ = rope_frequencies(self.config)
+    def _static(self, kind: LayerKind, page_size: int = 1) -> Static:
+        """Returns the static properties of every chunk of a layer."""
+        frequencies, _ = rope_frequencies(kind.rope, self.config.head_dim)
         return Static(
             page_size=page_size,
-            scale=self.config.head_dim**-0.5,
-            num_layers=self.config.num_layers,
+            scale=self.config.score_scale,
+            soft_cap=self.config.attention_soft_cap,
+            num_layers=self.config.num_full_layers,
             frequencies=tuple(frequencies.tolist()),
         )
+
+    def _rotations(self, positions: Int[Array, "B T"], dtype: Any) -> dict[Any, tuple]:
+        """Returns cos and sin of the positions for every rotation that layers have."""
+        ropes = dict.fromkeys(kind.rope for kind in self.config.kinds)
+        return {
+            rope: rope_tables(rope, self.config.head_dim, positions, dtype=dtype) for rope in ropes
+        }
+
+    def _stretches(self, policy: Policy) -> list[Stretch]:
+        return stretches(roles(self.config, policy), len(self.config.kinds))
+
+    def _own_layers(self) -> tuple[bool, Callable[[Array], Array]]:
+        """Returns whether layers have windows, and what a policy calls the layer of an index.
+
+        It counts the layers without a window.
+        """
+        windowed = self.config.windowed
+        if not any(windowed):
+            return False, lambda index: index
+        before = np.cumsum(np.logical_not(windowed)) - np.logical_not(windowed)
+        return True, lambda index: jnp.asarray(before, jnp.int32)[index]

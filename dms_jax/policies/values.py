@@ -37,7 +37,7 @@ class Tokens:
     Attributes:
       q, k, v: queries, keys and values.
       positions: token positions, from 0 at the start of each sequence (or packed document).
-      layer: index of the layer.
+      layer: index of the layer, among those whose cache grows.
       adapter_logits: decision logits of the layer's adapter, for a policy that reads one.
       late_logits: what the adapter's `late` output says of the token that leaves the window.
     """
@@ -76,7 +76,8 @@ class Static:
     Attributes:
       page_size: slots per page.
       scale: factor on the dot products of attention.
-      num_layers: number of layers of the model.
+      soft_cap: c of c tanh(s / c) in place of attention scores s; None for s.
+      num_layers: number of layers whose cache grows: those that policies see.
       frequencies: rotation frequencies in radians per position, one for each of the D/2 planes.
       head_axis: mesh axis over which the KV heads are sharded, if any: a mean over the heads of a
         layer needs a `jax.lax.pmean` over it.
@@ -85,6 +86,7 @@ class Static:
 
     page_size: int = 1
     scale: float = 1.0
+    soft_cap: float | None = None
     num_layers: int = 1
     frequencies: tuple[float, ...] = ()
     head_axis: str | None = None
@@ -107,6 +109,7 @@ class Chunk:
       ends_prompt: whether the chunk's last token is the last one of its prompt.
       plan: how a GPU's programs share the rows of a step (`pallas_kernels.decode_plan`), made for
         rows with one more slot each; None if it is made where it is needed.
+      sinks: the layer's logit of each query head that takes a share of its softmax; None for none.
       static: properties that are known when the program is traced.
     """
 
@@ -121,6 +124,7 @@ class Chunk:
     max_lengths: Int[Array, " B"] | None = struct.field(default=None, metadata=SEQUENCES)
     ends_prompt: Bool[Array, " B"] | None = struct.field(default=None, metadata=SEQUENCES)
     plan: DecodePlan | None = None
+    sinks: Float[Array, "K G"] | None = struct.field(default=None, metadata=axes("kv_heads"))
     static: Static = struct.field(pytree_node=False, default=Static())
 
     @property

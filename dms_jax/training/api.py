@@ -21,6 +21,7 @@ from dms_jax.data.sources import fingerprint
 from dms_jax.data.tokenization import keep_encodable
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
+from dms_jax.model.layer_loop import check_layers
 from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.loop import Loop, Vocabulary
@@ -210,6 +211,17 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     if not policy.retrofit.possible and any(stage.kind != "supervise" for stage in recipe.stages):
         _check_untrainable(policy, recipe)
     config = model.config
+    check_layers(config, policy)
+    if config.logit_soft_cap is not None:
+        raise ConfigError(
+            f"The losses of training take logits as they are, and those of a {config.model_type} "
+            "have a soft cap. Train another model."
+        )
+    if recipe.supervises and (config.sinks or config.attention_soft_cap is not None):
+        raise ConfigError(
+            f"The recipe {recipe.name} teaches what plain softmax attention makes of each token, "
+            f"and this {config.model_type} has sinks or a soft cap in it. Train by distillation."
+        )
     if model.policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
             f"This model was retrofitted for {model.policy}: neurons of its attention carry "

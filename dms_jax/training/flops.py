@@ -2,14 +2,14 @@
 
 A token of a document takes, forward,
 
-    2 (parameters of the layers) + 2 E V + 4 L H D (keys it sees)
+    2 (parameters of the layers) + 2 E V + 4 H D (keys it sees, summed over the layers)
 
-operations: its products with the layers' matrices, with the output matrix (tied or not; the lookup
-is free), and with keys and values. The backward pass takes twice as many, or as many if the
-matrices are frozen, because then only gradients of activations are computed. A teacher takes one
-more forward pass. In a stage "supervise" the layers run forward once, and nothing after them does.
-Padding, recomputation and norms do not count: the figure is what the model
-needs, not what the program executes.
+operations: its products with the layers' matrices (of experts, those that it goes to), with the
+output matrix (tied or not; the lookup is free), and with keys and values. The backward pass takes
+twice as many, or as many if the matrices are frozen, because then only gradients of activations are
+computed. A teacher takes one more forward pass. In a stage "supervise" the layers run forward once,
+and nothing after them does. Padding, recomputation and norms do not count: the figure is what the
+model needs, not what the program executes.
 """
 
 import math
@@ -17,24 +17,42 @@ from collections.abc import Mapping
 
 import jax
 
-from dms_jax.config import ModelConfig
+from dms_jax.config import Experts, ModelConfig
 from dms_jax.devices import data_sheet
 from dms_jax.model.transformer import Transformer
 from dms_jax.training.parameters import is_adapter, parameters
 
 
-def matrix_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns the number of parameters in the layers' matrices, without adapters."""
-    return sum(
-        math.prod(shape)
-        for name, shape in shapes.items()
-        if name.startswith("layers.") and name.endswith(".kernel") and not is_adapter(name)
-    )
+def matrix_parameters(shapes: Mapping[str, tuple[int, ...]], experts: Experts | None) -> int:
+    """Returns the parameters in the layers' matrices that a token meets, without adapters."""
+    found = 0
+    for name, shape in shapes.items():
+        if name.startswith("layers.") and name.endswith(".kernel") and not is_adapter(name):
+            size = math.prod(shape)
+            if experts is not None and name.startswith(("layers.mlp.gate_up", "layers.mlp.down")):
+                size = size // experts.count * experts.per_token
+            found += size
+    return found
 
 
 def layer_parameters(transformer: Transformer) -> int:
-    """Returns the number of parameters in the layers' matrices, without adapters."""
-    return matrix_parameters({name: x.shape for name, x in parameters(transformer).items()})
+    """Returns the parameters in the layers' matrices that a token meets, without adapters."""
+    shapes = {name: x.shape for name, x in parameters(transformer).items()}
+    return matrix_parameters(shapes, transformer.config.experts)
+
+
+def attention_operations(config: ModelConfig, keys: float) -> float:
+    """Returns the operations of a token's attention in all layers, forward.
+
+    Args:
+      config: configuration of the model.
+      keys: mean number of keys that a token sees, itself included, in layers without a window.
+    """
+    full = config.num_full_layers
+    seen = full * keys
+    if config.window is not None:
+        seen += (config.num_layers - full) * min(keys, config.window)
+    return 4 * config.num_heads * config.head_dim * seen
 
 
 def token_operations(
@@ -50,13 +68,13 @@ def token_operations(
 
     Args:
       config: configuration of the model.
-      layer_parameters: number of parameters in the layers' matrices.
-      keys: mean number of keys that a token sees, itself included.
+      layer_parameters: parameters in the layers' matrices that a token meets.
+      keys: see `attention_operations`.
       frozen: whether the matrices are frozen.
       teacher: whether a teacher runs forward too.
       stage: kind of the stage. In "supervise" only adapters learn, each from its layer's input.
     """
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
+    attention = attention_operations(config, keys)
     if stage == "supervise":
         return 2 * layer_parameters + attention
     forward = 2 * layer_parameters + 2 * config.hidden_size * config.vocab_size + attention

@@ -11,7 +11,7 @@ minus its offset; rows that are merely unused would saturate the decisions at ra
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -116,8 +116,16 @@ def add_adapter(
     return rebuilder(skeleton)(arrays)
 
 
-def zero_borrowed_neurons(arrays: Parameters, policy: Policy) -> Parameters:
-    """Returns the parameters with the weights of the borrowed neurons set to zero."""
+def zero_borrowed_neurons(
+    arrays: Parameters, policy: Policy, windowed: Sequence[bool]
+) -> Parameters:
+    """Returns the parameters with the weights of the borrowed neurons set to zero.
+
+    Args:
+      arrays: the parameters.
+      policy: the policy that borrows them.
+      windowed: whether each layer has a window; such layers lend none.
+    """
 
     def of_head(x: jax.Array) -> jax.Array:
         """Clears one group [L, E, G + 2, D]: its query heads, its key and its value."""
@@ -130,7 +138,11 @@ def zero_borrowed_neurons(arrays: Parameters, policy: Policy) -> Parameters:
             array = arrays[name]
             shape = (array.shape[0], -1, *array.shape[-3:])
             cleared = jax.vmap(of_head, in_axes=2, out_axes=2)(array.reshape(shape))
-            arrays[name] = jax.device_put(cleared.reshape(array.shape), array.sharding)
+            cleared = cleared.reshape(array.shape)
+            if any(windowed):
+                keeps = jnp.asarray(windowed).reshape(-1, *[1] * (array.ndim - 1))
+                cleared = jnp.where(keeps, array, cleared)
+            arrays[name] = jax.device_put(cleared, array.sharding)
     return arrays
 
 

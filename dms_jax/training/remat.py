@@ -40,7 +40,8 @@ def kept_bytes(
     """
     width, attended = config.hidden_size, config.num_heads * config.head_dim
     projected = attended + 2 * config.num_kv_heads * config.head_dim
-    gates = 2 * config.intermediate_size
+    # The products of experts are computed again, whatever is kept.
+    gates = 2 * config.intermediate_size if config.experts is None else 0
     values = {
         "nothing": 0,
         "all_but_products": 2 * width + (attended + projected + gates) / model,

@@ -270,7 +270,9 @@ class Trainer:
 
     def zero_borrowed_neurons(self) -> None:
         """Sets the borrowed neurons to zero and resets the optimizer state."""
-        arrays = zero_borrowed_neurons(self.state.parameters, self._policy)
+        arrays = zero_borrowed_neurons(
+            self.state.parameters, self._policy, self._skeleton.config.windowed
+        )
         self.state = self._init_state(self.state.step, arrays)
 
     def step(self, batches: list[Batch], progress: Progress) -> dict[str, jax.Array]:

@@ -310,7 +310,7 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
         def step(carry, _):
             caches, tokens, position = carry
             x = transformer.embed(tokens[:, None])
-            cos, sin = rope_tables(shape, position[:, None], dtype=x.dtype)
+            cos, sin = rope_tables(shape.rope, shape.head_dim, position[:, None], dtype=x.dtype)
             after = []
             for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
                 q, k, v = layer.attention.project(layer.attention_norm(x))

@@ -7,7 +7,9 @@ is spent on padding.
 
 import dataclasses
 import numbers
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
@@ -50,6 +52,8 @@ def decode_attention(
     k_scales: Float[Array, "N P *g"] | None = None,
     v_scales: Float[Array, "N P *g"] | None = None,
     plan: DecodePlan | None = None,
+    sinks: Float[Array, "R G"] | None = None,
+    soft_cap: float | None = None,
     debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> Array | tuple[Array, ...]:
@@ -77,6 +81,10 @@ def decode_attention(
       plan: the plan that `decode_plan` returns for these lengths; index a plan of several layers by
         the layer first. None makes the plan here. On platforms whose kernel needs no plan it has no
         effect.
+      sinks: a logit of each query head that takes a share of its softmax, as one more slot whose
+        value is 0; the log-sum-exp counts it. None for none.
+      soft_cap: c of c tanh(s / c) in place of scores s; None for s. Served by "xla" alone, which
+        None then chooses.
       debug: check that every live table entry is a page of the pool and that lengths fit the
         table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
         `checkify.check`, so wrap the function in `checkify.checkify`.
@@ -101,8 +109,22 @@ def decode_attention(
         check_pages("decode_attention", page_table, lengths, pages, rows.page_size)
     table, lengths = (x.astype(jnp.int32) for x in (page_table, lengths))
     rows = dataclasses.replace(rows, page_table=table, lengths=lengths)
-    options = {"scale": float(scale), "return_lse": return_lse, "return_scores": return_scores}
+    options: dict[str, Any] = {
+        "scale": float(scale),
+        "return_lse": return_lse or sinks is not None,
+        "return_scores": return_scores,
+    }
+    if soft_cap is not None:
+        options["soft_cap"] = float(soft_cap)
+        implementation = OPERATION.xla_alone(implementation, "a soft cap")
     results = OPERATION(implementation, q, rows, plan, **options)
+    if sinks is not None:
+        if sinks.shape != q.shape[:2]:
+            raise ValueError(f"decode_attention: sinks must be {q.shape[:2]}, got {sinks.shape}")
+        out, lse, *scores = results
+        sinks = sinks.astype(lse.dtype)
+        out = (out * jax.nn.sigmoid(lse - sinks)[..., None]).astype(out.dtype)
+        results = (out, *[jnp.logaddexp(lse, sinks)] * return_lse, *scores)
     return results if return_lse or return_scores else results[0]
 
 

@@ -22,6 +22,8 @@ class DecodeCase:
       spare_columns: number of table columns beyond what the longest row needs.
       shuffled: rows own pages in random order, not one after another.
       poison: fill every unread slot with NaN and every dead table entry with an invalid page.
+      sinks: whether each query head has a sink.
+      soft_cap: soft cap of the scores; None for none.
     """
 
     name: str
@@ -36,6 +38,8 @@ class DecodeCase:
     spare_columns: int = 1
     shuffled: bool = True
     poison: bool = True
+    sinks: bool = False
+    soft_cap: float | None = None
 
     @property
     def rows(self) -> int:
@@ -116,6 +120,14 @@ XLA_ONLY: tuple[DecodeCase, ...] = (
                dtype="float32"),
     DecodeCase("page5", (0, 1, 4, 5, 6, 23), page_size=5, head_dim=24, group=3, dtype="float32"),
 )  # fmt: skip
+
+# Sinks take part in any implementation; soft caps are served by XLA alone.
+SINKS_AND_CAPS: tuple[DecodeCase, ...] = (
+    replace(BASE, name="sinks", head_dim=64, sinks=True),
+    replace(XLA_ONLY[0], name="sinks_float64", sinks=True),
+    replace(BASE, name="soft_cap", head_dim=64, soft_cap=0.7),
+    replace(XLA_ONLY[1], name="both", sinks=True, soft_cap=0.7),
+)
 
 
 def _skewed(rows: int, mean: int) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ For row r with length n_r, pages page_table[r] and queries q[r, g] (the G heads 
     o[r, g]    = sum_j exp(s[r, g, j]) v[r, j] / sum_j exp(s[r, g, j])
     lse[r, g]  = log sum_j exp(s[r, g, j])
 
-Slot j of a row lies in page page_table[r, j // P] at offset j % P.
+A soft cap c puts c tanh(s / c) in place of s. Slot j of a row lies in page page_table[r, j // P] at
+offset j % P.
 """
 
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def decode_attention_xla(
     scale: float,
     return_lse: bool,
     return_scores: bool,
+    soft_cap: float | None = None,
 ) -> tuple[Array, ...]:
     """Computes `decode_attention` with one gather of the rows' keys and one of their values.
 
@@ -40,6 +42,7 @@ def decode_attention_xla(
       scale: see `decode_attention`.
       return_lse: see `decode_attention`.
       return_scores: see `decode_attention`.
+      soft_cap: see `decode_attention`.
 
     Returns:
       A tuple (o [R, G, D] in q's dtype, then lse [R, G], then scores [R, G, M * P], where asked).
@@ -72,7 +75,11 @@ def decode_attention_xla(
     v = jnp.where(valid[..., None], gather(rows.v_pages, rows.v_scales), 0)
 
     scores = jnp.einsum("rgd,rsd->rgs", q.astype(compute), k, preferred_element_type=wide)
-    scores = jnp.where(valid[:, None, :], scores * scale, -jnp.inf)
+
+    def capped(scores):
+        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+    scores = jnp.where(valid[:, None, :], capped(scores * scale), -jnp.inf)
     empty = (lengths == 0)[:, None, None]
     peak = jnp.where(empty, 0, jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - peak)

@@ -78,6 +78,8 @@ def prefill_attention(
     *,
     window: int,
     scale: float,
+    sinks: Float[Array, " H"] | None = None,
+    soft_cap: float | None = None,
     debug: bool = False,
     implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
@@ -101,6 +103,9 @@ def prefill_attention(
         keeps it for all of the chunk, a negative one hides it.
       window: how many tokens back a query sees evicted keys; static, 0 or more.
       scale: factor on the dot products.
+      sinks: a logit of each query head that takes a share of its softmax, as one more key whose
+        value is 0. None for none. Served by "xla" alone, which None then chooses.
+      soft_cap: c of c tanh(s / c) in place of scores s; None for s. Served as sinks are.
       debug: check that every live table entry is a page of the pool and that lengths fit the
         table; messages number the rows b * K + k. On concrete arrays this raises before anything is
         launched; under `jax.jit` it is a `checkify.check`, so wrap the function in
@@ -126,4 +131,12 @@ def prefill_attention(
         table = page_table.reshape(past_lengths.size, page_table.shape[2])
         rows = past_lengths.reshape(-1)
         check_pages("prefill_attention", table, rows, pages, past.page_size)
-    return PREFILL(implementation, q, chunk, past, window=window, scale=float(scale))
+    options = {"window": window, "scale": float(scale)}
+    if soft_cap is not None:
+        options["soft_cap"] = float(soft_cap)
+    if sinks is None and soft_cap is None:
+        return PREFILL(implementation, q, chunk, past, **options)
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must be [H] = {q.shape[2:3]}, got {sinks.shape}")
+    implementation = PREFILL.xla_alone(implementation, "a sink or a soft cap")
+    return PREFILL(implementation, q, chunk, past, sinks, **options)

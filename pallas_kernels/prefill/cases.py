@@ -12,6 +12,8 @@ class PrefillCase:
       past: number of used slots of each row [B][K].
       M: number of pages that a row can hold.
       evicted: probability that a key of the chunk is evicted.
+      sinks: whether each query head has a sink.
+      soft_cap: soft cap of the scores; None for none.
     """
 
     name: str
@@ -26,6 +28,8 @@ class PrefillCase:
     window: int
     evicted: float = 0.5
     dtype: str = "bfloat16"
+    sinks: bool = False
+    soft_cap: float | None = None
 
     @property
     def B(self) -> int:
@@ -52,6 +56,13 @@ CONTRACT = (
     PrefillCase("dim_256", 70, 2, 1, 256, 64, 3, (70,), ((130,),), 10),
     PrefillCase("float16", 70, 4, 2, 128, 64, 2, (70,), ((90, 128),), 10, dtype="float16"),
     PrefillCase("float32", 130, 4, 2, 64, 64, 2, (130,), ((90, 128),), 33, dtype="float32"),
+)
+
+# Served by XLA alone.
+SINKS_AND_CAPS = (
+    PrefillCase("sinks", 150, 4, 2, 32, 16, 3, (150, 20), ((40, 9), (0, 5)), 30, sinks=True),
+    PrefillCase("soft_cap", 70, 4, 2, 32, 16, 3, (70,), ((40, 9),), 30, soft_cap=0.7),
+    PrefillCase("both", 70, 4, 2, 32, 16, 3, (70,), ((40, 9),), 30, 0.5, "float32", True, 0.7),
 )
 
 

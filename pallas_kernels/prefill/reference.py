@@ -5,9 +5,10 @@ Chunk query i of sequence b attends, for each KV head, to
     chunk key j  iff  j <= i and (i - j <= window or not evicted[b, k, j])
     past slot s  iff  s < past_lengths[b, k] and i <= past_until[b, k, s]
 
-and slot s of row (b, k) lives in page `page_table[b, k, s // P]` at offset `s % P`. This is the
-binary form of the DMS mask (Łańcucki et al. 2025, section 3.2). Blocks of `BLOCK` queries run one
-after the other, so memory is linear in the length of the chunk.
+after a soft cap of its scores, and beside the sink of its head, if there are any. Slot s of row
+(b, k) lives in page `page_table[b, k, s // P]` at offset `s % P`. This is the binary form of the
+DMS mask (Łańcucki et al. 2025, section 3.2). Blocks of `BLOCK` queries run one after the other, so
+memory is linear in the length of the chunk.
 """
 
 import jax
@@ -37,7 +38,14 @@ def gather_rows(
 
 
 def prefill_attention_reference(
-    q: Float[Array, "B T H D"], chunk: Chunk, past: Past, *, window: int, scale: float
+    q: Float[Array, "B T H D"],
+    chunk: Chunk,
+    past: Past,
+    sinks: Float[Array, " H"] | None = None,
+    *,
+    window: int,
+    scale: float,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T H D"]:
     """Computes `prefill_attention` in XLA."""
     batch, length, heads, dim = q.shape
@@ -55,12 +63,21 @@ def prefill_attention_reference(
     def block(start, q_block):
         q_block = q_block.reshape(batch, -1, kv_heads, heads // kv_heads, dim)
         scores = scale * einsum("bnkgd,bksd->bkgns", q_block, keys)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         index = start + jnp.arange(q_block.shape[1])
         see_past = live[:, :, None, :] & (index[:, None] <= past.until[:, :, None, :])
         distance = index[:, None] - jnp.arange(length)[None, :]
         see_chunk = (distance >= 0) & ((distance <= window) | ~chunk.evicted[:, :, None, :])
         visible = jnp.concatenate([see_past, see_chunk], axis=-1)[:, :, None]
-        weights = jax.nn.softmax(jnp.where(visible, scores, HIDDEN), axis=-1).astype(values.dtype)
+        scores = jnp.where(visible, scores, HIDDEN)
+        if sinks is None:
+            weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        else:
+            own = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
+            own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
+            weights = jax.nn.softmax(jnp.concatenate([scores, own], axis=-1), axis=-1)
+            weights = weights[..., :-1].astype(values.dtype)
         out = einsum("bkgns,bksd->bnkgd", weights, values)
         return out.reshape(batch, -1, heads, dim).astype(q.dtype)
 

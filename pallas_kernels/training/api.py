@@ -42,27 +42,45 @@ BACKWARD = Operation(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _attend(inputs, window, scale, implementation):
-    output, _ = FORWARD(implementation, inputs, window=window, scale=scale)
-    return output
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _attend(inputs, sinks, options, implementation):
+    return _attend_forward(inputs, sinks, options, implementation)[0]
 
 
-def _attend_forward(inputs, window, scale, implementation):
-    output, lse2 = FORWARD(implementation, inputs, window=window, scale=scale)
+def _attend_forward(inputs, sinks, options, implementation):
+    output, lse2 = FORWARD(implementation, inputs, **dict(options))
+    if sinks is not None:
+        output, lse2 = _with_sinks(output, lse2, sinks)
     output, lse2 = checkpoint_name(output, KEPT), checkpoint_name(lse2, KEPT)
-    return output, (inputs, output, lse2)
+    return output, (inputs, sinks, output, lse2)
 
 
-def _attend_backward(window, scale, implementation, residuals, output_gradient):
-    gradients = BACKWARD(implementation, *residuals, output_gradient, window=window, scale=scale)
-    return (Inputs(*gradients),)
+def _with_sinks(output, lse2, sinks):
+    """Takes the sinks' share of every softmax; see `reference`."""
+    sink2 = sinks.astype(lse2.dtype)[:, None] * reference.LOG2E
+    share = jax.nn.sigmoid((lse2 - sink2) / reference.LOG2E)
+    output = (output * jnp.swapaxes(share, 1, 2)[..., None]).astype(output.dtype)
+    return output, jnp.logaddexp2(lse2, sink2)
+
+
+def _attend_backward(options, implementation, residuals, output_gradient):
+    inputs, sinks, output, lse2 = residuals
+    gradients = BACKWARD(implementation, inputs, output, lse2, output_gradient, **dict(options))
+    of_sinks = None
+    if sinks is not None:
+        # Its own share, times what the mean that it takes part in falls short by: its value is 0.
+        share = jnp.exp2(sinks.astype(lse2.dtype)[:, None] * reference.LOG2E - lse2)
+        mean = jnp.einsum(
+            "bthd,bthd->bht", output, output_gradient, preferred_element_type=lse2.dtype
+        )
+        of_sinks = -jnp.sum(share * mean, axis=(0, 2)).astype(sinks.dtype)
+    return Inputs(*gradients), of_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def check_arguments(inputs: Inputs, window) -> None:
+def check_arguments(inputs: Inputs, window, sinks=None) -> None:
     """Refuses arguments that disagree, before anything is traced."""
     q, k, v, bias, segment_ids = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.segments
     if q.ndim != 4 or k.ndim != 4:
@@ -85,6 +103,8 @@ def check_arguments(inputs: Inputs, window) -> None:
         raise ValueError(f"window must be an integer >= 0, got {window!r}")
     if segment_ids is not None and segment_ids.shape != (batch, length):
         raise ValueError(f"segment_ids must be [B, S], got {segment_ids.shape}")
+    if sinks is not None and jnp.shape(sinks) != (heads,):
+        raise ValueError(f"sinks must be [H] = {(heads,)}, got {jnp.shape(sinks)}")
     if inputs.start is not None and jnp.shape(inputs.start) != ():
         raise ValueError(f"start must be one number, got an array of {jnp.shape(inputs.start)}")
 
@@ -99,6 +119,8 @@ def retrofit_attention(
     scale: float,
     segment_ids: Int[Array, "B S"] | None = None,
     start: Int[Array, ""] | int | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    soft_cap: float | None = None,
     implementation: ImplementationChoice = None,
 ) -> Float[Array, "B T H D"]:
     """Computes causal attention with a bias on keys more than `window` tokens behind the query.
@@ -118,6 +140,10 @@ def retrofit_attention(
       segment_ids: number of the document of each token, for documents packed into one sequence;
         None means one document.
       start: the place in the row of the first query, at most S - T; None where T = S.
+      sinks: a logit of each query head that takes a share of its softmax, as a key that every query
+        sees and whose value is 0; differentiable. None for none.
+      soft_cap: c of c tanh(s / c) in place of scores s, before the bias; None for s. Served by
+        "xla" alone, which None then chooses.
       implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
         implementation; a sequence of names is tried in order; None chooses the best one for the
         platform that the call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma"
@@ -134,10 +160,14 @@ def retrofit_attention(
     """
     start = None if start is None else jnp.asarray(start, jnp.int32)
     inputs = Inputs(q, k, v, bias, segment_ids, start)
-    check_arguments(inputs, window)
+    check_arguments(inputs, window, sinks)
+    options = {"window": window, "scale": float(scale)}
+    if soft_cap is not None:
+        options["soft_cap"] = float(soft_cap)
+        implementation = FORWARD.xla_alone(implementation, "a soft cap")
     if segment_ids is not None and start is not None:
         own = jax.lax.dynamic_slice_in_dim(segment_ids, start, q.shape[1], 1)
         inputs = dataclasses.replace(inputs, query_segments=own)
     if implementation is not None and not isinstance(implementation, str):
         implementation = tuple(implementation)
-    return _attend(inputs, window, float(scale), implementation)
+    return _attend(inputs, sinks, tuple(options.items()), implementation)

@@ -11,6 +11,8 @@ class TrainingCase:
       bias: "soft" draws log-sigmoid biases, "hard" mixes about 0 and -40, "evicted" 0 and -inf.
       segments: mean length of the packed documents, 0 for one document.
       query_scale: factor on the random queries; 3 gives a peaked softmax.
+      sinks: whether each query head has a sink.
+      soft_cap: soft cap of the scores; None for none.
     """
 
     name: str
@@ -24,6 +26,8 @@ class TrainingCase:
     bias: str = "soft"
     segments: int = 0
     query_scale: float = 1.0
+    sinks: bool = False
+    soft_cap: float | None = None
 
 
 CONTRACT = (
@@ -45,6 +49,15 @@ CONTRACT = (
     TrainingCase("float16", 1, 201, 4, 2, 128, 40, dtype="float16", segments=60),
     TrainingCase("float32", 1, 201, 4, 2, 64, 40, dtype="float32"),
     TrainingCase("float32_packed", 1, 201, 4, 2, 128, 40, dtype="float32", segments=50),
+)
+
+# Sinks take part in any implementation; soft caps are served by XLA alone.
+SINKS_AND_CAPS = (
+    TrainingCase("sinks", 1, 130, 4, 2, 64, 33, sinks=True),
+    TrainingCase("sinks_packed", 2, 200, 4, 1, 32, 33, bias="evicted", segments=40, sinks=True),
+    TrainingCase("soft_cap", 1, 130, 4, 2, 64, 33, query_scale=3.0, soft_cap=1.5),
+    TrainingCase("soft_cap_float32", 1, 201, 4, 2, 16, 40, "float32", segments=50, soft_cap=2.0),
+    TrainingCase("both_float64", 1, 150, 4, 2, 16, 40, "float64", sinks=True, soft_cap=2.0),
 )
 
 # The heads of Llama-3.1-8B, one sequence: the shapes that the required speed is stated for.

@@ -9,6 +9,15 @@ head k = h // G, and visibility V(i) = {j <= i : segment[j] = segment[i]},
     dq_i    = scale * sum_j dS k_j,  dk_j = scale * sum_i dS q_i,  dv_j = sum_i p do_i
     dbias_j = sum over i > j + window and over the heads of the group of dS
 
+A soft cap c puts c tanh(s / c) in place of scale * <q_i, k_j>, and multiplies dq and dk by its
+slope, 1 - tanh(s / c)^2. A sink z of a head is one more term exp(z) of its sums: with lse without
+it,
+
+    o_i  becomes  o_i sigmoid(lse_i - z),   lse_i  becomes  log(exp(lse_i) + exp(z))
+
+and everything above holds with these, whatever computed them (`api`); dz = -sum_i exp(z - lse_i)
+<do_i, o_i>.
+
 Queries are taken in blocks of `BLOCK`, each against keys that it may see: the sequence is cut into
 at most `SPANS` spans, and the blocks of a span read the keys up to the span's end, one block after
 the other. Memory is linear in T, and about half of the T x T products are never computed. Of
@@ -61,9 +70,17 @@ def _spans(length: int, block: int) -> Iterator[tuple[int, int, int]]:
         yield first, count, min((first + count) * block, length)
 
 
-def _scores(q, k, bias, query_segments, key_segments, start, *, window: int, scale: float):
-    """Returns masked scores [B, K, G, N, S] of queries [start, start + N), and which are far."""
-    scores = scale * einsum("bnkgd,bskd->bkgns", q, k)
+def _scores(
+    q, k, bias, query_segments, key_segments, start, *, window: int, scale: float, soft_cap
+):
+    """Returns masked scores [B, K, G, N, S] of queries [start, start + N), and which are far.
+
+    The last result is the slope of the soft cap; 1 without one.
+    """
+    scores, slope = scale * einsum("bnkgd,bskd->bkgns", q, k), 1
+    if soft_cap is not None:
+        capped = jnp.tanh(scores / soft_cap)
+        scores, slope = soft_cap * capped, 1 - capped * capped
     distance = (start + jnp.arange(q.shape[1]))[:, None] - jnp.arange(k.shape[1])[None, :]
     far = distance > window
     scores = scores + jnp.where(far, bias[:, :, None, None, :], 0)
@@ -71,17 +88,17 @@ def _scores(q, k, bias, query_segments, key_segments, start, *, window: int, sca
     if key_segments is not None:
         same = query_segments[:, :, None] == key_segments[:, None, :]
         visible = (visible & same)[:, None, None]
-    return jnp.where(visible, scores, HIDDEN), far
+    return jnp.where(visible, scores, HIDDEN), far, slope
 
 
 class _Blocks:
     """The queries of one call in blocks, and the keys that each span of blocks reads."""
 
-    def __init__(self, inputs: Inputs, *, window: int, scale: float):
+    def __init__(self, inputs: Inputs, *, window: int, scale: float, soft_cap: float | None):
         q, self.k, self.v, self.segments = inputs.q, inputs.k, inputs.v, inputs.segments
         self.length, self.keys, self.start = q.shape[1], self.k.shape[1], inputs.start
         self.block, self.kv_heads = min(BLOCK, self.length), self.k.shape[2]
-        self.window, self.scale = window, scale
+        self.window, self.scale, self.soft_cap = window, scale, soft_cap
         compute = jnp.promote_types(q.dtype, jnp.float32)
         self.bias = jnp.maximum(inputs.bias.astype(compute), HIDDEN)
         self.q = self.split_heads(q)
@@ -106,7 +123,7 @@ class _Blocks:
         return lax.dynamic_slice_in_dim(x, index * self.block, self.block, axis)
 
     def scores(self, index, keys: int):
-        """Returns the scores of one block over the first `keys` keys, and which of them are far."""
+        """Returns what `_scores` does, of one block over the first `keys` keys."""
         query_segments = key_segments = None
         if self.segments is not None:
             query_segments = self.take(self.padded_segments, index)
@@ -120,6 +137,7 @@ class _Blocks:
             index * self.block + (0 if self.start is None else self.start),
             window=self.window,
             scale=self.scale,
+            soft_cap=self.soft_cap,
         )
 
     def join(self, parts: list[Array], axis: int) -> Array:
@@ -130,13 +148,14 @@ class _Blocks:
 
 
 def forward(
-    inputs: Inputs, *, window: int, scale: float
+    inputs: Inputs, *, window: int, scale: float, soft_cap: float | None = None
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
     """Computes the output and the base-2 log-sum-exp of every query."""
-    blocks, q, v = _Blocks(inputs, window=window, scale=scale), inputs.q, inputs.v
+    blocks = _Blocks(inputs, window=window, scale=scale, soft_cap=soft_cap)
+    q, v = inputs.q, inputs.v
 
     def block(index, keys: int):
-        scores, _ = blocks.scores(index, keys)
+        scores, *_ = blocks.scores(index, keys)
         maximum = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - maximum)
         total = weights.sum(axis=-1, keepdims=True)
@@ -162,6 +181,7 @@ def backward(
     *,
     window: int,
     scale: float,
+    soft_cap: float | None = None,
 ) -> tuple[
     Float[Array, "B T H D"],
     Float[Array, "B S K D"],
@@ -169,7 +189,7 @@ def backward(
     Float[Array, "B K S"],
 ]:
     """Computes the gradients of q, k, v and bias."""
-    blocks = _Blocks(inputs, window=window, scale=scale)
+    blocks = _Blocks(inputs, window=window, scale=scale, soft_cap=soft_cap)
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     compute = blocks.bias.dtype
     grouped = (q.shape[0], blocks.kv_heads, -1, q.shape[1])
@@ -181,11 +201,13 @@ def backward(
     def block(sums, index, keys: int):
         dk, dv, dbias = sums
         do, queries = blocks.take(output_gradient, index), blocks.take(blocks.q, index)
-        scores, far = blocks.scores(index, keys)
+        scores, far, slope = blocks.scores(index, keys)
         weights = jnp.exp(scores - blocks.take(lse, index, 3)[..., None])
         dp = einsum("bnkgd,bskd->bkgns", do, v[:, :keys])
         ds = weights * (dp - blocks.take(delta, index, 3)[..., None])
         dbias += jnp.where(far, ds, 0).sum(axis=(2, 3))
+        if soft_cap is not None:
+            ds = ds * slope
         ds, weights = ds.astype(q.dtype), weights.astype(q.dtype)
         dv += einsum("bkgns,bnkgd->bskd", weights, do)
         dk += scale * einsum("bkgns,bnkgd->bskd", ds, queries)

@@ -12,7 +12,13 @@ import numpy as np
 from tests.checkpoint.support import tensors
 
 Kind = gguf.GGMLQuantizationType
-NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+NAMES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
 
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -84,6 +90,8 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": config.get("rope_theta", 10_000.0),
         **(config.get("rope_scaling") or {}),
     }
+    local = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     entries: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
@@ -98,6 +106,11 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": size,
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    if local is not None:
+        kinds = config["layer_types"]
+        entries["attention.sliding_window"] = config["sliding_window"]
+        entries["attention.sliding_window_pattern"] = kinds.index("full_attention") + 1
+        entries["rope.freq_base_swa"] = float(local["rope_theta"])
     if rope.get("rope_type") in ("linear", "yarn"):
         entries["rope.scaling.type"] = rope["rope_type"]
         entries["rope.scaling.factor"] = float(rope["factor"])
@@ -175,6 +188,8 @@ def convert(
         swapped = architecture == "llama" and head in heads
         if swapped:
             values = permute(values, heads[head])
+        if architecture == "gemma3" and theirs.endswith("norm.weight"):
+            values = values + 1
         data = encode(values, kind, place)
         content[name] = data, kind
         back = decode(data, kind)

@@ -17,7 +17,7 @@ from dms_jax.checkpoint import load
 from dms_jax.checkpoint.gguf import weights
 from dms_jax.checkpoint.gguf.weights import package
 from dms_jax.config import Rope
-from dms_jax.errors import CheckpointError
+from dms_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint.gguf_files import convert, permute
 from tests.checkpoint.support import GOLDEN, copy, edit_config, tensors
 from tests.support.instances import further, nightly_but
@@ -59,6 +59,26 @@ def test_logits_equal_those_of_transformers(family, tmp_path):
     assert model.config.rope == directory.config.rope
     assert model.config.tie_embeddings == directory.config.tie_embeddings
     assert_same(model, directory)
+
+
+def test_gemma3_leaves_layers_and_scale_to_the_reader(tmp_path):
+    """Norms are stored with their 1; what is exact with it comes back as it was."""
+    folder = copy("families/gemma3", tmp_path / "model")
+    edit_config(folder, query_pre_attn_scalar=8)  # a head's own: files have no other
+    content = tensors(folder)
+    for name, values in content.items():
+        if name.endswith("norm.weight"):
+            content[name] = (np.round(values * 256) / 256).astype(np.float32)
+    save_file(content, folder / "model.safetensors")
+    convert(folder, tmp_path / "model.gguf")
+    model, directory = load(tmp_path / "model.gguf"), load(folder)
+    assert model.config == directory.config
+    assert_same(model, directory)
+    assert model.config.kinds[0].window == 7
+    without = {"gemma3.attention.sliding_window": None}
+    convert(folder, tmp_path / "none.gguf", extra=without)
+    with pytest.raises(ConfigError, match=r"lacks a window \(gemma3.attention.sliding_window\)"):
+        load(tmp_path / "none.gguf")
 
 
 def test_rows_of_query_heads_as_the_converter_writes_them():

@@ -44,12 +44,12 @@ def with_tensors(tmp_path: pathlib.Path, change) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("gemma3", "'gemma3'"),
+        ("gemma2", "'gemma2'"),
         ("qwen3moe", "mixture of experts"),
         ("qwen2vl", "images or sound"),
         ("clip", "images or sound"),
         ("bitnet-b1.58", "ternary"),
-        ("mistral3", "served: llama, qwen2, qwen3"),
+        ("mistral3", "served: llama, qwen2, qwen3, gemma3"),
     ],
 )
 def test_other_architectures(architecture, message, tmp_path):

@@ -10,6 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from dms_jax.checkpoint import Tokenizer, sentencepiece
 from dms_jax.checkpoint.gguf import GgufFiles, read_tokenizer
+from dms_jax.errors import CheckpointError
 from tests.checkpoint.gguf_files import write
 from tests.checkpoint.test_gguf import TEMPLATE, TOKENIZER, VOCABULARY
 from tests.checkpoint.test_tokenizer import GOLDEN, expected
@@ -73,6 +74,22 @@ def test_sentencepiece_ids_are_those_of_the_reference(kind, tmp_path):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
     assert tokenizer.encode("a")[0] == 1
     assert (defaults.bos_token_id, defaults.eos_token_ids) == (1, (2,))
+
+
+def test_a_file_that_types_its_unknown_token_as_control_names_it_beside(tmp_path):
+    """As those of Gemma do."""
+    model = sentencepiece.parse((GOLDEN / "stories260k" / "tokenizer.model").read_bytes())
+    types = [int(kind) for kind in model.types]
+    types[model.unknown_id] = int(sentencepiece.PieceType.CONTROL)
+    entries = dict(model="llama", tokens=list(model.pieces), scores=list(model.scores))
+    with pytest.raises(CheckpointError, match="of the type for unknown text"):
+        read(tmp_path, **entries, token_type=types)
+    tokenizer, _ = read(
+        tmp_path, **entries, token_type=types, unknown_token_id=model.unknown_id, bos_token_id=1
+    )
+    assert tokenizer is not None
+    text, ids = expected("stories260k")[0]
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
 
 
 def words(tmp_path, pre: str, text: str) -> list[str]:

@@ -6,16 +6,20 @@ import os
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from dms_jax import assets, sharding
 from dms_jax.checkpoint import load, save
+from dms_jax.checkpoint.contents import read_checkpoint
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.policies import DMS, TOVA, Vanilla
-from tests.checkpoint.support import GOLDEN, copy, tensors
+from tests.checkpoint.support import GOLDEN, copy, rewrite, tensors
 
-SOURCES = [f"families/{folder.name}" for folder in sorted((GOLDEN / "families").iterdir())]
+FAMILIES = sorted(folder.name for folder in (GOLDEN / "families").iterdir())
+SOURCES = [f"families/{family}" for family in FAMILIES if family != "gpt_oss_mxfp4"]
 SOURCES += [f"dms/{folder.name}" for folder in sorted((GOLDEN / "dms").iterdir())]
 
 
@@ -35,6 +39,40 @@ def test_there_and_back(source, tmp_path):
     assert again.config == model.config
     assert again.policy == model.policy
     assert again.generation == model.generation
+
+
+def test_experts_in_four_bits_are_written_as_they_were_read(tmp_path):
+    """Their logits are those of transformers (`tests/model/test_parity.py`)."""
+    model = load(GOLDEN / "families" / "gpt_oss_mxfp4")
+    kernel = model.transformer.layers.mlp.gate_up_proj.kernel[...]
+    assert kernel.dtype == jnp.bfloat16
+    save(model, model.policy, tmp_path / "out")
+    written = tensors(tmp_path / "out")
+    assert not any(name.endswith(("_blocks", "_scales")) for name in written)
+    again = load(tmp_path / "out")
+    chex.assert_trees_all_equal(again.transformer.layers.mlp.gate_up_proj.kernel[...], kernel)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_blocks_without_their_scales(tmp_path):
+    directory = copy("families/gpt_oss_mxfp4", tmp_path / "model")
+    content = tensors(directory)
+    del content["model.layers.0.mlp.experts.down_proj_scales"]
+    rewrite(directory, content)
+    with pytest.raises(CheckpointError, match=r"down_proj_scales missing are no matrices"):
+        load(directory)
+
+
+def test_a_part_of_a_packed_matrix_is_that_part():
+    weights = read_checkpoint(GOLDEN / "families" / "gpt_oss_mxfp4").weights
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    part = slice(1, 3), slice(5, 20), slice(2, 60)
+    chex.assert_trees_all_equal(weights.read(name, part), weights.read(name)[part])
+    by_hand = weights.read(name)[1, 5, 2]
+    file = load_file(GOLDEN / "families" / "gpt_oss_mxfp4" / "model.safetensors")
+    half = int(file[f"{name}_blocks"][1, 2, 0, 2]) >> 4  # number 5 is the second of byte 2
+    sign, size = -1 if half > 7 else 1, (0, 0.5, 1, 1.5, 2, 3, 4, 6)[half % 8]
+    assert float(by_hand) == sign * size * 2.0 ** (int(file[f"{name}_scales"][1, 2, 0]) - 127)
 
 
 def test_files_of_a_checkpoint(stories, tmp_path):

@@ -2,7 +2,7 @@
 
 Run in an environment with PyTorch (CPU) and transformers 5; the project itself needs neither:
 
-    python tests/golden/make_families.py
+    python tests/golden/make_families.py [name ...]
 
 Writes families/<name>/{config.json, model*.safetensors, expected.safetensors}. `expected` holds,
 for four ways of presenting tokens, `<way>.tokens` and `<way>.logits` in float32 with:
@@ -19,11 +19,14 @@ real token are zero and not to be compared.
 import json
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as torch_save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 HERE = pathlib.Path(__file__).parent / "families"
 VOCAB = 61
@@ -84,22 +87,140 @@ FAMILIES = {
         {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
         None,
     ),
+    "mistral_window": ("Mistral", {"sliding_window": 7, "head_dim": 8}, None),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        None,
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 8,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 5,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+        None,
+    ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}, None),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        None,
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {"num_hidden_layers": 5, "no_rope_layer_interval": 3, "head_dim": 6},
+        None,
+    ),
+    "phi3": ("Phi3", {"sliding_window": 9}, None),
+    "phi4": ("Phi3", {"sliding_window": None, "tie_word_embeddings": True}, None),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+        },
+        None,
+    ),
+    "qwen3_moe_unnormalized": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": False,
+        },
+        None,
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 12,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        None,
+    ),
+    "gpt_oss_mxfp4": (
+        "GptOss",
+        {
+            "hidden_size": 32,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        None,
+    ),
 }
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that every part of the model shows in the logits."""
+    offset = 0 if model.config.model_type.startswith("gemma") else 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+                parameter.copy_(offset + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
+            elif name.endswith("sinks"):
+                parameter.copy_(1 + noise)
             elif "embed_tokens" in name:
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(1.2 * noise / parameter.shape[1] ** 0.5)
+
+
+def masks(config, segments: torch.Tensor):
+    """The masks of full and of sliding layers, as the model takes them."""
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, None, :]
+    causal = torch.tril(torch.ones(same.shape[1:], dtype=torch.bool))
+
+    def mask(allowed):
+        lowest = torch.finfo(torch.float32).min
+        return torch.zeros(allowed.shape).masked_fill(~allowed, lowest)[:, None]
+
+    full = mask(same & causal)
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return full
+    sliding = mask(same & causal & torch.triu(causal | True, 1 - window))
+    if hasattr(config, "layer_types") and config.layer_types:
+        return {"full_attention": full, "sliding_attention": sliding}
+    return sliding
 
 
 def run(model, tokens, segments, *, four_dimensional: bool):
@@ -111,26 +232,49 @@ def run(model, tokens, segments, *, four_dimensional: bool):
         for column, segment in enumerate(ids):
             positions[row, column] = seen.get(segment, 0)
             seen[segment] = seen.get(segment, 0) + 1
-    mask = (segments > 0).long()
-    if four_dimensional:
-        same = (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, None, :]
-        causal = torch.tril(torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool))
-        allowed = (same & causal)[:, None]
-        mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    mask = masks(model.config, segments) if four_dimensional else (segments > 0).long()
     with torch.no_grad():
         logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
     return (logits * (segments > 0)[..., None]).numpy()
 
 
+def pack(model: torch.nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Experts in random MXFP4, which the model takes as transformers reads them; returns them."""
+    packed = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = parameter.shape
+            shape = (experts, outputs, inputs // 32, 16)
+            blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+            scales = torch.randint(123, 126, shape[:-1], generator=generator, dtype=torch.uint8)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            with torch.no_grad():
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    return packed
+
+
 def main() -> None:
+    chosen = sys.argv[1:] or list(FAMILIES)
     for index, (name, (family, changes, shard)) in enumerate(FAMILIES.items()):
-        config = getattr(transformers, f"{family}Config")(**(BASE | changes))
+        if name not in chosen:
+            continue
+        kind = "Gemma3Text" if family == "Gemma3" else family
+        config = getattr(transformers, f"{kind}Config")(**(BASE | changes))
         config._attn_implementation = "eager"
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         randomise(model, torch.Generator().manual_seed(index))
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
-        model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+        if name.endswith("mxfp4"):
+            packed = pack(model, torch.Generator().manual_seed(index))
+            state = {x: y for x, y in model.state_dict().items() if f"{x}_blocks" not in packed}
+            folder.mkdir()
+            torch_save_file(state | packed, folder / "model.safetensors", {"format": "pt"})
+            fields = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+            fields |= {"architectures": ["GptOssForCausalLM"]}
+            (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        else:
+            model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
         (folder / "generation_config.json").unlink(missing_ok=True)
 
         rng = np.random.default_rng(index)

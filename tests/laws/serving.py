@@ -85,6 +85,16 @@ def bytes_per_row(config: ModelConfig, policy: dms_jax.Policy) -> int:
     return ring + entries * (2 * config.head_dim + 1) * FLOAT64
 
 
+def state_bytes(config: ModelConfig, policy: dms_jax.Policy) -> int:
+    """Returns the bytes of the state of all rows of a sequence: of a window, a slot a token."""
+    window = config.window or 0
+    of_layers = [
+        window * INT32 if windowed else bytes_per_row(config, policy)
+        for windowed in config.windowed
+    ]
+    return config.num_kv_heads * sum(of_layers)
+
+
 def bytes_of_queries(config: ModelConfig, policy: dms_jax.Policy) -> int:
     """Returns the bytes of a window of queries, or of moments of queries."""
     while isinstance(policy, Allocation):
@@ -143,7 +153,7 @@ class Expected:
         left = left_in(self.row, self.run, self.prompt_length)
         pages = sum(-(-slots // self.page_size) for slots in left)
         held = pages * bytes_per_page(self.config, self.row)
-        held += rows * bytes_per_row(self.config, policy)
+        held += state_bytes(self.config, policy)
         assert math.isclose(usage.kv_reads, reads.sum() / rows)
         assert math.isclose(usage.peak_tokens, live.max() / rows)
         assert math.isclose(usage.live_tokens, sum(left) / rows)

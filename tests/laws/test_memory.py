@@ -54,7 +54,17 @@ def bound(policy, page_size: int) -> int | None:
 def grown(runner: Runner | Reservation, held: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Returns the most slots that rows have in use after so many steps of their lanes."""
     limit, slots = bound(runner.policy, runner.page_size), held + tokens[:, None]
-    return slots if limit is None else np.minimum(slots, np.maximum(limit, held))
+    most = slots if limit is None else np.minimum(slots, np.maximum(limit, held))
+    return in_windows(runner, slots, most)
+
+
+def in_windows(runner: Runner | Reservation, slots: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Returns the most of `slots` that fit the windows of layers with one, and `others`."""
+    reservation = runner.reservation if isinstance(runner, Runner) else runner
+    if reservation._windows is None:
+        return others
+    windows = reservation._windows[:, None, None]
+    return np.where(windows > 0, np.minimum(slots, windows), others)
 
 
 class Watch:
@@ -81,7 +91,8 @@ class Watch:
             else:
                 coming = np.minimum(arguments[1], options["num_steps"])
             held = grown(runner, runner.reservation.lengths, runner.reservation.steps_in_flight)
-            slots = held + coming[:, None] if whole else grown(runner, held, coming)
+            slots = held + coming[:, None]
+            slots = in_windows(runner, slots, slots) if whole else grown(runner, held, coming)
             needed = -(-slots // runner.page_size)
             chex.assert_trees_all_equal(runner.reservation.allocator.reserved, needed)
             self.chunks += 1

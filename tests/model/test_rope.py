@@ -15,35 +15,22 @@ from dms_jax.model.rope import apply_rope, rope_frequencies, rope_tables
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "rope.json").read_text())
 
 
-def model_config(head_dim: int, rope: Rope) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=64,
-        rope=rope,
-    )
-
-
 @pytest.mark.parametrize("name", GOLDEN)
 def test_frequencies_are_those_of_transformers(name):
     golden = GOLDEN[name]
-    frequencies, factor = rope_frequencies(ModelConfig.from_hf(golden["config"]))
+    config = ModelConfig.from_hf(golden["config"])
+    frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     assert factor == pytest.approx(golden["attention_factor"], rel=1e-12)
     # transformers computes in float32, whose powers are accurate to a few 1e-6.
     chex.assert_trees_all_close(frequencies, np.array(golden["inverse_frequencies"]), rtol=5e-6)
 
 
 def test_rotation_is_multiplication_by_a_complex_number():
-    config = model_config(6, Rope(theta=100.0))
+    rope = Rope(theta=100.0)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 5, 3, 6)).astype(np.float32)
     positions = rng.integers(0, 40, (2, 5))
-    cos, sin = rope_tables(config, jnp.asarray(positions))
+    cos, sin = rope_tables(rope, 6, jnp.asarray(positions))
     turned = np.asarray(apply_rope(jnp.asarray(x), cos, sin))
     angle = positions[..., None] * 100.0 ** (-np.arange(3) / 3)
     expected = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)[:, :, None]
@@ -53,13 +40,13 @@ def test_rotation_is_multiplication_by_a_complex_number():
 
 
 def test_scores_depend_on_distance_alone():
-    config = model_config(8, Rope())
+    rope = Rope()
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
 
     def score(i, j):
         turned = [
-            apply_rope(jnp.asarray(x), *rope_tables(config, jnp.array([[position]])))
+            apply_rope(jnp.asarray(x), *rope_tables(rope, 8, jnp.array([[position]])))
             for x, position in ((q, i), (k, j))
         ]
         return float(jnp.vdot(*turned))
@@ -69,8 +56,8 @@ def test_scores_depend_on_distance_alone():
 
 
 def test_dtype_of_the_input_is_kept_and_arithmetic_is_wider():
-    config = model_config(8, Rope(theta=50.0))
-    cos, sin = rope_tables(config, jnp.arange(30)[None], dtype=jnp.bfloat16)
+    rope = Rope(theta=50.0)
+    cos, sin = rope_tables(rope, 8, jnp.arange(30)[None], dtype=jnp.bfloat16)
     chex.assert_type([cos, sin], jnp.float32)
     x = jax.random.normal(jax.random.key(0), (1, 30, 2, 8)).astype(jnp.bfloat16)
     turned = apply_rope(x, cos, sin)
@@ -81,26 +68,29 @@ def test_dtype_of_the_input_is_kept_and_arithmetic_is_wider():
 
 
 def test_float64_tables():
-    config = model_config(8, Rope())
+    rope = Rope()
     with jax.enable_x64(True):
-        cos, _ = rope_tables(config, jnp.array([100_000]), dtype=jnp.float64)
+        cos, _ = rope_tables(rope, 8, jnp.array([100_000]), dtype=jnp.float64)
         chex.assert_type(cos, jnp.float64)
         expected = np.cos(100_000 * 1e4 ** (-np.arange(4) / 4))
         chex.assert_trees_all_close(cos[0], expected, rtol=1e-7, atol=1e-10)
 
 
 def test_attention_factor_scales_both_tables():
-    plain = model_config(8, Rope())
-    scaled = model_config(
-        8,
-        Rope(
-            kind="yarn",
-            factor=1.0,  # nothing is interpolated, so only the given factor shows
-            original_max_position_embeddings=16,
-            attention_factor=1.5,
-        ),
+    plain = Rope()
+    scaled = Rope(
+        kind="yarn",
+        factor=1.0,  # nothing is interpolated, so only the given factor shows
+        original_max_position_embeddings=16,
+        attention_factor=1.5,
     )
     for one, other in zip(
-        rope_tables(plain, jnp.arange(4)), rope_tables(scaled, jnp.arange(4)), strict=True
+        rope_tables(plain, 8, jnp.arange(4)), rope_tables(scaled, 8, jnp.arange(4)), strict=True
     ):
         chex.assert_trees_all_close(1.5 * one, other, rtol=1e-6)
+
+
+def test_without_positions_nothing_is_turned():
+    cos, sin = rope_tables(None, 8, jnp.arange(5)[None])
+    x = jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
+    chex.assert_trees_all_equal(apply_rope(x, cos, sin), x)

@@ -7,6 +7,8 @@ One sequence at a time; per layer, with x the residual stream [T, E]:
     x      += W_o attention(q, k, v)
     x      += W_down (silu(W_gate n'(x)) * W_up n'(x))
 
+A layer with a window sees its last tokens under any policy, which counts the layers without one.
+
 Shapes: T tokens, E model dim, H query heads, K KV heads, D head dim, F feed-forward, V vocabulary.
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.oracles import importance, rope
+from tests.oracles import importance, rope, streaming
 from tests.oracles.trace import Trace
 
 
@@ -31,7 +33,11 @@ class Linear:
 
 @dataclasses.dataclass
 class Layer:
-    """q [E, H, D], k and v [E, K, D], o [H, D, E], gate and up [E, F], down [F, E]."""
+    """q [E, H, D], k and v [E, K, D], o [H, D, E], gate and up [E, F], down [F, E].
+
+    `window` is the number of tokens that a query sees, itself among them, or None; `theta` is the
+    base of the rotation, or None for none.
+    """
 
     attention_norm: np.ndarray
     q: Linear
@@ -44,6 +50,8 @@ class Layer:
     gate: Linear
     up: Linear
     down: Linear
+    window: int | None
+    theta: float | None
     adapter_norm: np.ndarray | None
     adapter: Linear | None
     adapter_hidden: Linear | None = None
@@ -59,7 +67,6 @@ class Weights:
     final_norm: np.ndarray
     unembedding: np.ndarray
     epsilon: float
-    theta: float
 
 
 def unchanged(x: np.ndarray) -> np.ndarray:
@@ -126,15 +133,21 @@ def run(
     x = weights.embedding[np.asarray(tokens)]
     epsilon = weights.epsilon
     inputs, traces = [], []
-    for index, layer in enumerate(weights.layers):
+    for layer in weights.layers:
         normed = rms_norm(x, layer.attention_norm, epsilon)
         q, k, v = layer.q(normed), layer.k(normed), layer.v(normed)
         if layer.q_norm is not None:
             q, k = rms_norm(q, layer.q_norm, epsilon), rms_norm(k, layer.k_norm, epsilon)
-        cos, sin = rope.angles(np.arange(len(x)), q.shape[-1], weights.theta)
+        positions = np.arange(len(x)) if layer.theta else np.zeros(len(x))
+        cos, sin = rope.angles(positions, q.shape[-1], layer.theta or 1.0)
         said = adapter_outputs(layer, x, epsilon)
+        index = sum(each.weights.window is None for each in inputs)
         inputs.append(LayerInput(index, q, k, v, cos, sin, *said, stored, x, layer, epsilon))
-        traces.append(simulate(inputs[-1]))
+        if layer.window is None:
+            traces.append(simulate(inputs[-1]))
+        else:
+            options = dict(sinks=0, recent=layer.window)
+            traces.append(streaming.simulate(*inputs[-1].rotated, **options))
         x = x + layer.o(traces[-1].outputs, inputs=2)
         normed = rms_norm(x, layer.mlp_norm, epsilon)
         gate = layer.gate(normed)

@@ -66,14 +66,15 @@ def decode_inputs(case, seed=0):
     return inputs
 
 
-def decode_oracle(inputs, scale):
+def decode_oracle(inputs, scale, *, sinks=None, soft_cap=None):
     """Paged attention in float64, one row and one head at a time: (o, lse, scores)."""
     q = inputs["q"].astype(np.float64)
     rows, group, head_dim = q.shape
     size = inputs["k_pages"].shape[1]
     slots = inputs["page_table"].shape[1] * size
     out = np.zeros((rows, group, head_dim))
-    lse = np.full((rows, group), -np.inf)
+    sinks = np.full((rows, group), -np.inf) if sinks is None else sinks.astype(np.float64)
+    lse = sinks.copy()
     scores = np.full((rows, group, slots), -np.inf)
     for row, length in enumerate(inputs["lengths"]):
         if length == 0:
@@ -87,10 +88,13 @@ def decode_oracle(inputs, scale):
                 read[name] *= inputs[f"{name}_scales"][index].astype(np.float64)[:, None]
         for head in range(group):
             s = scale * (read["k"] @ q[row, head])
+            if soft_cap is not None:
+                s = soft_cap * np.tanh(s / soft_cap)
             peak = s.max()
             weights = np.exp(s - peak)
-            lse[row, head] = peak + np.log(weights.sum())
-            out[row, head] = weights @ read["v"] / weights.sum()
+            total = weights.sum() + np.exp(sinks[row, head] - peak)
+            lse[row, head] = peak + np.log(total)
+            out[row, head] = weights @ read["v"] / total
             scores[row, head, :length] = s
     return out, lse, scores
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Cache
 from dms_jax.cache.int4 import Int4
-from dms_jax.config import ModelConfig
+from dms_jax.config import LayerKind, ModelConfig
 from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use, plan_steps
 from dms_jax.model.caching import init_cache
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
-from dms_jax.model.layer_loop import scan_layers
+from dms_jax.model.layer_loop import Role, Stretch, scan_layers
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
@@ -162,11 +162,11 @@ def run_layers(
         static=static,
     )
 
-    def body(carry, layer, index, group, rows):
+    def body(carry, layer, index, role, rows):
         pool, page_state = carry
         page_table, lengths, row_state, plan = rows
         attended = attend_cached(
-            group.policy,
+            role.policy,
             LayerCache(pool, PolicyState(rows=row_state, pages=page_state)),
             layer,
             dataclasses.replace(shared, page_table=page_table, lengths=lengths, plan=plan),
@@ -183,8 +183,12 @@ def run_layers(
     one_step = width == 1 and not one_pass
     plan = plan_steps(cache, counts) if one_step else None
     rows = (cache.page_table, cache.lengths, cache.row_state, plan)
+    each = [
+        Stretch(group.start, (Role(group, LayerKind(None, None)),), group.end - group.start)
+        for group in policy.groups(num_layers)
+    ]
     (pool, page_state), ((lengths, row_state, live, reads), out) = scan_layers(
-        body, (cache.pool, cache.page_state), tokens, policy.groups(num_layers), rows
+        body, (cache.pool, cache.page_state), tokens, each, rows
     )
     live, reads = live.sum(0), reads.sum(0)
     if one_step:

@@ -111,6 +111,7 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
 
     layers = model.layers
     attention, mlp, adapter = layers.attention, layers.mlp, layers.adapter
+    kinds = model.config.kinds
     return oracle.Weights(
         embedding=read(model.embedding),
         layers=[
@@ -126,6 +127,8 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
                 gate=half(mlp.gate_up_proj, layer, 0),
                 up=half(mlp.gate_up_proj, layer, 1),
                 down=linear(mlp.down_proj, layer),
+                window=kinds[layer % len(kinds)].window,
+                theta=getattr(kinds[layer % len(kinds)].rope, "theta", None),
                 adapter_norm=None if adapter is None else norm(adapter.norm, layer),
                 adapter=None if adapter is None else linear(adapter.proj, layer),
                 adapter_hidden=None if adapter is None else linear(adapter.hidden, layer),
@@ -136,5 +139,4 @@ def oracle_weights(model: Transformer) -> oracle.Weights:
         final_norm=read(model.final_norm.scale),
         unembedding=read(model.embedding).T if model.lm_head is None else read(model.lm_head),
         epsilon=model.config.rms_norm_eps,
-        theta=model.config.rope.theta,
     )

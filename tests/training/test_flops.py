@@ -4,9 +4,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dms_jax.config import Experts
 from dms_jax.devices import DEVICES, data_sheet
-from dms_jax.training.flops import layer_parameters, peak_operations, token_operations
+from dms_jax.training.flops import (
+    attention_operations,
+    layer_parameters,
+    peak_operations,
+    token_operations,
+)
 from dms_jax.training.step import Passes, visible_keys
+from tests.support.models import random_model, tiny_config
 from tests.training.tiny import language_model
 
 # E = 16, F = 24, H = 4, K = 2, D = 8, V = 31, two layers.
@@ -25,6 +32,21 @@ def test_token_operations():
     assert token_operations(config, 2 * LAYER, 10.5, teacher=True, frozen=True) == 3 * forward
     layers = forward - 2 * 16 * 31
     assert token_operations(config, 2 * LAYER, 10.5, stage="supervise", teacher=True) == layers
+
+
+def test_windows_and_experts_take_what_a_token_sees():
+    config = tiny_config(
+        num_layers=3,
+        layer_types=("sliding", "full"),
+        window=4,
+        experts=Experts(count=6, per_token=2),
+    )
+    attention = 4 * 4 * 8  # of a key
+    assert attention_operations(config, 10.5) == attention * (2 * 4 + 10.5)
+    assert attention_operations(config, 2.5) == attention * 3 * 2.5
+    transformer = random_model(config, dtype=jnp.float32)
+    layer = 16 * (4 + 2 + 2) * 8 + 4 * 8 * 16 + 16 * 6 + 2 * 3 * 16 * 24
+    assert layer_parameters(transformer) == 3 * layer
 
 
 def test_visible_keys_are_those_of_the_document():

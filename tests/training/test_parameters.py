@@ -54,7 +54,7 @@ def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
     tokens = jnp.asarray(random_tokens(0, 2, 16))
     assert np.any(model(tokens, NEURON).decisions)
     before = parameters(model)
-    zeroed = zero_borrowed_neurons(before, NEURON)
+    zeroed = zero_borrowed_neurons(before, NEURON, ())
     assert not np.any(rebuilder(model)(zeroed)(tokens, NEURON).decisions)
     changed = {name for name in before if zeroed[name] is not before[name]}
     bias = set() if qk_norm else {"layers.attention.qkv_proj.bias"}
@@ -73,7 +73,7 @@ def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
     model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
     policy = DMC(neuron=neuron)
     before = parameters(model)
-    zeroed = zero_borrowed_neurons(before, policy)
+    zeroed = zero_borrowed_neurons(before, policy, ())
     # [L, E, K, G + 2, D]: every query head and the key, not the value; only one dimension.
     index = {"first": 0, "last": 7}[neuron]
     for name in ("layers.attention.qkv_proj.kernel", "layers.attention.qkv_proj.bias"):
@@ -88,9 +88,19 @@ def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
     assert not np.any(rebuilder(model)(zeroed)(tokens, policy).decisions)
 
 
+def test_layers_with_a_window_lend_no_neuron():
+    config = tiny_config(num_layers=3, layer_types=("sliding", "full"), window=4)
+    before = parameters(random_model(config, dtype=jnp.float32))
+    zeroed = zero_borrowed_neurons(before, NEURON, config.windowed)
+    kernel = "layers.attention.qkv_proj.kernel"
+    difference = np.asarray(zeroed[kernel] != before[kernel])  # [L, E, K, G + 2, D]
+    assert difference[1, ..., 0, 7].all()
+    assert not difference[[0, 2]].any()
+
+
 def test_policies_that_borrow_nothing_have_nothing_to_zero():
     before = parameters(random_model(tiny_config(), dtype=jnp.float32))
-    zeroed = zero_borrowed_neurons(before, ADAPTER)
+    zeroed = zero_borrowed_neurons(before, ADAPTER, ())
     chex.assert_tree_all_finite(before)
     chex.assert_trees_all_equal(zeroed, before)
 

@@ -5,8 +5,8 @@
     weights.py     tensors under their Hugging Face names, dequantised row by row
     tokenizer.py   vocabulary, chat template and special tokens
 
-Served: the architectures llama (Mistral's models come as llama, too), qwen2 and qwen3. Everything
-else is refused by name.
+Served: the architectures llama (Mistral's models come as llama, too), qwen2, qwen3 and gemma3.
+Everything else is refused by name.
 """
 
 from dms_jax.checkpoint.gguf.config import read_model

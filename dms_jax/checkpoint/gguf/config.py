@@ -21,10 +21,16 @@ from dms_jax.checkpoint.gguf.file import GgufFiles
 from dms_jax.checkpoint.gguf.weights import ROPE_FACTORS, GgufWeights
 from dms_jax.checks import CountOnDevice, NotNegative, Number, Positive, check
 from dms_jax.config import Layers, ModelConfig, Rope, scaled_positions
+from dms_jax.config_checks import FAMILIES
 from dms_jax.errors import CheckpointError, ConfigError, plain
 
 # GGUF architecture: Hugging Face family. llama.cpp's converter writes Mistral models as llama.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+}
 
 # Values of general.type in files that are not models.
 _KINDS = {
@@ -49,6 +55,8 @@ _KNOWN = {
     "attention.layer_norm_rms_epsilon",
     "attention.causal",
     "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "rope.freq_base_swa",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scale_linear",
@@ -78,10 +86,11 @@ def read_model(files: GgufFiles) -> tuple[ModelConfig, GgufWeights]:
         CheckpointError: the file is damaged, or does not contain a model that is served.
         ConfigError: the metadata are malformed, or describe a model that is not served exactly.
     """
-    family = ARCHITECTURES[_architecture(files)]
+    architecture = _architecture(files)
+    family = ARCHITECTURES[architecture]
     metadata = _Metadata(files)
     metadata.refuse_unknown()
-    weights = GgufWeights(files)
+    weights = GgufWeights(files, architecture)
     try:
         config = _config(files, metadata, weights, family)
     except ConfigError as error:
@@ -116,13 +125,23 @@ def _config(
         metadata.must_be("vocab_size", vocab_size, CountOnDevice, "the rows of token_embd.weight")
     positions = metadata.get("context_length", CountOnDevice)
     rope = _rope(metadata, weights, positions, head_dim)
-    positions = scaled_positions(rope, positions)
+    about = FAMILIES[family]
+    options: dict[str, Any] = dict(about.fixed)
     window = metadata.get("attention.sliding_window", int, 0)
-    if 0 < window < positions:
-        raise ConfigError(
-            f"{files.name}: a sliding window of {window} tokens "
-            f"({metadata.key('attention.sliding_window')}) is not served"
+    if family == "gemma3_text":
+        options |= _gemma3(metadata, num_layers, window, head_dim, hidden_size, num_heads)
+    else:
+        positions = scaled_positions(rope, positions)
+        options |= dict(
+            qkv_bias=family == "qwen2" or weights.has("self_attn.q_proj.bias"),
+            output_bias=weights.has("self_attn.o_proj.bias"),
+            mlp_bias=weights.has("mlp.down_proj.bias"),
         )
+        if 0 < window < positions:
+            raise ConfigError(
+                f"{files.name}: a sliding window of {window} tokens "
+                f"({metadata.key('attention.sliding_window')}) is not served"
+            )
     return ModelConfig(
         vocab_size=vocab_size or metadata.get("vocab_size", CountOnDevice, 1),
         hidden_size=hidden_size,
@@ -136,12 +155,34 @@ def _config(
         max_position_embeddings=positions,
         rms_norm_eps=metadata.get("attention.layer_norm_rms_epsilon", Positive),
         rope=rope,
-        qkv_bias=family == "qwen2" or weights.has("self_attn.q_proj.bias"),
-        output_bias=weights.has("self_attn.o_proj.bias"),
-        mlp_bias=weights.has("mlp.down_proj.bias"),
-        qk_norm=family == "qwen3",
         tie_embeddings="lm_head.weight" not in weights.shapes,
         model_type=family,
+        **options,
+    )
+
+
+def _gemma3(
+    metadata: "_Metadata",
+    num_layers: int,
+    window: int,
+    head_dim: int,
+    hidden_size: int,
+    num_heads: int,
+) -> dict[str, Any]:
+    """Returns what files of Gemma 3 leave to llama.cpp: kinds of layers, and the scale."""
+    every = metadata.get("attention.sliding_window_pattern", CountOnDevice, 6)
+    if not window or every == 1:
+        raise ConfigError(
+            f"{metadata.name} lacks a window ({metadata.key('attention.sliding_window')}) or "
+            "layers that have it"
+        )
+    # Of the sizes of the family the scale of the largest alone is not that of a head.
+    scale = (hidden_size / num_heads) ** -0.5 if num_layers == 62 else None
+    return dict(
+        layer_types=(*["sliding"] * (min(every, num_layers + 1) - 1), "full"),
+        window=window,
+        local_rope=Rope(theta=metadata.get("rope.freq_base_swa", Number, 10_000.0)),
+        attention_scale=None if scale == head_dim**-0.5 else scale,
     )
 
 

@@ -342,7 +342,11 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
             f"{vocabulary.name} maps characters before it splits text "
             f"({_KEY}precompiled_charsmap), which is not served"
         )
-    if PieceType.UNKNOWN not in vocabulary.types:
+    # Converters type it as a control token in files of Gemma, and name it beside.
+    unknown = vocabulary.token_id("unknown_token_id", None)
+    if PieceType.UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(PieceType.UNKNOWN)
+    if unknown is None:
         raise CheckpointError(
             f"{vocabulary.name}: none of {_KEY}tokens is of the type for unknown text"
         )
@@ -353,7 +357,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
             types=tuple(vocabulary.types),
             algorithm="bpe",
             byte_fallback=PieceType.BYTE in vocabulary.types,
-            unknown_id=vocabulary.types.index(PieceType.UNKNOWN),
+            unknown_id=unknown,
             begin_id=-1,
             end_id=-1,
             character_map=b"",

@@ -6,12 +6,15 @@ llama.cpp rotates adjacent rows where Hugging Face rotates the two halves of a h
     Hugging Face rows of a head of 8:  0 1 2 3 4 5 6 7  (i is rotated with i + 4)
     the same rows in the file:         0 4 1 5 2 6 3 7  (2 i is rotated with 2 i + 1)
 
+In files of gemma3 norms hold what activations are multiplied by, 1 + the Hugging Face weight.
+
 A quantised tensor is dequantised by the package `gguf`, in blocks of rows, directly into the type
 that is requested.
 """
 
 import importlib
 import re
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +52,14 @@ _OF_LAYERS = {
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
     }.items()
+}
+# Where a layer norms before and behind attention and feed-forward.
+_NORMS = {
+    "gemma3": {
+        "post_attention_norm.weight": "post_attention_layernorm.weight",
+        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+        "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+    }
 }
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,6})\.(.+)")
 _INTERLEAVED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
@@ -93,7 +104,9 @@ class GgufWeights(Tensors):
         CheckpointError: a tensor is unknown, of a type that is not served, or cut short.
     """
 
-    def __init__(self, files: GgufFiles):
+    def __init__(self, files: GgufFiles, architecture: str):
+        self._of_layers = _OF_LAYERS | _NORMS.get(architecture, {})
+        self._norms_add_one = architecture == "gemma3"
         self.config_name = f"the metadata of {files.name}"
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, np.dtype] = {}
@@ -105,7 +118,7 @@ class GgufWeights(Tensors):
         quantized = False
         unknown = []
         for stored, info in files.tensors.items():
-            name = hugging_face_name(stored)
+            name = hugging_face_name(stored, self._of_layers)
             if stored == ROPE_FACTORS:
                 self._rope_factors = stored, info
             elif name is None:
@@ -128,7 +141,11 @@ class GgufWeights(Tensors):
         index = index or (slice(None),) * len(info.shape)
         order = self._order(name, info.shape[0])
         if len(info.shape) == 1:
-            vector = self._rows(stored, info, slice(0, 1), slice(None), dtype)[0]
+            added = self._norms_add_one and name.endswith("norm.weight")
+            kept = np.promote_types(dtype, np.float32) if added else dtype
+            vector = self._rows(stored, info, slice(0, 1), slice(None), kept)[0]
+            if added:
+                vector = (vector - 1).astype(dtype)
             return (vector if order is None else vector[order])[index[0]]
         rows = range(info.shape[0])[index[0]]
         if order is None or not rows:
@@ -149,7 +166,7 @@ class GgufWeights(Tensors):
     def stored_name(self, name: str) -> str:
         if name in self._stored:
             return self._stored[name]
-        return gguf_name(name)
+        return gguf_name(name, self._of_layers)
 
     def has(self, suffix: str) -> bool:
         """Whether the first layer has a tensor whose name ends so."""
@@ -229,23 +246,23 @@ class GgufWeights(Tensors):
         return np.arange(size).reshape(heads, size // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def hugging_face_name(stored: str) -> str | None:
+def hugging_face_name(stored: str, of_layers: Mapping[str, str]) -> str | None:
     """The Hugging Face name of a tensor; None if there is none."""
     if stored in _WHOLE:
         return _WHOLE[stored]
     found = _LAYER_TENSOR.fullmatch(stored)
-    if found is None or found[2] not in _OF_LAYERS:
+    if found is None or found[2] not in of_layers:
         return None
-    return _LAYER.replace("{i}", found[1]) + _OF_LAYERS[found[2]]
+    return _LAYER.replace("{i}", found[1]) + of_layers[found[2]]
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, of_layers: Mapping[str, str]) -> str:
     """The GGUF name of a tensor; the name itself if there is none."""
     for stored, ours in _WHOLE.items():
         if ours == name:
             return stored
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-    for stored, ours in _OF_LAYERS.items():
+    for stored, ours in of_layers.items():
         if found and ours == found[2]:
             return _BLOCK.replace("{i}", found[1]) + stored
     return name

@@ -18,7 +18,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy, Vanilla, as_policy
-from dms_jax.training.flops import matrix_parameters, token_operations
+from dms_jax.training.flops import attention_operations, matrix_parameters, token_operations
 from dms_jax.training.planning.collectives import Collective, collectives
 from dms_jax.training.planning.lowering import AbstractStep, StepInputs, bytes_a_device
 from dms_jax.training.planning.machines import find_machine
@@ -175,9 +175,10 @@ def _operations(
 ) -> tuple[float, float]:
     """Returns the operations of an optimizer step that are executed, and that the model needs."""
     tokens = (stage.batch_size or recipe.batch_size) * recipe.sequence_length
-    matrices = matrix_parameters({name: x.shape for name, x in step.parameters.items()})
+    shapes = {name: x.shape for name, x in step.parameters.items()}
+    matrices = matrix_parameters(shapes, config.experts)
     keys = (recipe.sequence_length + 1) / 2
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
+    attention = attention_operations(config, keys)
     needed = token_operations(
         config,
         matrices,

@@ -206,8 +206,8 @@ MUTANTS = [
     Mutant(
         "generation: the pool of a policy that cuts has no room for a prompt",
         FOLDER + "memory.py",
-        "slots = max_tokens if limit is None or policy.shrinks else min(limit, max_tokens)",
-        "slots = max_tokens if limit is None else min(limit, max_tokens)",
+        "slots = max_tokens if policy.shrinks and not windowed else min(limit, max_tokens)",
+        "slots = min(limit, max_tokens)",
         ("tests/generation/test_budgets.py::test_a_prompt_that_is_cut_gives_its_pages_back",),
     ),
     Mutant(

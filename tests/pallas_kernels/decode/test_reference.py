@@ -42,6 +42,34 @@ def test_every_case_agrees_with_the_oracle(case):
     assert relative_error(scores, want_scores) <= tolerance
 
 
+@pytest.mark.parametrize("case", cases.SINKS_AND_CAPS, ids=lambda c: c.name)
+def test_sinks_and_soft_caps_agree_with_the_oracle(case):
+    inputs, sinks = decode_inputs(case), None
+    if case.sinks:
+        sinks = np.linspace(-2.0, 3.0, case.rows * case.group).reshape(case.rows, case.group)
+    options = dict(soft_cap=case.soft_cap, implementation=None)
+    with jax.enable_x64(case.dtype == "float64"):
+        own = (
+            None if sinks is None else jnp.asarray(sinks, jnp.promote_types(case.dtype, "float32"))
+        )
+        out, lse, scores = attend(inputs, sinks=own, return_lse=True, return_scores=True, **options)
+        alone = attend(inputs, sinks=own, **options)
+    want_out, want_lse, want_scores = decode_oracle(
+        inputs, SCALE, sinks=sinks, soft_cap=case.soft_cap
+    )
+    assert relative_error(out, want_out) <= TOLERANCE[case.dtype]
+    tolerance = min(TOLERANCE[case.dtype], 1e-5)
+    assert relative_error(lse, want_lse) <= tolerance
+    assert relative_error(scores, want_scores) <= tolerance
+    chex.assert_trees_all_equal(alone, out)
+
+
+def test_no_kernel_serves_a_soft_cap():
+    inputs = decode_inputs(cases.by_name("head_dim8"))
+    with pytest.raises(NotImplementedError, match="a soft cap is served by xla alone"):
+        attend(inputs, soft_cap=1.0, implementation="mosaic_mma")
+
+
 @pytest.mark.parametrize(("lse", "scores"), [(True, False), (False, True), (False, False)])
 def test_results_come_in_order_and_only_where_asked(lse, scores):
     inputs = decode_inputs(cases.by_name("head_dim8"))

@@ -93,7 +93,12 @@ def split_keys(arguments):
     return arguments[0], Chunk(*arguments[1:5]), Past(*arguments[5:])
 
 
-def oracle(arguments, window, scale):
+def sinks_of(case):
+    """The sinks of a case's query heads; None for none."""
+    return np.linspace(-2.0, 3.0, case.H).astype("float32") if case.sinks else None
+
+
+def oracle(arguments, window, scale, *, sinks=None, soft_cap=None):
     """Output in float64."""
     q, k, v, evicted, counts, k_pages, v_pages, table, past, until = arguments
     q, k, v, k_pages, v_pages = (x.astype(np.float64) for x in (q, k, v, k_pages, v_pages))
@@ -111,6 +116,11 @@ def oracle(arguments, window, scale):
                 keys = np.concatenate([k[b, j, n], k_pages[places][seen]])
                 values = np.concatenate([v[b, j, n], v_pages[places][seen]])
                 scores = scale * keys @ q[b, i, h]
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
+                if sinks is not None:  # one more key, whose value is 0
+                    scores = np.append(scores, sinks[h])
+                    values = np.concatenate([values, np.zeros((1, values.shape[1]))])
                 weights = np.exp(scores - scores.max())
                 out[b, i, h] = weights @ values / weights.sum()
     return out

@@ -15,7 +15,14 @@ from pallas_kernels import prefill_attention
 from pallas_kernels.prefill import cases, gpu, mma, tiles, tpu
 from pallas_kernels.prefill.api import check_arguments
 from pallas_kernels.prefill.chunk import Chunk, Past
-from tests.pallas_kernels.prefill.support import ORDER, draw, oracle, split_keys, structs
+from tests.pallas_kernels.prefill.support import (
+    ORDER,
+    draw,
+    oracle,
+    sinks_of,
+    split_keys,
+    structs,
+)
 from tests.pallas_kernels.support import (
     TOLERANCE,
     interpret,
@@ -48,6 +55,26 @@ def test_every_case_agrees_with_the_oracle(case):
     assert error <= TOLERANCE[case.dtype]
     for b, count in enumerate(case.counts):
         chex.assert_trees_all_equal(output[b, count:], 0.0)
+
+
+@pytest.mark.parametrize("case", cases.SINKS_AND_CAPS, ids=lambda case: case.name)
+def test_sinks_and_soft_caps_agree_with_the_oracle(case):
+    arguments, sinks = draw(case), sinks_of(case)
+
+    @jax.jit
+    def run(arguments, sinks):
+        options = dict(window=case.window, scale=case.D**-0.5)
+        return prefill_attention(*arguments, **options, sinks=sinks, soft_cap=case.soft_cap)
+
+    output = run([*map(jnp.asarray, arguments)], sinks)
+    more = dict(sinks=sinks, soft_cap=case.soft_cap)
+    expected = oracle(arguments, case.window, case.D**-0.5, **more)
+    assert relative_error(output, expected) <= TOLERANCE[case.dtype]
+    with pytest.raises(NotImplementedError, match="a sink or a soft cap is served by xla alone"):
+        prefill_attention(
+            *arguments, window=1, scale=1.0, sinks=sinks, soft_cap=case.soft_cap,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
 
 
 def test_float64_stays_float64():

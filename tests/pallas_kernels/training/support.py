@@ -12,7 +12,7 @@ from pallas_kernels import retrofit_attention
 from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.support import TOLERANCE
 
-RESULTS = ("output", "dq", "dk", "dv", "dbias")
+RESULTS = ("output", "dq", "dk", "dv", "dbias", "dsinks")
 
 
 def draw(case, seed=0, dtype=None):
@@ -107,12 +107,16 @@ def in_pieces(inputs, do, run, cuts):
     return jnp.concatenate(output, 1), jnp.concatenate(dq, 1), *sums
 
 
-def oracle(inputs, segments, window, scale):
-    """Output and gradients in float64, one sequence and one head at a time."""
+def oracle(inputs, segments, window, scale, *, sinks=None, soft_cap=None):
+    """Output and gradients in float64, one sequence and one head at a time.
+
+    Those of the sinks are the last if there are any.
+    """
     q, k, v, do, bias = (inputs[n].astype(np.float64) for n in ("q", "k", "v", "do", "bias"))
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
     out, dq, dk, dv, dbias = map(np.zeros_like, (q, q, k, v, bias))
+    dsinks = np.zeros(heads)
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
     far = i - j > window
     for b in range(batch):
@@ -121,26 +125,41 @@ def oracle(inputs, segments, window, scale):
             seen = seen & (segments[b][:, None] == segments[b][None, :])
         for h in range(heads):
             n = h // group
-            scores = scale * q[b, :, h] @ k[b, :, n].T
+            scores, slope = scale * q[b, :, h] @ k[b, :, n].T, 1.0
+            if soft_cap is not None:
+                slope = 1 / np.cosh(scores / soft_cap) ** 2
+                scores = soft_cap * np.tanh(scores / soft_cap)
             scores = np.where(far, scores + bias[b, n], scores)
             scores = np.where(seen, scores, -np.inf)
+            if sinks is not None:  # one more key, whose value is 0
+                scores = np.concatenate([scores, np.full((length, 1), sinks[h])], axis=1)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
+            of_sink, weights = weights[:, length:], weights[:, :length]
             out[b, :, h] = weights @ v[b, :, n]
             dp = do[b, :, h] @ v[b, :, n].T
-            ds = weights * (dp - (weights * dp).sum(axis=1, keepdims=True))
+            mean = (weights * dp).sum(axis=1, keepdims=True)
+            ds = weights * (dp - mean)
+            dsinks[h] -= (of_sink * mean).sum()
+            dbias[b, n] += np.where(far, ds, 0).sum(axis=0)
+            ds *= slope
             dq[b, :, h] = scale * ds @ k[b, :, n]
             dk[b, :, n] += scale * ds.T @ q[b, :, h]
             dv[b, :, n] += weights.T @ do[b, :, h]
-            dbias[b, n] += np.where(far, ds, 0).sum(axis=0)
-    return out, dq, dk, dv, dbias
+    return out, dq, dk, dv, dbias, *([] if sinks is None else [dsinks])
+
+
+def sinks_of(case):
+    """The sinks of a case's query heads; None for none."""
+    return np.linspace(-2.0, 3.0, case.H).astype("float32") if case.sinks else None
 
 
 def check(case, got, inputs, segments, tolerance=None):
     """Assert that output and gradients agree with the oracle, norm-wise."""
     tolerance = tolerance or TOLERANCE[case.dtype]
-    want = oracle(inputs, segments, case.window, case.D**-0.5)
-    for name, mine, true in zip(RESULTS, got, want, strict=True):
+    more = dict(sinks=sinks_of(case), soft_cap=case.soft_cap)
+    want = oracle(inputs, segments, case.window, case.D**-0.5, **more)
+    for name, mine, true in zip(RESULTS[: len(want)], got, want, strict=True):
         mine = np.asarray(mine, np.float64)
         chex.assert_shape(mine, true.shape, custom_message=name)
         chex.assert_tree_all_finite(mine, custom_message=f"{case.name}: {name}")

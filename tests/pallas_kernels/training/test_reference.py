@@ -12,7 +12,14 @@ from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases
 from pallas_kernels.training.api import check_arguments
 from pallas_kernels.training.inputs import Inputs
-from tests.pallas_kernels.training.support import check, draw, in_pieces, operands, oracle
+from tests.pallas_kernels.training.support import (
+    check,
+    draw,
+    in_pieces,
+    operands,
+    oracle,
+    sinks_of,
+)
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
@@ -53,6 +60,42 @@ def test_every_case_agrees_with_the_oracle(case):
     chex.assert_type([*results[:4]], case.dtype)
     chex.assert_type(results[4], "float32")
     check(case, results, inputs, segments)
+
+
+@pytest.mark.parametrize("case", cases.SINKS_AND_CAPS, ids=lambda case: case.name)
+def test_sinks_and_soft_caps_agree_with_the_oracle(case):
+    inputs, segments = draw(case)
+    sinks, wide = sinks_of(case), case.dtype == "float64"
+
+    def forward(q, k, v, bias, *sinks):
+        return retrofit_attention(
+            q,
+            k,
+            v,
+            bias,
+            window=case.window,
+            scale=case.D**-0.5,
+            segment_ids=None if segments is None else jnp.asarray(segments),
+            sinks=sinks[0] if sinks else None,
+            soft_cap=case.soft_cap,
+        )
+
+    with jax.enable_x64(wide):
+        arrays = [jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias")]
+        arrays += [] if sinks is None else [jnp.asarray(sinks)]
+        output, pullback = jax.vjp(jax.jit(forward), *arrays)
+        results = output, *pullback(jnp.asarray(inputs["do"]))
+        chex.assert_type([*results[:4]], case.dtype)
+    check(case, results, inputs, segments, tolerance=1e-7 if wide else None)
+
+
+def test_no_kernel_serves_a_soft_cap():
+    inputs, _ = draw(BY_NAME["one_group"])
+    arrays = [jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias")]
+    with pytest.raises(NotImplementedError, match="a soft cap is served by xla alone"):
+        retrofit_attention(
+            *arrays, window=3, scale=1.0, soft_cap=2.0, implementation=["mosaic_gpu", "mosaic_tpu"]
+        )
 
 
 @pytest.mark.parametrize("name", ["ragged", "packed", "evicted", "one_token"])

@@ -1,0 +1,62 @@
+"""The tables of models in the documentation are those of what loads."""
+
+import json
+import pathlib
+
+import pytest
+
+from dms_jax.command_line.shapes import (
+    LENGTHS,
+    SHAPES,
+    cache_sizes,
+    cache_table,
+    model_table,
+)
+from dms_jax.config import ModelConfig
+from dms_jax.config_checks import FAMILIES, SUPPORTED
+from dms_jax.policies import DMS, Vanilla
+
+ROOT = pathlib.Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "families"
+
+
+def test_every_family_has_a_checkpoint_that_is_compared_and_a_row():
+    """The checkpoints are those of `tests/model/test_parity.py` and `tests/checkpoint`."""
+    configs = [json.loads((folder / "config.json").read_text()) for folder in GOLDEN.iterdir()]
+    assert {ModelConfig.from_hf(config).model_type for config in configs} == set(FAMILIES)
+    assert {shape.model_type for shape in SHAPES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_what_a_config_says(name):
+    config = SHAPES[name]
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def test_readme_and_pages_name_what_is_served():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Models: {SUPPORTED}; others are refused by name" in readme
+    page = (ROOT / "experiments" / "docs" / "pages" / "models.md").read_text()
+    assert "<!-- models -->" in page
+    assert "<!-- caches -->" in page
+    assert len(model_table().splitlines()) == len(cache_table().splitlines()) == len(SHAPES) + 2
+    row = next(line for line in model_table().splitlines() if "gpt-oss-20b" in line)
+    assert row == (
+        "| gpt-oss-20b | `gpt_oss` | 12 of 128, 12 full | 64 heads on 8 of 64, sinks | 4 of 32 "
+        "experts | safetensors |"
+    )
+
+
+def test_a_cache_by_hand():
+    """gpt-oss-20b: 12 layers that grow and 12 of 128 tokens, 8 heads of 64, two bytes a number."""
+    entry, rows = 2 * 64 * 2, 12 * 8
+    rings = rows * 128 * 4  # where each of a window's tokens lies
+    windows = rows * 128 * entry + rings
+    plain = rows * 8192 * entry + windows
+    config = SHAPES["gpt-oss-20b"]
+    assert cache_sizes(config, Vanilla(), 1, 8192)[0] == f"{plain / 1e6:,.1f}"
+    kept = 257 + (8192 - 257) / 8  # its window, and an eighth of the others
+    small = rows * -(-kept // 64) * 64 * entry + rows * 257 * 4 + windows
+    assert cache_sizes(config, DMS(window=256), 8, 8192)[1] == f"{small / 1e6:,.1f}"
+    assert cache_sizes(SHAPES["phi-3-mini-4k"], DMS(window=256), 8, 4096)[1] == ""
+    assert LENGTHS == (8192, 32768, 131072)

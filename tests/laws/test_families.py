@@ -1,0 +1,96 @@
+"""Laws on the checkpoints of every family: through the cache, on a mesh, and in training.
+
+What each family computes is compared with transformers (`tests/model/test_parity.py`), in one pass
+without a cache. Here that pass is compared with all other ways to the same numbers.
+"""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import sharding
+from dms_jax.checkpoint import load
+from dms_jax.generation import Engine
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy
+from tests.laws.serving import ALMOST_GREEDY
+from tests.support.instances import further, nightly_but
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
+FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir())
+QUICK = {"gemma3", "gpt_oss"}  # windows of a group and a part, norms; sinks, experts, biases
+TOLERANCE = 1e-9
+PROMPTS = [[5, 17, 42, 8, 30, 11, 9, 3, 27, 50, 14], [33, 2, 9], [7, 28, 28, 44, 19, 6, 51, 12]]
+OF_WINDOWS = {"mistral_window", "phi3"}  # whose every layer has one
+
+
+@functools.cache
+def model_of(family: str, mesh: jax.sharding.Mesh | None = None) -> LanguageModel:
+    return load(GOLDEN / family, dtype="float64", mesh=mesh, untrained=True)
+
+
+def answers(model: LanguageModel, policy: Policy, **options) -> list:
+    engine = Engine(
+        model, policy, num_lanes=4, max_tokens=32, chunk=4, prefill_chunk=5, page_size=4, **options
+    )
+    sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=9)
+    return engine.generate(PROMPTS, sampling=sampling)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    top = logits.max(-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+def check_answers(model: LanguageModel, policy: Policy, found: list) -> None:
+    """Compares answers through the cache with one pass without it."""
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        tokens = np.array([[*prompt, *completion.tokens]], np.int32)
+        logits = np.asarray(model.logits(tokens, policy=policy))[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == completion.tokens
+        difference = completion.logprobs - log_softmax(logits).max(-1)
+        assert np.abs(difference).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", [dms_jax.Vanilla(), *further(dms_jax.DMS(window=3))])
+@pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
+def test_the_cache_gives_what_one_pass_gives(family, policy):
+    if family in OF_WINDOWS and policy != dms_jax.Vanilla():
+        pytest.skip("no cache of it grows")
+    model = model_of(family)
+    check_answers(model, policy, answers(model, policy))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dms_jax.TOVA(budget=64, prefill="evict_past_budget"),
+        *further(dms_jax.SnapKV(budget=80), dms_jax.Quest(budget=64), dms_jax.KCache(top=64)),
+    ],
+    ids=lambda policy: policy.name,
+)
+@pytest.mark.parametrize("family", nightly_but({"gpt_oss"}, sorted(set(FAMILIES) - OF_WINDOWS)))
+def test_with_nothing_to_evict_every_policy_is_vanilla(family, policy):
+    """Sinks and soft caps go through the steps of policies that observe weights or select."""
+    if policy.name == "KCache":
+        policy = dataclasses.replace(policy, values="device")
+    model = model_of(family)
+    check_answers(model, dms_jax.Vanilla(), answers(model, policy))
+
+
+@pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
+def test_a_mesh_changes_nothing(family):
+    mesh = dms_jax.make_mesh(2, 2)
+    spread = model_of(family, mesh)
+    kernel = spread.transformer.layers.mlp.down_proj.kernel
+    assert not kernel.get_value().is_fully_replicated
+    check_answers(model_of(family), dms_jax.Vanilla(), answers(spread, dms_jax.Vanilla()))
+    tokens = np.array([PROMPTS[0], PROMPTS[0][::-1]], np.int32)
+    alone, both = (np.asarray(model.logits(tokens)) for model in (model_of(family), spread))
+    assert np.abs(alone - both).max() < TOLERANCE
+    assert sharding.mesh_sizes(mesh) == (2, 1, 2)

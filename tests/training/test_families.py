@@ -1,0 +1,100 @@
+"""Training of every family: gradients against differences, and steps under a policy's decisions."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.checkpoint import load
+from dms_jax.errors import ConfigError
+from dms_jax.model.attention import Relaxation
+from dms_jax.policies import DMS, KVzap, Vanilla
+from dms_jax.training import recipes
+from dms_jax.training.parameters import add_adapter, parameters, rebuilder
+from dms_jax.training.recipe import Stage
+from tests.support.instances import nightly_but
+from tests.training.tiny import recipe
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
+FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir())
+WINDOWS_ALONE = {"mistral_window", "phi3"}
+TRAINED = sorted(set(FAMILIES) - WINDOWS_ALONE - {"gemma2"})  # whose logits have a cap
+KVZAP = KVzap(threshold=-5.0)
+SOFT = DMS(window=3, source="adapter", alpha_scale=2.0, alpha_offset=0.5)
+
+
+@functools.cache
+def model_of(family: str, dtype: str):
+    return load(GOLDEN / family, dtype=dtype, untrained=True)
+
+
+@pytest.mark.parametrize("family", nightly_but({"gemma3", "gpt_oss"}, FAMILIES))
+def test_gradients_are_differences(family):
+    """In float64, along a random direction of all parameters at once."""
+    with jax.enable_x64(True):
+        policy = Vanilla() if family in WINDOWS_ALONE else SOFT
+        transformer = add_adapter(model_of(family, "float64").transformer)
+        relaxation = None if family in WINDOWS_ALONE else Relaxation()
+        rebuild, random = rebuilder(transformer), np.random.default_rng(0)
+        tokens = jnp.asarray(random.integers(3, 61, (2, 20)))
+        arrays = parameters(transformer)
+        weights = jnp.asarray(random.normal(size=(2, 20, transformer.config.vocab_size)))
+
+        @jax.jit
+        def value(arrays):
+            model = rebuild(arrays)
+            passed = model(tokens, policy, relaxation=relaxation, remat="all_but_attention")
+            return (model.unembed(passed.hidden) * weights).mean() + passed.decisions.sum() / 100
+
+        gradient = jax.jit(jax.grad(value))(arrays)
+        for name, own in gradient.items():
+            # An adapter starts at zero: its output alone has a gradient.
+            learns = "adapter" not in name or (policy is SOFT and "proj" in name)
+            assert bool(jnp.any(own)) == learns, name
+        direction = {name: jnp.asarray(random.normal(size=x.shape)) for name, x in arrays.items()}
+        # Decisions are straight-through: their numbers have no difference.
+        soft = {name: x * (not name.startswith("layers.adapter")) for name, x in direction.items()}
+        step = 1e-6
+
+        def at(scale):
+            return value({name: x + scale * soft[name] for name, x in arrays.items()})
+
+        difference = (at(step) - at(-step)) / (2 * step)
+        along = sum(jnp.vdot(gradient[name], soft[name]) for name in arrays)
+        assert float(along) == pytest.approx(float(difference), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", nightly_but({"gpt_oss"}, TRAINED))
+def test_steps_under_decisions_lower_the_loss(family):
+    model = model_of(family, "float32")
+    documents = [np.random.default_rng(0).integers(3, 61, 24).tolist()] * 8
+    options = recipe(
+        Stage("ramp", 10, 3e-3, 2.0, adapter_learning_rate=1e-2), loss="language_modeling"
+    )
+    losses = []
+    trained = dms_jax.train(
+        model,
+        policy=SOFT,
+        recipe=options,
+        data=documents,
+        on_step=lambda record: losses.append(record["lm_loss"]),
+        progress=False,
+    )
+    assert losses[-1] < 0.8 * losses[0]
+    before, after = parameters(model.transformer), parameters(trained.transformer)
+    assert all(np.any(np.asarray(after[name]) != np.asarray(x)) for name, x in before.items())
+
+
+def test_what_cannot_be_trained_is_refused():
+    options = dict(data=[[3, 4, 5]] * 4)
+    with pytest.raises(ConfigError, match="have a soft cap"):
+        dms_jax.retrofit(model_of("gemma2", "float32"), SOFT, recipe=recipe(), **options)
+    with pytest.raises(ConfigError, match="there is nothing for DMS to compress"):
+        dms_jax.retrofit(model_of("phi3", "float32"), SOFT, recipe=recipe(), **options)
+    taught = recipes.kvzap()
+    with pytest.raises(ConfigError, match="sinks or a soft cap in it"):
+        dms_jax.retrofit(model_of("gpt_oss", "float32"), KVZAP, recipe=taught, **options)
