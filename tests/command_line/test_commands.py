@@ -219,6 +219,19 @@ def test_every_option_of_every_policy_is_explained():
     assert [policy.name for policy in policy_options.described()] == list(POLICIES)
 
 
+def test_policies_are_a_table(capsys):
+    assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 80
+    first = {line.split()[0]: line.split()[1:] for line in lines if line[:1].strip()}
+    assert POLICIES.keys() <= first.keys()
+    assert first["DMS"][:3] == ["memory", "trained", "Learned"]
+    assert first["TOVA"][:2] == ["memory", "Evicts"]
+    assert first["Quest"][:2] == ["reads", "Reads"]
+    assert first["Vanilla"][:2] == ["Keeps", "and"]
+
+
 def test_policies_are_shown_with_defaults(capsys):
     assert main(["policies", "SnapKV"]) == 0
     shown = capsys.readouterr().out
