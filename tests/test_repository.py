@@ -367,8 +367,6 @@ def test_every_command_is_understood(line, tmp_path, monkeypatch, capsys):
             assert main(words[1:]) == 0
         case ["dms-jax", command, *options]:
             assert command in COMMANDS
-            for left in filter(None, (re.fullmatch(r"[\w@.]+=(mine/.+)", word) for word in words)):
-                pathlib.Path(left[1]).mkdir(parents=True, exist_ok=True)  # an earlier command did
             module = importlib.import_module(f"dms_jax.command_line.{command}")
             settings, parsed = getattr(module, "PRESETS", module.Config), []
             assert running.run(parsed.append, settings, description="", arguments=options) == 0

@@ -323,9 +323,9 @@ def test_errors_and_interrupts_end_with_a_line(capsys):
 
 def test_a_report_tells_the_command_without_its_folder(monkeypatch):
     arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
-    monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "compare", *arguments])
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "hyperscale", *arguments])
     told = running.command(without=("--out", "--save"))
-    assert told == "dms-jax compare --only TOVA 'DMS (drawn)'"
+    assert told == "dms-jax hyperscale --only TOVA 'DMS (drawn)'"
 
 
 SLIPS = {
@@ -340,6 +340,11 @@ SLIPS = {
     "evaluate --task mmlu": "--task mmlu reads a file: --task-options path=FILE.",
     "evaluate --policy H20": "Unknown cache policy 'H20' (did you mean H2O?)",
     "evaluate --chat --template thinking": "--template takes name=value",
+    "evaluate --policies Vanilla TOVa": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
+    "evaluate --policies TOVA TOVA": "cannot be the name of a row",
+    "evaluate --policies TOVA --policy H2O": "leave out --policy",
+    "evaluate --task text --chains 2": "--chains is for tasks that are answered in words",
+    "evaluate --task text --task-options size=4": "--task-options size: there are path, window",
     "evaluate --temperature -1": "temperature",
     "evaluate --task needle --lanes 0": "lanes",
     "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",

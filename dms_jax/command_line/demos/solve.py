@@ -40,7 +40,7 @@ peak: most tokens in the cache, fewer: how many times; reads: entries read.
 Where to go on:
   dms-jax generate --model reasoner-11m-dms "Problem: Compute 7 * 6. Solution:"
   dms-jax chat --help       talk with a checkpoint of yours, from a small cache
-  dms-jax compare --help    every policy on one checkpoint, beside each other
+  dms-jax evaluate --help   policies beside each other, on one checkpoint
   dms-jax retrofit --help   train a checkpoint to need less"""
 
 
