@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import importlib
 import os
-import pathlib
 import pkgutil
 import re
 import runpy

@@ -14,7 +14,8 @@ import sys
 import pytest
 
 import dms_jax
-from dms_jax.command_line import COMMANDS, main, policy_options, reports, running
+from dms_jax.assets import fetching
+from dms_jax.command_line import COMMANDS, main, options, policy_options, reports, running
 from dms_jax.errors import EngineFailedError
 from dms_jax.policies import POLICIES
 from tests.support.tree import ROOT
@@ -177,11 +178,11 @@ def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
     assert "\nusage: dms-jax retrofit self-taught [-h]" in capsys.readouterr().out
     assert main(["retrofit", "self-taught"]) == main(["retrofit", "custom"]) == 2
     said = capsys.readouterr().err.splitlines()
-    for line, options, point in (
+    for line, named, point in (
         (said[0], "--model and --prompts", "self-taught-stories260k"),
         (said[1], "--model and --data", "stories260k"),
     ):
-        assert line.startswith(f"ConfigError: give {options}, or a starting point ")
+        assert line.startswith(f"ConfigError: give {named}, or a starting point ")
         assert line.endswith(f": dms-jax retrofit {point}.")
         assert point in presets
 
@@ -289,11 +290,17 @@ def test_every_policy_names_its_own_paper(capsys):
     assert "    paper: https://arxiv.org/abs/2406.02069\n" in capsys.readouterr().out
 
 
-def test_assets_are_fetched_by_command(capsys, tmp_path):
-    source = str(ROOT / "dms_jax" / "assets")
-    assert main(["assets", "books", "--source", source, "--to", str(tmp_path)]) == 0
-    assert (tmp_path / "books" / "moby_dick.txt.gz").is_file()
-    assert f"The assets are in {tmp_path}." in capsys.readouterr().out
+def test_a_model_that_the_wheel_lacks_is_fetched_when_it_is_used(capsys, tmp_path, monkeypatch):
+    fetching.listed()  # is read before the files go
+    monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetching, "address", lambda: str(ROOT / "dms_jax" / "assets"))
+    found = options.find_model("reasoner-11m")
+    assert found == fetching.cache() / "reasoner-11m"
+    assert (found / "config.json").is_file()
+    assert "Fetching reasoner-11m/config.json" in capsys.readouterr().err
+    assert options.find_model("reasoner-11m") == found
+    assert capsys.readouterr().err == ""
 
 
 def test_errors_and_interrupts_end_with_a_line(capsys):

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dms_jax
-from dms_jax import assets
+from dms_jax.command_line.options import shipped
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Problem, Task, WordChain
 from dms_jax.evaluation import Result, evaluate
 
@@ -67,8 +67,8 @@ def main(config: Config) -> dict[str, Result]:
     console = Console(highlight=False)
     dense, compressed = MODELS
     models = {
-        "dense": dms_jax.load(config.dense or assets.path(dense), dtype="float32"),
-        "DMS": dms_jax.load(config.compressed or assets.path(compressed), dtype="float32"),
+        "dense": dms_jax.load(config.dense or shipped(dense), dtype="float32"),
+        "DMS": dms_jax.load(config.compressed or shipped(compressed), dtype="float32"),
     }
     count = config.problems * len(TASKS)
     console.print(
