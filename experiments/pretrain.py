@@ -38,10 +38,10 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
 from dms_jax.data.batches import Batch
-from dms_jax.data.mixture import Mixture, MixtureBatches, standard_parts
 from dms_jax.json_text import json_text
 from dms_jax.training import held_out_loss
 from experiments.configs.pretrain import Config
+from experiments.mixture import Mixture, MixtureBatches, standard_parts
 
 # Steps that are timed: the first of them compiles, and the last ones count.
 TIMED_STEPS, COUNTED_STEPS = 80, 40
