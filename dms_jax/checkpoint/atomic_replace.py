@@ -5,8 +5,9 @@
     .out.saving-k3x9/old/     the old one while the new one takes its place
 
 The new one is complete and flushed before two renames put it in the place of the old one. A process
-killed between them leaves none at `out`, and the next save restores the old one. Every save locks the directory that it writes into, until its process ends. An unlocked
-directory was left by a save that was killed, and the next save removes it.
+killed between them leaves none at `out`, and the next save restores the old one. Every save locks
+the directory that it writes into, until its process ends. An unlocked directory was left by a save
+that was killed, and the next save removes it.
 """
 
 import contextlib
