@@ -4,7 +4,7 @@
     python -m experiments.pretrain --out runs/again --steps 16000
     python -m experiments.pretrain --help
 
-Data are made from seeds while the model trains (`dms_jax.data.mixture`); nothing repeats. With
+Data are made from seeds while the model trains (`experiments.mixture`); nothing repeats. With
 --minutes the number of steps is chosen by timing some beforehand and written to out/plan.json and
 out/summary.json: --steps with that number repeats the run on any machine.
 
