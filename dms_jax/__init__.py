@@ -2,92 +2,148 @@
 
 import importlib
 import importlib.metadata
+import sys
 from typing import TYPE_CHECKING, Any
 
-from dms_jax import policies
-from dms_jax.checkpoint import load, save
-from dms_jax.config import ModelConfig
-from dms_jax.devices import Device
-from dms_jax.errors import (
-    BusyError,
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DmsJaxError,
-    OtherProcessError,
-    OutOfMemoryError,
-    TrainingDivergedError,
-)
-from dms_jax.generation import (
-    Conversation,
-    Engine,
-    Sampling,
-    estimate,
-    generate,
-    score,
-)
-from dms_jax.model.grouped_query import to_grouped_query
-from dms_jax.model.initialization import initialize
-from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import *  # noqa: F403
-from dms_jax.sharding import make_mesh
-from dms_jax.training import Recipe, calibrate, plan, recipes, retrofit, train
-
 if TYPE_CHECKING:
-    from dms_jax import assets
+    from dms_jax import assets, evaluation, policies
+    from dms_jax.checkpoint import load, save
+    from dms_jax.config import ModelConfig
+    from dms_jax.devices import Device
+    from dms_jax.errors import (
+        BusyError,
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DmsJaxError,
+        OtherProcessError,
+        OutOfMemoryError,
+        TrainingDivergedError,
+    )
     from dms_jax.evaluation import evaluate, hyperscale
+    from dms_jax.generation import Conversation, Engine, Sampling, estimate, generate, score
+    from dms_jax.model.grouped_query import to_grouped_query
+    from dms_jax.model.initialization import initialize
+    from dms_jax.model.language_model import LanguageModel
+    from dms_jax.policies import *  # noqa: F403
+    from dms_jax.sharding import make_mesh
+    from dms_jax.training import Recipe, calibrate, plan, recipes, retrofit, train
 
-try:
-    __version__ = importlib.metadata.version("dms-jax")
-except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0+checkout"
+    __version__: str
+    __all__ = [
+        "BusyError",
+        "CapacityError",
+        "CheckpointError",
+        "ConfigError",
+        "Conversation",
+        "DataError",
+        "Device",
+        "DmsJaxError",
+        "Engine",
+        "LanguageModel",
+        "ModelConfig",
+        "OtherProcessError",
+        "OutOfMemoryError",
+        "Recipe",
+        "Sampling",
+        "TrainingDivergedError",
+        "__version__",
+        "assets",
+        "calibrate",
+        "estimate",
+        "evaluate",
+        "evaluation",
+        "generate",
+        "hyperscale",
+        "initialize",
+        "load",
+        "make_mesh",
+        "plan",
+        "policies",
+        "recipes",
+        "retrofit",
+        "save",
+        "score",
+        "to_grouped_query",
+        "train",
+    ]
+    __all__ += policies.__all__
+
+# Names are imported when they are first used: importing JAX, Flax and Optax takes seconds, which
+# `dms-jax --help` and errors in options need not wait for. The policies are public here as well.
+_PLACES = {
+    "checkpoint": "load save",
+    "config": "ModelConfig",
+    "devices": "Device",
+    "errors": """
+        BusyError CapacityError CheckpointError ConfigError DataError DmsJaxError OtherProcessError
+        OutOfMemoryError TrainingDivergedError
+    """,
+    "evaluation": "evaluate hyperscale",
+    "generation": "Conversation Engine Sampling estimate generate score",
+    "model.grouped_query": "to_grouped_query",
+    "model.initialization": "initialize",
+    "model.language_model": "LanguageModel",
+    "sharding": "make_mesh",
+    "training": "Recipe calibrate plan recipes retrofit train",
+}
+_MODULES = {name: place for place, names in _PLACES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what only some need when it is first asked for: evaluations, and the assets."""
-    if name == "assets":
-        return importlib.import_module("dms_jax.assets")
-    if name in ("evaluation", "evaluate", "hyperscale"):
-        evaluation = importlib.import_module("dms_jax.evaluation")
-        return evaluation if name == "evaluation" else getattr(evaluation, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__":
+        value = _version()
+    elif name == "__all__":
+        value = ["__version__", "assets", "evaluation", "policies", *_MODULES]
+        value += importlib.import_module("dms_jax.policies").__all__
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    else:
+        value = _policy(name) if name[:1].isupper() else _submodule(name)
+    globals()[name] = value
+    return value
 
 
-__all__ = [
-    "BusyError",
-    "CapacityError",
-    "CheckpointError",
-    "ConfigError",
-    "Conversation",
-    "DataError",
-    "Device",
-    "DmsJaxError",
-    "Engine",
-    "LanguageModel",
-    "ModelConfig",
-    "OtherProcessError",
-    "OutOfMemoryError",
-    "Recipe",
-    "Sampling",
-    "TrainingDivergedError",
-    "__version__",
-    "assets",
-    "calibrate",
-    "estimate",
-    "evaluate",
-    "generate",
-    "hyperscale",
-    "initialize",
-    "load",
-    "make_mesh",
-    "plan",
-    "policies",
-    "recipes",
-    "retrofit",
-    "save",
-    "score",
-    "to_grouped_query",
-    "train",
-]
-__all__ += policies.__all__
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})
+
+
+def _version() -> str:
+    """Returns the version of the installed package."""
+    try:
+        return importlib.metadata.version("dms-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+checkout"  # a checkout that is not installed
+
+
+def _policy(name: str) -> Any:
+    """Returns a cache policy by its name.
+
+    Raises:
+      AttributeError: there is none of that name.
+    """
+    policies = importlib.import_module("dms_jax.policies")
+    if name in policies.__all__:
+        return getattr(policies, name)
+    raise _unknown(name)
+
+
+def _submodule(name: str) -> Any:
+    """Imports a package or module of this one.
+
+    Raises:
+      AttributeError: there is none of that name.
+    """
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> AttributeError:
+    """Returns an error for which Python suggests a similar name."""
+    message = f"module {__name__!r} has no attribute {name!r}"
+    return AttributeError(message, name=name, obj=sys.modules[__name__])

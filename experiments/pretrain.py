@@ -4,7 +4,7 @@
     python -m experiments.pretrain --out runs/again --steps 16000
     python -m experiments.pretrain --help
 
-Data are made from seeds while the model trains (`dms_jax.data.mixture`); nothing repeats. With
+Data are made from seeds while the model trains (`experiments.mixture`); nothing repeats. With
 --minutes the number of steps is chosen by timing some beforehand and written to out/plan.json and
 out/summary.json: --steps with that number repeats the run on any machine.
 
@@ -38,10 +38,10 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import run
 from dms_jax.data.batches import Batch
-from dms_jax.data.mixture import Mixture, MixtureBatches, standard_parts
 from dms_jax.json_text import json_text
 from dms_jax.training import held_out_loss
 from experiments.configs.pretrain import Config
+from experiments.mixture import Mixture, MixtureBatches, standard_parts
 
 # Steps that are timed: the first of them compiles, and the last ones count.
 TIMED_STEPS, COUNTED_STEPS = 80, 40

@@ -10,8 +10,8 @@
 - `books("train")`, ...: three disjoint parts of two public-domain novels.
 
 Each lies beside its licence and a README. A checkout has all of them. The wheel carries the first
-model, the adapter and the first two parts of the stories; `fetch()`, or `dms-jax assets` on a
-command line, gets the others (`fetching.py`).
+model, the adapter and the first two parts of the stories; `fetch()` gets the others
+(`fetching.py`), and so does a command of `dms-jax` that needs one.
 """
 
 import gzip

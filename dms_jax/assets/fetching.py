@@ -61,7 +61,7 @@ def missing(name: str) -> str:
     size = sum(int(one["bytes"]) for file, one in listed().items() if file.startswith(f"{name}/"))
     return (
         f"{name} does not come with the wheel and is not on this machine. Fetch it "
-        f"({size / 1e6:.0f} MB): dms-jax assets {name}, or dms_jax.assets.fetch({name!r}). From a "
+        f"({size / 1e6:.0f} MB): dms_jax.assets.fetch({name!r}). From a "
         f"checkout that is here already: export {VARIABLE}=CHECKOUT/dms_jax/assets."
     )
 

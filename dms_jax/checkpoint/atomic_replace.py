@@ -1,25 +1,22 @@
 """Replace a checkpoint directory atomically, and delete nothing that does not belong to it.
 
     out/                      the old checkpoint
-    .out.saving-k3x9/new/     the new one while it is written; then the old one, to be removed
-    .out.saving-k3x9/old/     the old one temporarily, if the two cannot be exchanged
+    .out.saving-k3x9/new/     the new one while it is written
+    .out.saving-k3x9/old/     the old one while the new one takes its place
 
-On Linux the two directories are exchanged atomically (renameat2), so that there is a complete
-checkpoint at `out` at any time. On other systems, and on file systems without that call, there are
-two renames: a process killed between them leaves none at `out`, and the next save restores the old
-one. Every save locks the directory that it writes into, until its process ends. An unlocked
-directory was left by a save that was killed, and the next save removes it.
+The new one is complete and flushed before two renames put it in the place of the old one. A process
+killed between them leaves none at `out`, and the next save restores the old one. Every save locks
+the directory that it writes into, until its process ends. An unlocked directory was left by a save
+that was killed, and the next save removes it.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import fnmatch
 import os
 import pathlib
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -185,8 +182,6 @@ def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
     if not os.path.lexists(target):
         new.rename(target)
         return None
-    if _exchange(new, target):
-        return new
     old = new.with_name("old")
     target.rename(old)
     try:
@@ -195,18 +190,6 @@ def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
         old.rename(target)
         raise
     return old
-
-
-def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
-    """Exchange two directories atomically; False if the system cannot."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        renameat2 = ctypes.CDLL(None).renameat2
-    except (OSError, AttributeError):  # the C library lacks it
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 @contextlib.contextmanager

@@ -20,13 +20,11 @@ COMMANDS = {
     "chat": "talk with a model whose turns share one small cache",
     "serve": "answer requests over HTTP as OpenAI's and Anthropic's APIs do",
     "retrofit": "train a checkpoint to run with a small cache",
-    "plan": "what a retrofit takes on a machine, before it is paid for",
-    "evaluate": "let a model answer the problems of a task, and score the answers",
+    "evaluate": "score answers to a task, or the loss on a text, under one or several policies",
     "hyperscale": "longer answers and more chains at equal reads and equal peak",
-    "compare": "every cache policy on one checkpoint and one text",
-    "demo": "retrofit a small model, watch one reason from a small cache",
+    "plan": "what a retrofit takes on a machine, before it is paid for",
     "policies": "every cache policy with its options and their defaults",
-    "assets": "fetch the models and texts that do not come with the wheel",
+    "demo": "retrofit a small model, watch one reason from a small cache",
 }
 WRONG_CALL = 2
 

@@ -6,16 +6,17 @@
 
 The first part (`demos/quickstart.py`) retrofits stories260K and decodes held-out stories under
 every cache; the second (`demos/solve.py`) lets the shipped reasoning model and its DMS retrofit
-work on the same problems, side by side. Both need no accelerator. An installed wheel lacks those
-two models: until they are fetched the first part is all, and the command for it is shown.
+work on the same problems, side by side. Both need no accelerator. An installed wheel fetches those
+two models (43 MB, once); where it cannot, the first part is all.
 """
 
 import dataclasses
 from typing import Literal
 
-from dms_jax.assets.fetching import find
 from dms_jax.command_line.demos import quickstart as stories
 from dms_jax.command_line.demos import solve as problems
+from dms_jax.command_line.options import shipped
+from dms_jax.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +39,13 @@ def main(config: Config) -> None:
     if config.only == "quickstart":
         return
     needed = zip(problems.MODELS, (config.solve.dense, config.solve.compressed), strict=True)
-    lacking = [name for name, given in needed if given is None and find(name) is None]
-    if lacking and config.only == "both":
-        print(
-            "The second part, in which a larger model solves problems, needs what did not come\n"
-            f"with the wheel. Fetch it, and see:\n  dms-jax assets {' '.join(lacking)}\n"
-            "  dms-jax demo --only solve"
-        )
+    try:
+        for name, given in needed:
+            if given is None:
+                shipped(name)
+    except DataError as error:
+        if config.only == "solve":
+            raise
+        print(f"The second part, in which a larger model solves problems, is left out: {error}")
         return
     problems.main(config.solve)

@@ -16,47 +16,70 @@ r"""Let a model answer the problems of a task from a small cache, and score the 
     dms-jax evaluate --model path/to/model --task ruler --temperature 0 --chat \
         --task-options task=qa_1 length=8192 questions=dev-v2.0.json
 
+Several policies on the same problems, or on the same text token by token, compared with the first:
+
+    dms-jax evaluate --policies Vanilla DMS,model=reasoner-11m-dms TOVA,budget=64
+    dms-jax evaluate --model stories260k --task text --task-options max_tokens=4000 \
+        --policies Vanilla TOVA,compression_ratio=4 Knorm,compression_ratio=4,interval=16
+
 Problems are made from seeds (those of the test split are never trained on), or read from a file in
 the form in which its publisher distributes it.
 """
 
 import dataclasses
-import datetime
 import inspect
 import pathlib
 import sys
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
+from rich.console import Console
 
 import dms_jax
+from dms_jax import assets
+from dms_jax.command_line.candidates import (
+    FAILURES,
+    Candidate,
+    Evaluated,
+    change,
+    gave_up,
+    read_candidates,
+    show,
+)
 from dms_jax.command_line.options import (
     CHOICES,
+    check_names,
     find_adapter,
     find_model,
     read_chat,
     read_choices,
+    read_options,
     read_policy,
     read_tasks,
 )
-from dms_jax.command_line.reports import make_place, write_json
-from dms_jax.command_line.running import command
+from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import (
     SAMPLING,
     Chat,
     ChoiceResult,
+    Perplexity,
     Result,
     Serving,
     evaluate,
     evaluate_choices,
     percent,
+    perplexity,
     summary_table,
 )
 
 SERVING = Serving()
 CALL = {name: each.default for name, each in inspect.signature(evaluate).parameters.items()}
+TEXT = "text"
+_TEXT_OPTIONS = ("path", "window", "max_tokens")
+_TEXT_LANES = 64  # windows at a time; all of them have a place in the cache
+
+INTERRUPTED = "Stopped. The same call with --answers goes on after the answers that are there."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +97,11 @@ class Config:
     all tasks of RULER whose data is given, or the one that task= names; from a file and answered
     in words gsm8k, math500, aime, gpqa, mathematics; from a file and answered by programs
     humaneval, livecodebench; from a file and answered by likelihood mmlu, arc, hellaswag, piqa,
-    winogrande, boolq."""
+    winogrande, boolq; text: the loss on a text, predicted token by token from the cache."""
     task_options: tuple[str, ...] = ()
     """Difficulty and length of the task, as name=value or as one JSON object; of tasks on files
-    path=, few_shot= and examples=; of ruler length=, squad=, hotpotqa=, essays= and words=."""
+    path=, few_shot= and examples=; of ruler length=, squad=, hotpotqa=, essays= and words=; of text
+    path= (TinyStories unless given), window= and max_tokens=."""
     allow_code: bool = False
     """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
     chat: bool = False
@@ -91,6 +115,10 @@ class Config:
     given."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
+    policies: tuple[str, ...] = ()
+    """Several policies in place of one, as POLICY,option=value,...: the first is what the others
+    are compared with. Beside the policy's own options model=, adapter= (as --model and --adapter),
+    kv_dtype= (float8_e4m3 or int4) and name= (of its row)."""
     problems: int | None = CALL["problems"]
     """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
     chains: int = CALL["chains"]
@@ -112,17 +140,12 @@ class Config:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; that of the files unless given."""
     answers: pathlib.Path | None = None
-    """Folder for every answer as it ends; the same call goes on after those that are in it."""
+    """Folder for every answer as it ends, with one for each of --policies; the same call goes on
+    after those that are in it."""
     samples: int = 3
     """Completions to keep in the file."""
     out: pathlib.Path | None = None
     """JSON file for the figures, with device, versions, date and command."""
-
-    def load(self) -> dms_jax.LanguageModel:
-        """The model, which takes long: options are read before."""
-        return dms_jax.load(
-            find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
-        )
 
     def make_serving(self) -> Serving:
         """The cache."""
@@ -139,82 +162,215 @@ class Config:
         return read_chat(asked=self.chat, system=self.system, template=self.template)
 
 
-def main(config: Config) -> Result | ChoiceResult:
-    """Evaluates, prints the table, writes the file."""
+Measure = Callable[[dms_jax.LanguageModel, Candidate, pathlib.Path | None], Evaluated]
+
+
+def main(config: Config) -> Evaluated | dict[str, Evaluated]:
+    """Evaluates, prints the table, writes the file; returns the results of several by name."""
     if config.samples < 0:
         raise dms_jax.ConfigError(f"--samples must be at least 0, got {config.samples}.")
     if config.out is not None:
         make_place("--out", config.out)
-    policy, chat = read_policy(config.policy, config.options), config.make_chat()
-    if config.task in CHOICES:
-        return choose(config, policy)
-    tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
-    sampling, serving = config.make_sampling(), config.make_serving()
-    result = evaluate(
-        config.load(),
-        tasks,
-        policy=policy,
-        problems=config.problems,
-        split=config.split,
-        chains=config.chains,
-        sampling=sampling,
-        chat=chat,
-        seed=config.seed,
-        out=config.answers,
-        progress=sys.stderr.isatty(),
-        serving=serving,
-    )
-    data = result.to_dict(samples=config.samples)
-    rows = [{"label": config.task, **data}]
-    if len(result.tasks) > 1:
-        rows += [{"label": name, **result.of_task(name).to_dict()} for name in result.tasks]
-    print(summary_table(rows))
-    rate = float(result.new_tokens.sum()) / result.seconds
-    print(
-        f"\n{data['policy']['name']}: {result.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
-        "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of all chains"
-        "\nof a problem, averages over layers and heads. ratio: tokens seen over live ones."
-    )
+    measure = read_task(config)
+    if config.policies:
+        return compare(config, measure)
+    policy = read_policy(config.policy, config.options)
+    one = Candidate(config.task, policy, config.model, config.adapter)
+    result = measure(load(config, one), one, config.answers)
+    describe(config, result)
     if config.out is not None:
-        write_json(config.out, {**provenance(), "model": config.model, **data})
+        write_json(
+            config.out, {**provenance(config), "model": config.model, **data(config, result)}
+        )
     return result
 
 
-def choose(config: Config, policy: dms_jax.policies.Policy | None) -> ChoiceResult:
-    """Evaluates a task that is answered by likelihood, which has no answers in words."""
+def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
+    """Evaluates several policies one after the other; one that cannot run is named at the end.
+
+    Raises:
+      ConfigError: one policy is given as well, or the first of them cannot run.
+    """
+    if config.policy is not None or config.options:
+        raise dms_jax.ConfigError(
+            "--policies holds every policy with its options, as TOVA,budget=64; leave out --policy "
+            "and --options."
+        )
+    candidates = read_candidates(config.policies, model=config.model, adapter=config.adapter)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    results: dict[str, Evaluated] = {}
+    failed: dict[str, str] = {}
+    models: dict[tuple[str, str | None], dms_jax.LanguageModel] = {}
+    for each in candidates:
+        try:
+            if (each.model, each.adapter) not in models:
+                models.clear()  # before the next one is read: both may not fit a device
+                models[each.model, each.adapter] = load(config, each)
+            answers = None if config.answers is None else config.answers / each.name
+            model = models[each.model, each.adapter]
+            results[each.name] = measure(model, each, answers)
+        except FAILURES as error:
+            if not results or gave_up(error):
+                raise
+            failed[each.name] = str(error)
+        done = "could not run" if each.name in failed else "done"
+        print(f"{each.name}: {done}", file=sys.stderr)
+        if config.out is not None:
+            write_json(config.out, report(config, results, failed))
+    show(console, results, config.task)
+    for name, why in failed.items():
+        print(f"{name} could not run: {why}")
+    return results
+
+
+def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]) -> dict[str, Any]:
+    """Returns what --out holds of several policies."""
+    first = next(iter(results.values()))
+    rows = [
+        {"name": name, **data(config, each), "change": change(each, first).to_list()}
+        for name, each in results.items()
+    ]
+    rows += [{"name": name, "failed": why} for name, why in failed.items()]
+    return {**provenance(config), "model": config.model, "systems": rows}
+
+
+def load(config: Config, candidate: Candidate) -> dms_jax.LanguageModel:
+    """Reads the model of a row, which takes long: options are read before."""
+    adapter = find_adapter(candidate.adapter)
+    return dms_jax.load(find_model(candidate.model), dtype=config.dtype, adapter=adapter)
+
+
+def read_task(config: Config) -> Measure:
+    """Returns what evaluates a model on the task of the settings.
+
+    Raises:
+      ConfigError: there is no such task, or an option means nothing to it.
+    """
+    serving = config.make_serving()
+    if config.task not in CHOICES and config.task != TEXT:
+        return answered(config, serving)
+    words = ("chat", "chains", "temperature", "top_p", "max_new_tokens", "answers")
+    refuse(config, words, "tasks that are answered in words")
+    config.make_chat()
+    if config.task == TEXT:
+        return predicted(config, serving)
+    choices = read_choices(config.task, config.task_options)
+
+    def measure(
+        model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
+    ) -> Evaluated:
+        return evaluate_choices(
+            model,
+            choices,
+            policy=candidate.policy_for(model),
+            problems=config.problems,
+            serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
+        )
+
+    return measure
+
+
+def predicted(config: Config, serving: Serving) -> Measure:
+    """Returns what measures the loss of a model on a text."""
+    refuse(config, ("problems",), "tasks that have problems")
+    fields = read_options(config.task_options, "--task-options")
+    check_names("--task-options", fields, _TEXT_OPTIONS)
+    path = fields.pop("path", assets.path("tinystories") / "valid.txt")
+    serving = dataclasses.replace(serving, lanes=min(serving.lanes, _TEXT_LANES))
+
+    def measure(
+        model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
+    ) -> Evaluated:
+        return perplexity(
+            model,
+            path,
+            policy=candidate.policy_for(model),
+            serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
+            **fields,
+        )
+
+    return measure
+
+
+def answered(config: Config, serving: Serving) -> Measure:
+    """Returns what evaluates a model on a task that is answered in words or by programs."""
+    chat, sampling = config.make_chat(), config.make_sampling()
+    tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
+
+    def measure(
+        model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
+    ) -> Evaluated:
+        return evaluate(
+            model,
+            tasks,
+            policy=candidate.policy_for(model),
+            problems=config.problems,
+            split=config.split,
+            chains=config.chains,
+            sampling=sampling,
+            chat=chat,
+            seed=config.seed,
+            out=answers,
+            progress=sys.stderr.isatty(),
+            serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
+        )
+
+    return measure
+
+
+def refuse(config: Config, names: Sequence[str], those: str) -> None:
+    """Refuses options that would change nothing.
+
+    Raises:
+      ConfigError: one of them is not as it is unless given.
+    """
     defaults = Config()
-    for name in ("chat", "chains", "temperature", "top_p", "max_new_tokens", "answers"):
+    for name in names:
         if getattr(config, name) != getattr(defaults, name):
-            option = name.replace("_", "-")
             raise dms_jax.ConfigError(
-                f"--{option} is for tasks that are answered in words; {config.task} is answered by "
+                f"--{name.replace('_', '-')} is for {those}; {config.task} is answered by "
                 "likelihood."
             )
-    task, serving = read_choices(config.task, config.task_options), config.make_serving()
-    result = evaluate_choices(
-        config.load(),
-        task,
-        policy=policy,
-        problems=config.problems,
-        serving=serving,
-    )
-    data = result.to_dict(questions=True)
-    print(
-        f"{config.task}, {data['questions']} questions: acc {percent(data['acc'])}, acc_norm "
-        f"{percent(data['acc_norm'])}, peak {data['peak']:,.1f} tokens\n"
-        f"{data['policy']['name']}: {result.seconds:.1f} s with compilation. In percent, "
-        "± one standard error."
-    )
-    if config.out is not None:
-        write_json(config.out, {**provenance(), "model": config.model, **data})
-    return result
 
 
-def provenance() -> dict[str, Any]:
-    """Where, when and how figures were taken."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": command(),
-    }
+def data(config: Config, result: Evaluated) -> dict[str, Any]:
+    """Returns what --out holds of a result."""
+    match result:
+        case Result():
+            return result.to_dict(problems=bool(config.policies), samples=config.samples)
+        case ChoiceResult():
+            return result.to_dict(questions=True)
+    return result.to_dict()
+
+
+def describe(config: Config, result: Evaluated) -> None:
+    """Prints a single result."""
+    found = result.to_dict()
+    name = found["policy"]["name"]
+    match result:
+        case Perplexity():
+            print(
+                f"{found['tokens']:,} tokens of {found['path']}: {result.loss} nats a token, "
+                f"perplexity {found['perplexity']:.3f}, peak {found['peak']:,.1f} tokens\n"
+                f"{name}: {found['reads']:,.1f} entries read a token, averages over layers and "
+                "heads. ± one standard error over windows."
+            )
+        case ChoiceResult():
+            print(
+                f"{config.task}, {found['questions']} questions: acc {percent(found['acc'])}, "
+                f"acc_norm {percent(found['acc_norm'])}, peak {found['peak']:,.1f} tokens\n"
+                f"{name}: {result.seconds:.1f} s with compilation. In percent, "
+                "± one standard error."
+            )
+        case Result():
+            rows = [{"label": config.task, **found}]
+            if len(result.tasks) > 1:
+                rows += [{"label": each, **result.of_task(each).to_dict()} for each in result.tasks]
+            print(summary_table(rows))
+            rate = float(result.new_tokens.sum()) / result.seconds
+            print(
+                f"\n{name}: {result.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
+                "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of "
+                "all chains\nof a problem, averages over layers and heads. ratio: tokens seen "
+                "over live ones."
+            )

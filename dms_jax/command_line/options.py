@@ -5,6 +5,7 @@ import inspect
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,9 +67,20 @@ def find_adapter(name: str | None) -> str | pathlib.Path | None:
     return None if name is None else _shipped("--adapter", name, ADAPTERS)
 
 
+def shipped(name: str) -> pathlib.Path:
+    """Returns the directory of a model or adapter that ships; a wheel fetches large ones first.
+
+    Raises:
+      DataError: it is not on this machine and cannot be fetched.
+    """
+    if assets.find(name) is None:
+        assets.fetch(name, tell=lambda text: print(f"Fetching {text}", file=sys.stderr))
+    return assets.path(name)
+
+
 def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path:
     if name in names:
-        return assets.path(name)
+        return shipped(name)
     beginning = [each for each in names if name and each.startswith(name.lower())]
     meant = guess(beginning[0] if beginning else name, names)
     if meant and "/" not in name and not pathlib.Path(name).exists():

@@ -1,4 +1,4 @@
-"""What a retrofit takes before it is paid for: memory, collectives, seconds. No accelerator needed.
+"""What a retrofit takes before it is paid for: memory and seconds. No accelerator needed.
 
     dms-jax plan --model llama-3.2-1b --machine 8xh200
     dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
@@ -21,15 +21,15 @@ from typing import Any, Literal, cast
 import jax
 
 import dms_jax
+from dms_jax.checkpoint import gguf
 from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, provenance, read_file, write_json
 from dms_jax.command_line.retrofitting import UPDATES
 from dms_jax.command_line.retrofitting import Config as Retrofit
-from dms_jax.command_line.running import command
 from dms_jax.command_line.shapes import LENGTHS, SHAPES, Shape, cache_sizes
 from dms_jax.config import ModelConfig
 from dms_jax.model.rematerialisation import Remat
-from dms_jax.training.planning import Plan, find_machine, plan
+from dms_jax.training.planning import find_machine, plan
 
 # What the figures of a plan depend on.
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
@@ -47,7 +47,7 @@ class Config:
 
     model: str = "llama-3.2-1b"
     """A shape by name (those of the models page, such as llama-3.2-1b, qwen3-30b-a3b, gpt-oss-20b),
-    a model that ships, or a directory with a config.json."""
+    a model that ships, a GGUF file, or a directory with a config.json."""
     machine: tuple[str, ...] = ("8xh200",)
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
     model_shards: int = 1
@@ -87,9 +87,7 @@ class Config:
     takes the least; "auto" chooses by the device's memory. The recipe's own unless given."""
 
     out: pathlib.Path | None = None
-    """A Markdown page to add the plans to, with the command and versions."""
-    figures: pathlib.Path | None = None
-    """A JSON file for the figures of the plans, with what they were made by and when."""
+    """A JSON file for the plans, with what they were made by and when."""
 
     def retrofit(self) -> Retrofit:
         """The retrofit that is planned."""
@@ -103,14 +101,16 @@ class Config:
 
 
 def shape_of(model: str) -> ModelConfig:
-    """The shape of a name, of a model that ships, or of a directory."""
+    """The shape of a name, of a model that ships, of a GGUF file, or of a directory."""
     if model in SHAPES:
         return SHAPES[cast(Shape, model)]
-    path = pathlib.Path(find_model(model))
+    path = pathlib.Path(find_model(model)).expanduser()
+    if gguf.is_gguf(path):
+        return gguf.read_model(gguf.GgufFiles(path))[0]
     if not path.is_dir():
         raise dms_jax.ConfigError(
-            f"--model {model}: no directory, and none of the shapes {', '.join(SHAPES)}, nor a "
-            f"model that ships ({', '.join(SHIPPED)})."
+            f"--model {model}: no directory or GGUF file, and none of the shapes "
+            f"{', '.join(SHAPES)}, nor a model that ships ({', '.join(SHIPPED)})."
         )
     content = read_file("--model", path / "config.json")
     try:
@@ -128,12 +128,11 @@ def main(config: Config) -> None:
         for name, value in NO_TPU.items():
             os.environ.setdefault(name, value)
     shape, chosen = shape_of(config.model), config.retrofit()
-    for option, place in (("--out", config.out), ("--figures", config.figures)):
-        if place is not None:
-            make_place(option, place)
+    if config.out is not None:
+        make_place("--out", config.out)
     for machine in config.machine:  # all of them, before the first is compiled for
         find_machine(machine)
-    told = {} if config.figures is None else made_by(config)
+    told = {} if config.out is None else made_by(config)
     plans: list[dict[str, Any]] = []
     for machine in config.machine:
         print(f"Compiling for {machine} ...", file=sys.stderr)
@@ -147,11 +146,9 @@ def main(config: Config) -> None:
             here=config.here,
         )
         print(f"{made}\n", flush=True)
-        if config.out is not None:
-            write(config.out, config.model, made)
-        if config.figures is not None:  # each as it comes: compiling the next may take long
-            plans.append({"title": title(config.model, made), **made.figures()})
-            write_json(config.figures, told | {"plans": plans})
+        if config.out is not None:  # each as it comes: compiling the next may take long
+            plans.append({"model": config.model, **made.figures()})
+            write_json(config.out, told | {"plans": plans})
     print(caches(shape, chosen))
 
 
@@ -173,16 +170,3 @@ def made_by(config: Config) -> dict[str, Any]:
     found = {name: versions[name] for name in COMPILERS if name in versions}
     told = provenance(config)
     return told | where | {"versions": told["versions"] | found}
-
-
-def title(model: str, made: Plan) -> str:
-    """What is planned, on what."""
-    sizes = (made.mesh[0], *[made.sequence] * (made.sequence > 1), made.mesh[1])
-    return f"{model} on {made.machine.name}, {' x '.join(map(str, sizes))}"
-
-
-def write(path: pathlib.Path, model: str, made: Plan) -> None:
-    """Adds a plan to a page."""
-    versions = f"jax {jax.__version__}, {command()}"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"## {title(model, made)}\n\n```\n{made}\n```\n\n{versions}\n\n")

@@ -42,6 +42,7 @@ class Perplexity:
       nats: total loss of the text.
       reads: cache entries read per token, averaged over layers and KV heads.
       peak: peak of live entries, averaged over windows, layers and KV heads.
+      cache_bytes: peak bytes of pages and policy state, averaged over windows.
     """
 
     settings: Mapping[str, Any]
@@ -52,6 +53,7 @@ class Perplexity:
     nats: float
     reads: float
     peak: float
+    cache_bytes: float
 
     @property
     def loss(self) -> Measured:
@@ -87,6 +89,7 @@ class Perplexity:
             "bits_per_byte": self.bits_per_byte,
             "reads": self.reads,
             "peak": self.peak,
+            "cache_bytes": self.cache_bytes,
         }
 
 
@@ -156,6 +159,7 @@ def perplexity(
         nats=math.fsum(nats),
         reads=sum(each.usage.kv_reads for each in scores) / count,
         peak=float(np.mean([each.usage.peak_tokens for each in scores])),
+        cache_bytes=float(np.mean([each.usage.peak_cache_bytes for each in scores])),
     )
 
 

@@ -12,7 +12,7 @@ full attention, and so do the first `first_layers` layers, whose values stay on 
 Half of the memory of the other layers moves to the host; none is freed, and every key is read.
 With grouped queries, fetches grow with the number of query heads while the reads that they save do
 not, so the break-even context is H / K times longer than with one KV head per query head
-(`dms_jax.analysis.host_values`).
+(`experiments/benchmarks/host_value_bounds.py`).
 """
 
 import dataclasses

@@ -59,7 +59,8 @@ STEPS = {
     ),
     "comparison": Step(
         "documentation, Compare, two policies",
-        "dms-jax compare --learn --only TOVA StreamingLLM --ratios 4 --sequences 2 --length 128",
+        "dms-jax evaluate --model stories260k --task text --task-options max_tokens=1000 "
+        "--policies Vanilla TOVA,compression_ratio=4 StreamingLLM,compression_ratio=4",
         "comparison",
     ),
     "python": Step("README.md, Retrofit (Python)", f"python {BLOCK}", "python"),
@@ -80,13 +81,14 @@ STEPS = {
     ),
     "frontier": Step(
         "three commands, 3",
-        "dms-jax compare --learn --checkpoints DMS@4=mine/training/snapshots/4 "
-        "--only DMS TOVA StreamingLLM --ratios 4 --sequences 8 --out mine/comparison",
+        "dms-jax evaluate --model stories260k --task text --task-options max_tokens=4000 "
+        "--policies Vanilla DMS,adapter=mine/training/snapshots/4 TOVA,compression_ratio=4 "
+        "StreamingLLM,compression_ratio=4 --out mine/policies.json",
         "three",
         (
-            "mine/comparison/quality.json",
-            "rows",
-            ("label", "ratio", "nats", "increase", "increase_error", "live", "peak"),
+            "mine/policies.json",
+            "systems",
+            ("name", "loss", "change", "peak", "reads"),
         ),
     ),
 }

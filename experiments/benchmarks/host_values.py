@@ -307,8 +307,8 @@ def break_evens(report: dict) -> dict:
     Of device memory the rate of decode attention over keys and values counts, of the link that of
     the kernel's fetches at batch 8, and of contiguous copies for comparison.
     """
-    from dms_jax.analysis.host_values import break_even
     from dms_jax.config import ModelConfig
+    from experiments.benchmarks.host_value_bounds import break_even
 
     def model(kv_heads: int) -> ModelConfig:
         return ModelConfig(128256, 4096, 14336, 32, HEADS, kv_heads, HEAD_DIM, 131072)

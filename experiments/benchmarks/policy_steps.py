@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.comparison.measure import FAILURES, gave_up
-from dms_jax.command_line.comparison.runs import write
-from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.candidates import FAILURES, gave_up
+from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
@@ -372,7 +371,8 @@ def main(config: Config) -> list[dict[str, Any]]:
             dense = racer.label.startswith("Vanilla")
             rows.append(dict(label=racer.label, ratio=1 if dense else ratio, **figures))
             print(f"{racer.label} at {rows[-1]['ratio']:g}: {told}")
-            write(config, "speed.json", {"read_gb_a_second": rate / 1e9, "rows": rows})
+            content = {"read_gb_a_second": rate / 1e9, "rows": rows}
+            write_json(config.out / "speed.json", provenance(config) | content)
             if lost:
                 print("The device gave up. Start again with --only for the rows that are left.")
                 return rows

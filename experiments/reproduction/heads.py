@@ -20,18 +20,9 @@ import numpy as np
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import (
-    OverTraining,
-    Retention,
-    View,
-    eviction_page,
-    over_training,
-    retention,
-    snapshots_of,
-    summaries,
-    token_texts,
-)
-from dms_jax.analysis.head_pictures import Axes, Scale, draw_lines, draw_maps
+from dms_jax.analysis import Retention, View, eviction_page, retention, token_texts
+from dms_jax.analysis.head_pictures import Scale, draw_maps
+from dms_jax.analysis.retention import ratios
 from dms_jax.command_line.demos.quickstart import held_out
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
@@ -39,8 +30,11 @@ from dms_jax.data.tasks import Needle, Task, WordChain
 from dms_jax.policies import Policy
 from dms_jax.policies.budget import Prefill
 from dms_jax.training import Recipe, Stage, recipes
+from experiments.reproduction import summaries
 from experiments.reproduction.heads_verdicts import report
 from experiments.reproduction.heads_verdicts import write_page as write_readme
+from experiments.reproduction.lines import Axes, draw_lines
+from experiments.reproduction.over_training import OverTraining, over_training, snapshots_of
 
 DISTANCE = 64  # tokens later, for what is kept by kind and for agreement of heads
 DMC = dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3)
@@ -191,8 +185,8 @@ def main(config: Config) -> dict[str, Any]:
                    for name, found in stories.items()},
         "live_tokens": {name: float(found.live()[..., -1].mean())
                         for name, found in reasoner.items()},
-        "ratios": {name: rounded(summaries.ratios(found)) for name, found in reasoner.items()},
-        "stories": {name: rounded(summaries.ratios(found)) for name, found in stories.items()},
+        "ratios": {name: rounded(ratios(found)) for name, found in reasoner.items()},
+        "stories": {name: rounded(ratios(found)) for name, found in stories.items()},
         "training": {
             name: {"targets": course.targets.tolist(), "measured": rounded(course.totals),
                    "heads": rounded(course.heads)}
@@ -250,9 +244,9 @@ def draw(
 ) -> None:
     """Draws the pictures."""
     ratio = Scale("times fewer tokens")
-    by_head = {f"{name}, reasoner-11m": summaries.ratios(reasoner[name])
+    by_head = {f"{name}, reasoner-11m": ratios(reasoner[name])
                for name in ("DMS", "AdaKV", "PyramidKV")}  # fmt: skip
-    by_head |= {f"{name}, stories260K": summaries.ratios(found) for name, found in stories.items()}
+    by_head |= {f"{name}, stories260K": ratios(found) for name, found in stories.items()}
     draw_maps(out / "ratios.png", by_head, ratio, title="Compression ratio of each head")
     maps = {
         f"{name}, aimed at {target:g}: {total:.2f} over all heads": heads

@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dms_jax.analysis import OverTraining, Retention, summaries
+from dms_jax.analysis import Retention
+from dms_jax.analysis.retention import ratios
+from experiments.reproduction import summaries
 from experiments.reproduction.files import wrap, write_text
+from experiments.reproduction.over_training import OverTraining
 
 LEAST_RATIO = 1.1  # a model that compresses less says nothing of where it compresses
 
@@ -127,7 +130,7 @@ def early_heads(learned: Mapping[str, Retention]) -> Verdict:
     """Figure 6: some heads shortly after the first layer are compressed extremely."""
     numbers, passes = [], []
     for name, one in learned.items():
-        ratio = summaries.ratios(one)
+        ratio = ratios(one)
         early = ratio[1 : 1 + max(len(ratio) // 4, 1)].max()
         rank = float((ratio <= early).mean())
         numbers.append(f"{name} {early:.1f} (of all heads {rank:.0%} are no higher)")
@@ -248,10 +251,10 @@ def texts_alike(learned: Mapping[str, Retention]) -> Verdict:
 
 def without_training(reasoner: Mapping[str, Retention]) -> Verdict:
     """Ours: a rule that lets heads compete finds what training finds."""
-    learned = np.log(summaries.ratios(reasoner["DMS"])).ravel()
+    learned = np.log(ratios(reasoner["DMS"])).ravel()
     numbers, passes = [], []
     for name in ("AdaKV", "PyramidKV"):
-        rule = np.log(summaries.ratios(reasoner[name])).ravel()
+        rule = np.log(ratios(reasoner[name])).ravel()
         likeness = float(np.corrcoef(learned, rule)[0, 1])
         numbers.append(
             f"{name} {likeness:+.2f}, spread {np.exp(rule.max() - rule.min()):.1f} times"

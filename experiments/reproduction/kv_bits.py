@@ -33,8 +33,6 @@ from dms_jax.cache import Cache
 from dms_jax.cache.format import Format
 from dms_jax.cache.int4 import Int4
 from dms_jax.cache.quantization import KV_DTYPES
-from dms_jax.command_line.comparison.measure import Text
-from dms_jax.command_line.comparison.texts import occasions, packed, solved
 from dms_jax.command_line.options import SHIPPED
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
@@ -42,6 +40,7 @@ from dms_jax.model.caching import entry_bytes, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Vanilla
 from experiments.reproduction.files import error_text
+from experiments.reproduction.texts import Text, occasions, packed, solved
 
 PAGE = 64
 POLICY = Vanilla()

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import Retention, retention, summaries
+from dms_jax.analysis import Retention, retention
 from dms_jax.analysis.head_pictures import Scale, draw_maps
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
@@ -30,6 +30,7 @@ from dms_jax.evaluation import Chat
 from dms_jax.evaluation.prompting import encode_problem, fit_task
 from dms_jax.evaluation.tasks import GSM8K, RULER
 from dms_jax.model.language_model import LanguageModel
+from experiments.reproduction import summaries
 from experiments.reproduction.files import table, wrap, write_text
 
 NEAR_WHOLE = 0.9

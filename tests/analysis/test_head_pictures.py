@@ -1,11 +1,10 @@
-"""Pictures of heads: what they write, and what they refuse."""
+"""Pictures of heads: what they write."""
 
 import matplotlib.figure
 import numpy as np
 import pytest
 
-import dms_jax
-from dms_jax.analysis.head_pictures import Axes, Scale, draw_lines, draw_maps
+from dms_jax.analysis.head_pictures import Scale, draw_maps
 
 
 @pytest.fixture
@@ -42,17 +41,3 @@ def test_signed_maps_are_symmetric(tmp_path, figures):
     assert first.images[0].get_clim() == (-0.4, 0.4)
     assert [text.get_text() for text in first.texts] == ["-0.10", "+0.40", "0"]
     assert [label.get_text() for label in first.get_xticklabels()] == ["a", "b", "c"]
-
-
-def test_lines_are_labelled_where_they_end_and_apart(tmp_path, figures):
-    x, y = np.array([1, 2, 4]), np.array([1.0, 2.0, 3.0])
-    panel = {"same": (x, y), "twin": (x, y), "low": (x, np.ones(3))}
-    draw_lines(tmp_path / "lines.png", {"": panel}, Axes("tokens", "ratio", log_x=True), title="t")
-    (axis,) = figures[0].axes
-    heights = {text.get_text(): text.xyann[1] * axis.bbox.height for text in axis.texts}
-    assert set(heights) == {"same", "twin", "low"}
-    assert abs(heights["same"] - heights["twin"]) >= 12
-    assert heights["low"] < min(heights["same"], heights["twin"])
-    many = {str(number): (x, x) for number in range(7)}
-    with pytest.raises(dms_jax.ConfigError, match="6 series, not 7"):
-        draw_lines(tmp_path / "lines.png", {"": many}, Axes("", ""), title="t")

@@ -29,7 +29,7 @@ def installed(tmp_path, monkeypatch):
 
 def test_an_asset_that_is_not_here_says_how_to_get_it(installed, monkeypatch):
     here = ROOT / "dms_jax" / "assets"
-    with pytest.raises(dms_jax.DataError, match=r"22 MB\): dms-jax assets reasoner-11m"):
+    with pytest.raises(dms_jax.DataError, match=r"22 MB\): dms_jax\.assets\.fetch"):
         assets.path("reasoner-11m")
     for part in (assets.stories, assets.books):
         with pytest.raises(dms_jax.DataError, match=r"dms_jax\.assets\.fetch"):

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 import dms_jax
-from dms_jax.command_line import chat, compare, evaluate, generate, retrofit
+from dms_jax.command_line import chat, evaluate, generate, retrofit
 
 
 class Loaded(Exception):
@@ -27,19 +27,18 @@ def configs(tmp_path: pathlib.Path) -> dict:
         chat: chat.Config(model="m.gguf", adapter="a"),
         generate: generate.Config(prompts=("Once",), model="m.gguf", adapter="a"),
         evaluate: evaluate.Config(model="m.gguf", adapter="a"),
-        compare: compare.Config(model="m.gguf", adapter="a"),
         retrofit: dataclasses.replace(preset, model="m.gguf", adapter="a", out=tmp_path / "run"),
     }
 
 
-@pytest.mark.parametrize("script", [chat, generate, evaluate, compare, retrofit])
+@pytest.mark.parametrize("script", [chat, generate, evaluate, retrofit])
 def test_the_adapter_is_loaded_with_the_model(script, tmp_path):
     with pytest.raises(Loaded) as loaded:
         script.main(configs(tmp_path)[script])
     assert loaded.value.args == ("m.gguf", "a")
 
 
-@pytest.mark.parametrize("script", [chat, generate, evaluate, compare, retrofit])
+@pytest.mark.parametrize("script", [chat, generate, evaluate, retrofit])
 def test_an_adapter_that_ships_is_called_by_its_name(script, tmp_path):
     name = "smollm2-135m-instruct-dms"
     with pytest.raises(Loaded) as loaded:

@@ -14,7 +14,8 @@ import sys
 import pytest
 
 import dms_jax
-from dms_jax.command_line import COMMANDS, main, policy_options, reports, running
+from dms_jax.assets import fetching
+from dms_jax.command_line import COMMANDS, main, options, policy_options, reports, running
 from dms_jax.errors import EngineFailedError
 from dms_jax.policies import POLICIES
 from tests.support.tree import ROOT
@@ -177,11 +178,11 @@ def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
     assert "\nusage: dms-jax retrofit self-taught [-h]" in capsys.readouterr().out
     assert main(["retrofit", "self-taught"]) == main(["retrofit", "custom"]) == 2
     said = capsys.readouterr().err.splitlines()
-    for line, options, point in (
+    for line, named, point in (
         (said[0], "--model and --prompts", "self-taught-stories260k"),
         (said[1], "--model and --data", "stories260k"),
     ):
-        assert line.startswith(f"ConfigError: give {options}, or a starting point ")
+        assert line.startswith(f"ConfigError: give {named}, or a starting point ")
         assert line.endswith(f": dms-jax retrofit {point}.")
         assert point in presets
 
@@ -217,6 +218,19 @@ def test_every_option_of_every_policy_is_explained():
             assert option.meaning, f"{policy.name}.{option.name} has no line below Attributes:"
             assert option.kind
     assert [policy.name for policy in policy_options.described()] == list(POLICIES)
+
+
+def test_policies_are_a_table(capsys):
+    assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 80
+    first = {line.split()[0]: line.split()[1:] for line in lines if line[:1].strip()}
+    assert POLICIES.keys() <= first.keys()
+    assert first["DMS"][:3] == ["memory", "trained", "Learned"]
+    assert first["TOVA"][:2] == ["memory", "Evicts"]
+    assert first["Quest"][:2] == ["reads", "Reads"]
+    assert first["Vanilla"][:2] == ["Keeps", "and"]
 
 
 def test_policies_are_shown_with_defaults(capsys):
@@ -276,11 +290,17 @@ def test_every_policy_names_its_own_paper(capsys):
     assert "    paper: https://arxiv.org/abs/2406.02069\n" in capsys.readouterr().out
 
 
-def test_assets_are_fetched_by_command(capsys, tmp_path):
-    source = str(ROOT / "dms_jax" / "assets")
-    assert main(["assets", "books", "--source", source, "--to", str(tmp_path)]) == 0
-    assert (tmp_path / "books" / "moby_dick.txt.gz").is_file()
-    assert f"The assets are in {tmp_path}." in capsys.readouterr().out
+def test_a_model_that_the_wheel_lacks_is_fetched_when_it_is_used(capsys, tmp_path, monkeypatch):
+    fetching.listed()  # is read before the files go
+    monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetching, "address", lambda: str(ROOT / "dms_jax" / "assets"))
+    found = options.find_model("reasoner-11m")
+    assert found == fetching.cache() / "reasoner-11m"
+    assert (found / "config.json").is_file()
+    assert "Fetching reasoner-11m/config.json" in capsys.readouterr().err
+    assert options.find_model("reasoner-11m") == found
+    assert capsys.readouterr().err == ""
 
 
 def test_errors_and_interrupts_end_with_a_line(capsys):
@@ -310,9 +330,9 @@ def test_errors_and_interrupts_end_with_a_line(capsys):
 
 def test_a_report_tells_the_command_without_its_folder(monkeypatch):
     arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
-    monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "compare", *arguments])
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "hyperscale", *arguments])
     told = running.command(without=("--out", "--save"))
-    assert told == "dms-jax compare --only TOVA 'DMS (drawn)'"
+    assert told == "dms-jax hyperscale --only TOVA 'DMS (drawn)'"
 
 
 SLIPS = {
@@ -327,6 +347,11 @@ SLIPS = {
     "evaluate --task mmlu": "--task mmlu reads a file: --task-options path=FILE.",
     "evaluate --policy H20": "Unknown cache policy 'H20' (did you mean H2O?)",
     "evaluate --chat --template thinking": "--template takes name=value",
+    "evaluate --policies Vanilla TOVa": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
+    "evaluate --policies TOVA TOVA": "cannot be the name of a row",
+    "evaluate --policies TOVA --policy H2O": "leave out --policy",
+    "evaluate --task text --chains 2": "--chains is for tasks that are answered in words",
+    "evaluate --task text --task-options size=4": "--task-options size: there are path, window",
     "evaluate --temperature -1": "temperature",
     "evaluate --task needle --lanes 0": "lanes",
     "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",

@@ -1,4 +1,4 @@
-"""`dms-jax plan`: whose shape, which retrofit, and the page that it writes."""
+"""`dms-jax plan`: whose shape, which retrofit, and the file that it writes."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.command_line import plan
 from dms_jax.command_line.shapes import SHAPES
+from tests.checkpoint import gguf_files
 from tests.training.planning.test_plan import planned
 
 
@@ -49,6 +50,9 @@ def test_a_shape_is_that_of_a_directory(tmp_path):
     assert plan.shape_of("stories260k") == shape
     with pytest.raises(dms_jax.ConfigError, match=r"none of the shapes llama.*ships \(stories"):
         plan.shape_of("llama-9")
+    gguf_files.convert(assets.path("stories260k"), tmp_path / "stories.gguf")
+    found = plan.shape_of(str(tmp_path / "stories.gguf"))
+    assert (found.hidden_size, found.num_layers) == (shape.hidden_size, shape.num_layers)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(dms_jax.ConfigError, match=r"config\.json is not JSON"):
         plan.shape_of(str(tmp_path))
@@ -61,22 +65,19 @@ def test_all_machines_are_known_before_the_first_is_compiled_for(monkeypatch, ca
     assert not capsys.readouterr().out
 
 
-def test_a_page_of_plans(tmp_path, monkeypatch, capsys):
+def test_a_file_of_plans(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **options: planned())
-    figures = tmp_path / "figures" / "plans.json"
-    config = plan.Config(machine=("8xh200", "8xh200"), out=tmp_path / "plans.md", figures=figures)
-    plan.main(config)
+    out = tmp_path / "figures" / "plans.json"
+    plan.main(plan.Config(machine=("8xh200", "8xh200"), out=out))
     assert capsys.readouterr().out.count("Memory a device, GB") == 2
-    page = (tmp_path / "plans.md").read_text()
-    assert page.count("## llama-3.2-1b on 8xh200, 8 x 1") == 2
-    data = json.loads(figures.read_text())
+    data = json.loads(out.read_text())
     assert {"command", "date", "versions", "config"} <= data.keys()
     assert data["device"] == "none: compiled ahead of time"
     one, other = data["plans"]
     assert one == other
     assert one["report"] == str(planned()).splitlines()
-    assert one["title"] == "llama-3.2-1b on 8xh200, 8 x 1"
-    assert one["run_seconds"] == pytest.approx([4600, 4830])
+    assert (one["model"], one["machine"]) == ("llama-3.2-1b", "8xh200")
+    assert one["mesh"] == {"data": 8, "sequence": 1, "model": 1}
+    assert one["run_seconds"] == pytest.approx(4600)
     assert [stage["steps"] for stage in one["stages"]] == [2000, 300]
     assert one["stages"][0]["bytes"] == pytest.approx(55e9)
-    assert one["stages"][0]["bytes_sent"] == pytest.approx(45e9)

@@ -161,12 +161,14 @@ def test_what_it_left_generates_and_is_compared(stopped_and_run, tmp_path, capsy
     adapter = ["--adapter", str(training / "model")]
     assert main(["generate", "Once upon a time", *adapter, "--max-new-tokens", "8"]) == 0
     assert "DMS: " in capsys.readouterr().out
-    brought = ["--learn", "--checkpoints", f"DMS@2={training / 'snapshots' / '2'}"]
-    sizes = ["--ratios", "2", "--sequences", "1", "--length", "40"]
-    only = ["--only", "DMS", "StreamingLLM"]
-    assert main(["compare", *brought, *only, *sizes, "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "tables.md").read_text()
-    assert all(f"| {row} |" in page for row in ("dense", "DMS at 2", "StreamingLLM at 2"))
+    text = ["--model", "stories260k", "--task", "text", "--task-options", "max_tokens=40"]
+    own = f"DMS,adapter={training / 'snapshots' / '2'}"
+    policies = ["--policies", "Vanilla", own, "StreamingLLM,compression_ratio=2"]
+    out = tmp_path / "policies.json"
+    assert main(["evaluate", *text, *policies, "--out", str(out)]) == 0
+    vanilla, dms, _ = json.loads(out.read_text())["systems"]
+    assert (dms["name"], dms["policy"]["window"]) == ("DMS", 8)
+    assert dms["peak"] < vanilla["peak"]
 
 
 @pytest.mark.nightly

@@ -1,6 +1,5 @@
-"""Needle grids: every length and depth, scored, resumed and drawn."""
+"""Needle grids: every length and depth, scored and resumed."""
 
-import dataclasses
 import json
 
 import chex
@@ -9,9 +8,8 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis.needle_plot import needle_figure
 from dms_jax.errors import ConfigError
-from dms_jax.evaluation import NeedleGrid, Serving, needle_grid
+from dms_jax.evaluation import Serving, needle_grid
 from dms_jax.evaluation.needle_grid import NeedleCell
 from dms_jax.evaluation.tasks import RULER
 
@@ -77,31 +75,3 @@ def test_mistakes_are_named(model):
         needle_grid(model, lengths=(400,), chains=2)
     with pytest.raises(ConfigError, match="depth is that of a single needle"):
         needle_grid(model, lengths=(400,), task=RULER("vt"))
-
-
-def test_the_picture_shows_every_number(model, tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    settings = {**SETTINGS, "lengths": (400,), "depths": (0, 100), "problems": 1}
-    grid = needle_grid(model, **settings)
-    one = dataclasses.replace(grid, scores=np.array([[0.0], [0.25]]))
-    other = dataclasses.replace(grid, scores=np.array([[1.0], [0.5]]))
-    drawn, write = [], Axes.text
-    monkeypatch.setattr(
-        Axes,
-        "text",
-        lambda axis, x, y, text, **more: (
-            drawn.append((x, y, text, more["color"])) or write(axis, x, y, text, **more)
-        ),
-    )
-    needle_figure(tmp_path / "grid.png", {"one": one, "other": other})
-    assert (tmp_path / "grid.png").stat().st_size > 5000
-    assert drawn == [
-        (0, 0, "0", "white"),
-        (0, 1, "25", "white"),
-        (0, 0, "100", "black"),
-        (0, 1, "50", "white"),
-    ]
-    differing: NeedleGrid = dataclasses.replace(grid, lengths=(300,))
-    with pytest.raises(ConfigError, match="grids of the same lengths and depths"):
-        needle_figure(tmp_path / "grid.png", {"one": one, "other": differing})

@@ -34,7 +34,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.analysis import View, eviction_page, memory_trace, retention, token_texts
 from dms_jax.analysis.plots import Point, compression_figure
-from dms_jax.analysis.summaries import ratios
+from dms_jax.analysis.retention import ratios
 from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
 from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents

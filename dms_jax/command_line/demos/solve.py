@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dms_jax
-from dms_jax import assets
+from dms_jax.command_line.options import shipped
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Problem, Task, WordChain
 from dms_jax.evaluation import Result, evaluate
 
@@ -40,7 +40,7 @@ peak: most tokens in the cache, fewer: how many times; reads: entries read.
 Where to go on:
   dms-jax generate --model reasoner-11m-dms "Problem: Compute 7 * 6. Solution:"
   dms-jax chat --help       talk with a checkpoint of yours, from a small cache
-  dms-jax compare --help    every policy on one checkpoint, beside each other
+  dms-jax evaluate --help   policies beside each other, on one checkpoint
   dms-jax retrofit --help   train a checkpoint to need less"""
 
 
@@ -67,8 +67,8 @@ def main(config: Config) -> dict[str, Result]:
     console = Console(highlight=False)
     dense, compressed = MODELS
     models = {
-        "dense": dms_jax.load(config.dense or assets.path(dense), dtype="float32"),
-        "DMS": dms_jax.load(config.compressed or assets.path(compressed), dtype="float32"),
+        "dense": dms_jax.load(config.dense or shipped(dense), dtype="float32"),
+        "DMS": dms_jax.load(config.compressed or shipped(compressed), dtype="float32"),
     }
     count = config.problems * len(TASKS)
     console.print(

@@ -1,4 +1,4 @@
-"""Planning: what a training run takes in memory, collectives and time, without an accelerator."""
+"""Planning: what a training run takes in memory and time, without an accelerator."""
 
 from dms_jax.training.planning.api import plan
 from dms_jax.training.planning.machines import Machine, find_machine

@@ -1,9 +1,8 @@
 """`plan`: what a run takes, before it is paid for. Nothing is allotted and no accelerator needed.
 
 The step of every stage is compiled ahead of time for a TPU topology, or for devices that are here;
-the compiler says what memory it takes, and its program which collectives it runs. Stages whose
-steps are one program, such as a ramp and the steps after it, are compiled once. Operations are
-counted from the shapes.
+the compiler says what memory it takes. Stages whose steps are one program, such as a ramp and the
+steps after it, are compiled once. Operations are counted from the shapes.
 """
 
 import re
@@ -19,7 +18,6 @@ from dms_jax.errors import ConfigError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.flops import attention_operations, matrix_parameters, token_operations
-from dms_jax.training.planning.collectives import Collective, collectives
 from dms_jax.training.planning.lowering import AbstractStep, StepInputs, bytes_a_device
 from dms_jax.training.planning.machines import find_machine
 from dms_jax.training.planning.result import Memory, Plan, StagePlan
@@ -97,18 +95,17 @@ def _stages(
 ) -> tuple[StagePlan, ...]:
     """Returns what each stage takes; steps that take the same arguments are one program."""
     size = recipe.pass_size(mesh.shape[sharding.DATA])
-    programs: list[tuple[StepInputs, tuple[Memory, list[Collective]]]] = []
+    programs: list[tuple[StepInputs, Memory]] = []
     planned = []
     for stage in recipe.stages_for(policy):
         inputs = step.inputs(stage)
-        done = [result for known, result in programs if known == inputs]
+        done = [memory for known, memory in programs if known == inputs]
         if not done:
             done = [_compile(step, inputs, config, recipe, mesh)]
             programs.append((inputs, done[0]))
-        memory, found = done[0]
         executed, needed = _operations(config, step, recipe, policy, stage)
         passes = (stage.batch_size or recipe.batch_size) // size
-        planned.append(StagePlan(stage.kind, stage.steps, passes, memory, found, executed, needed))
+        planned.append(StagePlan(stage.kind, stage.steps, passes, done[0], executed, needed))
     return tuple(planned)
 
 
@@ -118,8 +115,8 @@ def _compile(
     config: ModelConfig,
     recipe: Recipe,
     mesh: jax.sharding.Mesh,
-) -> tuple[Memory, list[Collective]]:
-    """Returns the memory on each device, and the collectives."""
+) -> Memory:
+    """Returns the memory on each device."""
     of_kind = lambda mark: float(  # noqa: E731
         bytes_a_device({p: x for p, x in inputs.state.items() if (".optimizer" in p) == mark})
     )
@@ -132,11 +129,10 @@ def _compile(
         asked = _asked_for(str(error), arguments)
         if asked is None:
             raise
-        temporary, program, exact = asked, [], False
+        temporary, exact = asked, False
     else:
         analysis: Any = compiled.memory_analysis()
         temporary, exact = float(analysis.temp_size_in_bytes), True
-        program = collectives(compiled.as_text(), step.devices)
     passes, sequences, _ = next(iter(inputs.passes.values())).shape
     assert recipe.remat != "auto"
     data, sequence, model = sharding.mesh_sizes(mesh)
@@ -153,7 +149,7 @@ def _compile(
         activations=kept,
         temporaries=temporary - gradients - kept,
         exact=exact,
-    ), program
+    )
 
 
 def _asked_for(message: str, arguments: float) -> float | None:

@@ -21,10 +21,6 @@ from dms_jax.training.planning import gpu_compiler
 
 GPUS_A_HOST = 8
 _CORES_A_CHIP = {"v5p": 2, "v5e": 1, "v6e": 1}
-# The slices that Google offers, in chips; larger ones of v5p are whole cubes of 4 x 4 x 4 chips
-# (cloud.google.com/tpu/docs: v5p, v5e, v6e).
-_SLICES = {"v5p": (4, 8, 16, 32)} | dict.fromkeys(("v5e", "v6e"), (1, 4, 8, 16, 32, 64, 128, 256))
-_CUBES = {"v5p": 64}
 _OTHER_NAMES = {"v5litepod": "v5e"}
 _STAND_IN = "v5p"
 _LARGEST = 4096
@@ -64,12 +60,6 @@ class Machine:
         """Name of the TPU topology that stands for it; it may have more devices than are used."""
         kind = self.kind if self.is_tpu else _STAND_IN
         return f"{kind}:{_grid(self.count, 3 if kind == 'v5p' else 2)}"
-
-    def bandwidth(self, group: int) -> float:
-        """Returns the bytes per second a device sends in a collective over `group` devices."""
-        device = self.device
-        within = self.is_tpu or group <= GPUS_A_HOST
-        return float((device.link if within else device.network) or device.bandwidth)
 
     def devices_here(self) -> list[Any]:
         """Returns as many devices of this process.
@@ -114,9 +104,10 @@ def find_machine(name: str) -> Machine:
     text = str(name).strip().lower()
     if found := re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z]+\w*)", text):
         kind, count = _kind(found[2]), int(found[1] or 1)
-    elif (found := re.fullmatch(r"(\w+)-(\d+)", text)) and _kind(found[1]) in _SLICES:
+    elif (found := re.fullmatch(r"(\w+)-(\d+)", text)) and _kind(found[1]) in _CORES_A_CHIP:
         kind = _kind(found[1])
-        count = _chips(str(name), kind, int(found[2]))
+        count, rest = divmod(int(found[2]), _CORES_A_CHIP[kind])
+        count = 0 if rest else count
     else:
         kind, count = text, 0
     if kind in DEVICES and count > _LARGEST:
@@ -134,29 +125,6 @@ def find_machine(name: str) -> Machine:
 
 def _kind(name: str) -> str:
     return _OTHER_NAMES.get(name, name)
-
-
-def _chips(name: str, kind: str, size: int) -> int:
-    """Returns the chips of a slice whose type ends in `size`.
-
-    Raises:
-      ConfigError: there is no such slice.
-    """
-    cores, cube = _CORES_A_CHIP[kind], _CUBES.get(kind)
-    chips, rest = divmod(size, cores)
-    cubes = cube is not None and chips % cube == 0 and chips > 0
-    if not rest and (cubes or chips in _SLICES[kind]):
-        return chips
-    *sizes, last = (str(cores * each) for each in _SLICES[kind])
-    counted = "cores, two a chip," if cores == 2 else "chips,"
-    known = f"{', '.join(sizes)} or {last}"
-    if cube is not None:
-        known = f"{', '.join([*sizes, last])} or a multiple of {cores * cube}"
-    given = not rest and 0 < chips <= _LARGEST
-    other = f" For so many chips give '{chips}x{kind}'." if given else ""
-    raise ConfigError(
-        f"There is no TPU slice {name!r}. A {kind}-N has N {counted} and N is {known}.{other}"
-    )
 
 
 def _grid(count: int, dimensions: int) -> str:

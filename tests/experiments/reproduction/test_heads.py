@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.analysis import NEVER, OverTraining, Retention
+from dms_jax.analysis import NEVER, Retention
 from experiments.reproduction import heads_verdicts as verdicts
 from experiments.reproduction import real_heads
+from experiments.reproduction.over_training import OverTraining
 from experiments.reproduction.real_heads import spread
 
 N = NEVER

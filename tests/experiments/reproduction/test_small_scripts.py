@@ -9,9 +9,9 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.cache.quantization import KV_DTYPES
-from dms_jax.command_line.comparison.texts import packed
 from experiments.reproduction import batch_dependence, dmc_stories, kv_bits
 from experiments.reproduction.files import error_text
+from experiments.reproduction.texts import packed
 
 
 def test_where_answers_part():

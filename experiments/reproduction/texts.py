@@ -1,11 +1,55 @@
 """What is decoded and what is asked: stories or a file, and problems that are made."""
 
+import dataclasses
 import pathlib
+
+import numpy as np
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.command_line.comparison.measure import Occasion, Text
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Sequences to decode.
+
+    Attributes:
+      sequences: token ids.
+      starts: the first token of each that counts; those before it are given.
+      kinds: what each one is.
+    """
+
+    sequences: list[list[int]]
+    starts: list[int]
+    kinds: list[str]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each."""
+        return np.asarray([len(sequence) for sequence in self.sequences])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are predicted."""
+        return int(self.lengths.sum() - sum(self.starts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Occasion:
+    """Problems of much the same length, which share a budget.
+
+    Attributes:
+      parts: tasks by the name under which their answers are counted.
+    """
+
+    parts: dict[str, tuple[Task, ...]]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All of them."""
+        return [task for tasks in self.parts.values() for task in tasks]
+
 
 # As large as the shipped reasoning model can do them.
 TASKS: dict[str, tuple[Task, ...]] = {

@@ -19,16 +19,6 @@ Kind = Literal["word", "word part", "digits", "punctuation", "space", "special"]
 KINDS: tuple[Kind, ...] = ("word", "word part", "digits", "punctuation", "space", "special")
 
 
-def ratio_by_length(found: Retention) -> Float[np.ndarray, "L K T"]:
-    """Returns the compression ratio of each head after each token: tokens seen / slots in use."""
-    return np.arange(1, found.length + 1) / found.live().mean(1)
-
-
-def ratios(found: Retention) -> Float[np.ndarray, "L K"]:
-    """Returns the compression ratio of each head while the last token attends."""
-    return ratio_by_length(found)[..., -1]
-
-
 def total_ratio(found: Retention) -> Float[np.ndarray, " T"]:
     """Returns the compression ratio of all heads together after each token."""
     return np.arange(1, found.length + 1) / found.live().mean((0, 1, 2))

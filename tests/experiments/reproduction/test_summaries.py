@@ -6,9 +6,9 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import summaries
-from dms_jax.analysis.over_training import over_training, snapshots_of
-from dms_jax.analysis.retention import NEVER, Retention
+from dms_jax.analysis.retention import NEVER, Retention, ratio_by_length, ratios
+from experiments.reproduction import summaries
+from experiments.reproduction.over_training import over_training, snapshots_of
 
 N = NEVER
 
@@ -36,8 +36,8 @@ def one_layer():
 def test_live_tokens_and_ratios(one_layer):
     want = [[[[1, 2, 2, 3], [1, 2, 3, 4]], [[1, 2, 2, 2], [1, 1, 1, 1]]]]
     chex.assert_trees_all_equal(one_layer.live(), np.array(want))
-    chex.assert_trees_all_close(summaries.ratios(one_layer), np.array([[4 / 2.5, 4 / 2.5]]))
-    by_length = summaries.ratio_by_length(one_layer)
+    chex.assert_trees_all_close(ratios(one_layer), np.array([[4 / 2.5, 4 / 2.5]]))
+    by_length = ratio_by_length(one_layer)
     chex.assert_trees_all_close(by_length[0, 1], np.array([1, 2 / 1.5, 3 / 2, 4 / 2.5]))
     total = summaries.total_ratio(one_layer)
     chex.assert_trees_all_close(total, np.array([1, 2 / 1.75, 3 / 2, 4 / 2.5]))

@@ -1,5 +1,6 @@
 """Mixtures: whole documents, shares, what counts in the loss, batches that depend on the step."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -10,9 +11,9 @@ import pytest
 
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
-from dms_jax.data.mixture import Mixture, Part, standard_parts
 from dms_jax.data.tasks import LinearEquation, VariableTracking
 from dms_jax.errors import ConfigError
+from experiments.mixture import Mixture, Part, standard_parts
 
 LINEAR = Part("linear", 0.5, (LinearEquation(),))
 TRACKING = Part("tracking", 0.5, (VariableTracking(size=2, hops=1),))
@@ -136,7 +137,9 @@ def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
         ahead.set_state(place)
         chex.assert_trees_all_equal(next(ahead)["tokens"], mixture.batch(4)["tokens"])
         # Workers survive Ctrl-C, which a terminal sends to them too, so the last step has its data.
-        for process in list(ahead._pool._processes.values()):
+        workers = multiprocessing.active_children()
+        assert len(workers) >= 2
+        for process in workers:
             os.kill(process.pid, signal.SIGINT)
         for step in range(5, 25):
             chex.assert_trees_all_equal(next(ahead)["tokens"], mixture.batch(step)["tokens"])

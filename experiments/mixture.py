@@ -11,17 +11,17 @@ of every batch. Prompts are left out of the loss, because a random equation cann
 prose counts.
 """
 
-import collections
-import concurrent.futures
 import dataclasses
 import functools
-import multiprocessing
 import random
 import re
 import signal
+import sys
 from typing import Any
 
+import grain
 import numpy as np
+from absl import flags
 
 from dms_jax import assets
 from dms_jax.checks import Count, Options, Positive, require
@@ -271,29 +271,24 @@ class MixtureBatches:
     """The batches of a mixture in order; the state is the number of the next step."""
 
     def __init__(self, mixture: Mixture, start: int, workers: int):
-        self._mixture, self._step = mixture, start
-        self._ahead: collections.deque[concurrent.futures.Future[Batch]] = collections.deque()
-        self._depth = 4 * workers
-        self._pool = None
-        if workers:
-            # Forking a process that runs jax is not safe.
-            self._pool = concurrent.futures.ProcessPoolExecutor(
-                workers,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_init_worker,
-                initargs=(mixture,),
-            )
+        self._mixture, self._workers = mixture, workers
+        self._open(start)
+
+    def _open(self, step: int) -> None:
+        self._step = step
+        steps = grain.MapDataset.range(step, sys.maxsize).map(self._mixture.batch)
+        ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        if self._workers:
+            flags.FLAGS.mark_as_parsed()  # grain reads its own, which a script without absl has not
+            how = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=4)
+            ahead = ahead.mp_prefetch(how, worker_init_fn=_ignore_interrupts)
+        self._batches = iter(ahead)
 
     def __iter__(self) -> "MixtureBatches":
         return self
 
     def __next__(self) -> Batch:
-        if self._pool is None:
-            batch = self._mixture.batch(self._step)
-        else:
-            while len(self._ahead) < self._depth:
-                self._ahead.append(self._pool.submit(_make_batch, self._step + len(self._ahead)))
-            batch = self._ahead.popleft().result()
+        batch = next(self._batches)
         self._step += 1
         return batch
 
@@ -303,29 +298,18 @@ class MixtureBatches:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
-        self._step = int(state["step"])
-        while self._ahead:
-            self._ahead.pop().cancel()
+        self.close()
+        self._open(int(state["step"]))
 
     def close(self) -> None:
         """Ends the worker processes."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._batches.close()
 
 
-_mixture: Mixture | None = None  # set in a worker process
-
-
-def _init_worker(mixture: Mixture) -> None:
-    global _mixture
-    _mixture = mixture
-    # A terminal sends Ctrl-C to all processes; the training process ends its step, then this one.
+def _ignore_interrupts(index: int, count: int) -> None:
+    """A terminal sends Ctrl-C to all processes; the training process ends its step, then these."""
+    del index, count
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _make_batch(step: int) -> Batch:
-    assert _mixture is not None
-    return _mixture.batch(step)
 
 
 @functools.lru_cache(maxsize=4)

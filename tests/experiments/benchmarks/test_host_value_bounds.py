@@ -4,10 +4,14 @@ import dataclasses
 
 import pytest
 
-from dms_jax.analysis.host_values import break_even, prompt_hides_copies, step_traffic
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.policies import KCache
+from experiments.benchmarks.host_value_bounds import (
+    break_even,
+    prompt_hides_copies,
+    step_traffic,
+)
 
 LLAMA_2_7B = ModelConfig(
     vocab_size=32_000,

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Float, Int
 
-from dms_jax.analysis.retention import retention
-from dms_jax.analysis.summaries import ratios, total_ratio
+from dms_jax.analysis.retention import ratios, retention
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import LanguageModel
+from experiments.reproduction.summaries import total_ratio
 
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")  # names of snapshots; other folders are somebody's own
 

@@ -1,0 +1,175 @@
+"""Several policies on the same problems or the same text: how each is written, and their table."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+import dms_jax
+from dms_jax.command_line.options import read_options
+from dms_jax.devices import out_of_memory
+from dms_jax.evaluation import (
+    ChoiceResult,
+    Measured,
+    Perplexity,
+    Result,
+    mean_over_problems,
+    standard_error,
+)
+from dms_jax.policies import Policy
+
+Evaluated = Result | ChoiceResult | Perplexity
+
+# The library or a kernel does not serve a policy, or the device fails: the others still run.
+FAILURES = (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError, NotImplementedError)
+NOTE = """\
+change: against the first row, with the standard error of the paired differences. peak, reads:
+tokens, averages over layers and heads. kB: pages and policy state of a sequence, at most."""
+
+
+def gave_up(error: BaseException) -> bool:
+    """Whether a device failed for good; one that is only too small goes on."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One row of a comparison.
+
+    Attributes:
+      name: of its row.
+      policy: None for the one that the checkpoint declares.
+      model, adapter: what `Config.model` and `Config.adapter` take.
+      kv_dtype: type of its cache; None for the model's.
+    """
+
+    name: str
+    policy: Policy | None
+    model: str
+    adapter: str | None = None
+    kv_dtype: str | None = None
+
+    def policy_for(self, model: dms_jax.LanguageModel) -> Policy | None:
+        """Returns the policy; None for the checkpoint's own, which a bare name means too."""
+        own = model.policy
+        bare = self.policy is not None and self.policy == type(self.policy)()
+        return None if bare and type(own) is type(self.policy) else self.policy
+
+
+def read_candidates(
+    texts: Sequence[str], *, model: str, adapter: str | None
+) -> tuple[Candidate, ...]:
+    """Reads what --policies was given: POLICY,option=value,... each.
+
+    Args:
+      texts: as they are written.
+      model, adapter: those of the candidates that name none.
+
+    Raises:
+      ConfigError: a policy or an option is unknown, or two rows have one name.
+    """
+    found = []
+    for text in texts:
+        policy, *given = text.split(",")
+        fields = read_options(given, "--policies")
+        places: dict[str, Any] = {
+            "model": str(fields.pop("model", model)),
+            "adapter": fields.pop("adapter", adapter),
+            "kv_dtype": fields.pop("kv_dtype", None),
+        }
+        options = [each for each in given if each.partition("=")[0] not in ("name", *places)]
+        name = ",".join(filter(None, (policy, *options, places["kv_dtype"])))
+        name = str(fields.pop("name", name))
+        made = dms_jax.policies.from_dict({**fields, "name": policy})
+        found.append(Candidate(name, made, **places))
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1 or "/" in name or not name.strip("."):
+            raise dms_jax.ConfigError(
+                f"--policies: {name!r} cannot be the name of a row, as two have it or no file can; "
+                "give name=..."
+            )
+    return tuple(found)
+
+
+def observed(result: Evaluated) -> tuple[Measured, Float[np.ndarray, " observations"]]:
+    """Returns the figure of a result with its error, and the observations that it is a mean of.
+
+    In percent of problems, or in nats a token of windows of a text.
+    """
+    if isinstance(result, Perplexity):
+        return result.loss, result.window_nats
+    if isinstance(result, Result):
+        scores = 100 * result.scores.mean(1)
+    else:
+        scores = 100.0 * (result.chosen == result.gold)
+    return mean_over_problems(scores[:, None]), scores
+
+
+def change(result: Evaluated, first: Evaluated) -> Measured:
+    """Returns how far the figure of a result is above that of the first one."""
+    (value, own), (base, others) = observed(result), observed(first)
+    return Measured(value.value - base.value, standard_error(own - others))
+
+
+def table(results: Mapping[str, Evaluated], title: str) -> Table:
+    """Returns a row for each result, the first of which the others are compared with."""
+    first = next(iter(results.values()))
+    shown = Table(title=title, box=SIMPLE)
+    shown.add_column("policy", overflow="fold")
+    rows = {name: _cells(result, first) for name, result in results.items()}
+    for name in rows[next(iter(rows))]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        shown.add_row(name, *cells.values())
+    return shown
+
+
+def _cells(result: Evaluated, first: Evaluated) -> dict[str, str]:
+    text = isinstance(result, Perplexity)
+    digits = 4 if text else 1
+    difference = "" if result is first else _written(change(result, first), f"+.{digits}f")
+    what = "nats/token" if text else "right, %"
+    cells = {what: _written(observed(result)[0], f".{digits}f"), "change": difference}
+    if isinstance(result, Result) and result.scores.shape[1] > 1:
+        cells["vote, %"] = f"{100 * result.voted.value:.1f}"
+    if isinstance(result, Perplexity):
+        peak, reads, size = result.peak, result.reads, result.cache_bytes
+        cells |= {
+            "peak": f"{peak:,.0f}",
+            "reads/token": f"{reads:,.1f}",
+            "kB": f"{size / 1e3:,.0f}",
+        }
+    elif isinstance(result, Result):
+        cells |= {
+            "peak": f"{result.peak_per_problem:,.0f}",
+            "reads": f"{result.reads_per_problem:,.0f}",
+            "ratio": f"{result.compression_ratio:.2f}",
+            "kB": f"{result.cache_bytes.mean() / 1e3:,.0f}",
+        }
+    else:
+        cells["peak"] = f"{result.peak.mean():,.0f}"
+    return cells
+
+
+def _written(figure: Measured, form: str) -> str:
+    known = np.isfinite(figure.error)
+    return (
+        f"{figure.value:{form}} ±{format(figure.error, form.lstrip('+')) if known else 'unknown'}"
+    )
+
+
+def show(console: Console, results: Mapping[str, Evaluated], task: str) -> None:
+    """Prints the table of all problems, and where there are several tasks one of each."""
+    console.print(table(results, task))
+    parts = {name: each for name, each in results.items() if isinstance(each, Result)}
+    names = next(iter(parts.values())).tasks if parts else ()
+    for name in names if len(names) > 1 else ():
+        console.print(table({label: each.of_task(name) for label, each in parts.items()}, name))
+    console.print(NOTE, highlight=False)

@@ -1,1 +1,0 @@
-"""What `dms-jax compare` is made of: who is compared, what is measured, how it is shown."""

@@ -1,0 +1,222 @@
+"""Several policies on the same problems or text: what runs, what is paired, what is written."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.command_line import evaluate
+from dms_jax.command_line.candidates import change, gave_up, observed, read_candidates, table
+from dms_jax.evaluation import ChoiceResult, Measured
+
+TEXT = ("max_tokens=24", "window=8")  # three windows
+
+
+def candidates(*texts, model="stories260k", adapter=None):
+    return read_candidates(texts, model=model, adapter=adapter)
+
+
+def test_candidates_as_they_are_written():
+    plain, tova, few, named = candidates(
+        "Vanilla", "TOVA,budget=64", "Vanilla,kv_dtype=int4", "DMS,adapter=a/b,model=m,name=mine"
+    )
+    assert (plain.name, plain.model, plain.adapter) == ("Vanilla", "stories260k", None)
+    assert (tova.name, tova.policy) == ("TOVA,budget=64", dms_jax.TOVA(budget=64))
+    assert (few.name, few.kv_dtype) == ("Vanilla,int4", "int4")
+    assert (named.name, named.model, named.adapter) == ("mine", "m", "a/b")
+    for wrong in (("TOVA", "TOVA"), ("TOVA,name=a/b",), ("TOVA,name=..",)):
+        with pytest.raises(dms_jax.ConfigError, match="cannot be the name of a row"):
+            candidates(*wrong)
+
+
+def test_a_bare_name_is_the_checkpoints_own_policy(stories):
+    own = dataclasses.replace(stories, policy=dms_jax.StreamingLLM(budget=16))
+    bare, given, other = candidates("StreamingLLM", "StreamingLLM,budget=32", "TOVA")
+    assert bare.policy_for(own) is None
+    assert given.policy_for(own) == dms_jax.StreamingLLM(budget=32)
+    assert other.policy_for(own) == dms_jax.TOVA()
+    assert bare.policy_for(stories) == dms_jax.StreamingLLM()
+
+
+@pytest.mark.usefixtures("scored")
+def test_policies_predict_the_same_text(tmp_path, capsys):
+    config = evaluate.Config(
+        model="stories260k",
+        task="text",
+        task_options=TEXT,
+        policies=("Vanilla", "TOVA,budget=4", "Vanilla,kv_dtype=int4"),
+        out=tmp_path / "text.json",
+    )
+    results = evaluate.main(config)
+    assert [each.peak for each in results.values()] == [8, 4, 8]
+    rows = json.loads(config.out.read_text())["systems"]
+    assert [row["name"] for row in rows] == ["Vanilla", "TOVA,budget=4", "Vanilla,int4"]
+    assert rows[0]["loss"][0] == pytest.approx(1.625)
+    assert rows[0]["change"] == [0, 0]
+    # Four of eight tokens are gone in every window: the windows differ, their differences do not.
+    assert rows[1]["change"] == [pytest.approx(0.25), pytest.approx(0, abs=1e-6)]
+    assert rows[1]["loss"][1] > 0.01
+    assert rows[2]["cache_bytes"] == rows[0]["cache_bytes"] / 4
+    shown = capsys.readouterr().out
+    assert "+0.2500 ±0.0000" in shown
+    assert "reads/token" in shown
+
+
+@pytest.mark.usefixtures("scored")
+def test_one_window_has_an_unknown_error(tmp_path, capsys):
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    config = evaluate.Config(
+        model="stories260k",
+        task="text",
+        task_options=("max_tokens=8", "window=8"),
+        policies=("Vanilla", "TOVA,budget=4"),
+        out=tmp_path / "text.json",
+    )
+    evaluate.main(config)
+    rows = json.loads(config.out.read_text(), parse_constant=refuse)["systems"]
+    assert rows[1]["change"] == [pytest.approx(0.25), None]
+    shown = capsys.readouterr().out
+    assert "+0.2500 ±unknown" in shown
+    assert "nan" not in shown
+
+
+@pytest.mark.usefixtures("fakes")
+def test_policies_answer_the_same_problems(tmp_path, capsys):
+    config = evaluate.Config(
+        model="stories260k",
+        task="reasoning",
+        policies=("Vanilla", "StreamingLLM,budget=20"),
+        problems=3,
+        chains=2,
+        max_new_tokens=6,
+        page_size=16,
+        answers=tmp_path / "answers",
+        out=tmp_path / "results.json",
+    )
+    vanilla, streaming = evaluate.main(config).values()
+    assert streaming.peak_per_problem == 40 < vanilla.peak_per_problem
+    assert {path.name for path in config.answers.iterdir()} == set(config.policies)
+    rows = json.loads(config.out.read_text())["systems"]
+    assert rows[1]["policy"] == dms_jax.StreamingLLM(budget=20).to_dict()
+    assert len(rows[1]["per_problem"]["scores"]) == 3
+    shown = capsys.readouterr().out
+    titles = [line.strip() for line in shown.splitlines()]
+    assert [each for each in titles if each in ("reasoning", "linear", "arithmetic", "words")] == [
+        *("reasoning", "linear", "arithmetic", "words")
+    ]
+    assert "vote, %" in shown
+
+
+def failing(monkeypatch, errors):
+    """Runs Vanilla, H2O and Knorm with these errors; returns the settings and who ran."""
+    ran = []
+
+    def perplexity(model, path, *, policy, **options):
+        name = "Vanilla" if policy is None else policy.name
+        ran.append(name)
+        if name in errors:
+            raise errors[name]
+        return _perplexity([1.0, 2.0])
+
+    monkeypatch.setattr(evaluate, "perplexity", perplexity)
+    policies = ("Vanilla", "H2O", "Knorm")
+    return evaluate.Config(model="stories260k", task="text", policies=policies), ran
+
+
+def test_a_policy_that_cannot_run_is_named_and_the_others_run(tmp_path, capsys, monkeypatch):
+    error = NotImplementedError("the kernel does not serve this")
+    config, _ = failing(monkeypatch, {"H2O": error})
+    out = tmp_path / "text.json"
+    assert list(evaluate.main(dataclasses.replace(config, out=out))) == ["Vanilla", "Knorm"]
+    assert f"H2O could not run: {error}" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["systems"]
+    assert rows[-1] == {"name": "H2O", "failed": str(error)}
+
+
+def test_nothing_runs_on_a_device_that_gave_up_or_beside_a_first_row_that_failed(monkeypatch):
+    lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA error: misaligned address")
+    assert gave_up(lost)
+    assert not gave_up(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    config, ran = failing(monkeypatch, {"H2O": lost})
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        evaluate.main(config)
+    assert ran == ["Vanilla", "H2O"]
+    config, ran = failing(monkeypatch, {"Vanilla": dms_jax.CapacityError("no room")})
+    with pytest.raises(dms_jax.CapacityError):
+        evaluate.main(config)
+    assert ran == ["Vanilla"]
+
+
+def _perplexity(nats):
+    return dms_jax.evaluation.Perplexity(
+        settings={"path": "a.txt", "policy": dms_jax.Vanilla().to_dict(), "window": 8},
+        tokens=8 * len(nats),
+        words=4,
+        size=64,
+        window_nats=np.asarray(nats),
+        nats=8 * sum(nats),
+        reads=4.5,
+        peak=8.0,
+        cache_bytes=128.0,
+    )
+
+
+def test_differences_are_paired():
+    first, other = _perplexity([1.0, 3.0]), _perplexity([1.5, 3.7])
+    found = change(other, first)
+    assert found.value == pytest.approx(0.6)
+    assert found.error == pytest.approx(0.1)  # of 0.5 and 0.7
+    assert math.isnan(change(_perplexity([1.0]), _perplexity([2.0])).error)
+
+
+def test_choices_are_in_percent():
+    def result(gold):
+        return ChoiceResult(
+            settings={},
+            logprobs=(np.array([-1.0, -2.0]), np.array([-3.0, -2.0])),
+            lengths=(np.array([1, 1]), np.array([1, 1])),
+            gold=np.array(gold),
+            groups=("", ""),
+            peak=np.array([5.0, 7.0]),
+            seconds=1.0,
+        )
+
+    right, half = result([0, 1]), result([1, 1])
+    figure, scores = observed(half)
+    assert figure == Measured(50.0, 50.0)
+    assert scores.tolist() == [0, 100]
+    assert change(half, right) == Measured(-50.0, 50.0)
+    shown = table({"a": right, "b": half}, "piqa")
+    assert [column.header for column in shown.columns] == ["policy", "right, %", "change", "peak"]
+
+
+@pytest.mark.nightly
+def test_policies_on_a_text_through_the_real_cache(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text(assets.stories("valid")[0] * 2, encoding="utf-8")
+    config = evaluate.Config(
+        model="stories260k",
+        task="text",
+        task_options=(f"path={text}", "max_tokens=80", "window=40"),
+        policies=(
+            "Vanilla",
+            "StreamingLLM,compression_ratio=4",
+            "KCache,top=8",
+            "Vanilla,kv_dtype=float8_e4m3",
+            "Vanilla,kv_dtype=int4",
+        ),
+        page_size=16,
+    )
+    dense, streaming, _, float8, int4 = evaluate.main(config).values()
+    assert dense.peak == 40
+    assert dense.reads == 41 / 2
+    assert streaming.peak == 10
+    assert streaming.reads == (55 + 30 * 10) / 40
+    assert dense.cache_bytes / 2 > float8.cache_bytes > int4.cache_bytes
