@@ -1,0 +1,1 @@
+"""The library inside others: reinforcement learning with tunix, replicas behind Ray Serve."""

@@ -1,0 +1,244 @@
+"""Rollouts for tunix: the trainer's log-probabilities, weights in place, what is refused."""
+
+import dataclasses
+import importlib
+import sys
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.model.language_model import GenerationDefaults, LanguageModel
+from tests.experiments.examples import stand_in
+from tests.support.compilations import Compilations
+from tests.support.models import random_model, tiny_config
+
+POLICY = dms_jax.DMS(window=3, alpha_offset=0.0)
+PAD = 0
+# Of several lengths; the last two are equal.
+PROMPTS = [[5, 9, 2, 27, 3, 8], [4] * 11, [7, 1], [7, 1]]
+LONGEST, NEW = 12, 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The module of the example, over tunix's interface or what stands for it."""
+    name = "experiments.examples.tunix_rollout"
+    with mock.patch.dict(sys.modules, stand_in.modules()):
+        sys.modules.pop(name, None)
+        yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+def tiny_model(seed: int = 0) -> LanguageModel:
+    return LanguageModel(
+        random_model(tiny_config(), seed=seed), generation=GenerationDefaults((), 1, PAD)
+    )
+
+
+class Ids:
+    """A tokenizer of nothing: prompts are token ids."""
+
+    def pad_id(self):
+        return PAD
+
+    def eos_id(self):
+        return 30
+
+
+CONFIG = stand_in.RolloutConfig(
+    max_tokens_to_generate=NEW, max_prompt_length=LONGEST, temperature=1.0, return_logprobs=True
+)
+MESH = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("fsdp",))
+
+
+def make(example, config=CONFIG, actor=None, **more):
+    model = tiny_model()
+    actor = actor or example.Actor(model, POLICY)
+    return example.DmsJaxRollout(
+        rollout_actor=actor,
+        tokenizer=Ids(),
+        mesh=MESH,
+        rollout_config=config,
+        model=model,
+        num_lanes=4,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def rollout(example):
+    return make(example)
+
+
+@pytest.fixture(scope="module")
+def output(rollout):
+    return rollout.generate(PROMPTS, CONFIG)
+
+
+def scores(model: LanguageModel, output, policy=POLICY, temperature=1.0) -> list[np.ndarray]:
+    """Returns the log-probabilities of answers by `LanguageModel.logits`, one row after another."""
+    found = []
+    for prompt, answer in zip(PROMPTS, output.tokens, strict=True):
+        whole = np.concatenate([prompt, answer]).astype(np.int32)
+        padded = np.zeros((1, LONGEST + NEW), np.int32)  # one program for all
+        padded[0, : len(whole)] = whole
+        logits = np.asarray(model.logits(padded, policy=policy))[0, : len(whole)] / temperature
+        logits = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        places = np.arange(len(prompt) - 1, len(whole) - 1)
+        found.append(logits[places, whole[places + 1]])
+    return found
+
+
+def assert_close(some, others, tolerance=1e-5):
+    for one, other in zip(some, others, strict=True):
+        chex.assert_trees_all_close(np.asarray(one, float), np.asarray(other), atol=tolerance)
+
+
+def state(arrays) -> nnx.State:
+    return nnx.State(jax.tree.map(nnx.Param, arrays))
+
+
+def padded(output) -> np.ndarray:
+    rows = np.full((len(output.tokens), NEW), PAD, np.int32)
+    for row, tokens in zip(rows, output.tokens, strict=True):
+        row[: len(tokens)] = tokens
+    return rows
+
+
+def test_logprobs_are_those_of_a_whole_pass_under_the_same_evictions(output):
+    model = tiny_model()
+    assert_close(output.logprobs, scores(model, output))  # float32, as tunix keeps them
+    dense = scores(model, output, dms_jax.DMS(window=400, alpha_offset=0.0))
+    apart = [np.abs(one - other).max() for one, other in zip(output.logprobs, dense, strict=True)]
+    assert max(apart) > 0.1  # they had been evicted
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_computes_the_same_from_padded_tokens(rollout, output, temperature):
+    """Also of an answer that has the token of padding in its middle."""
+    assert any(PAD in tokens[:-1] for tokens in output.tokens)
+    with mock.patch.object(rollout, "_temperature", temperature):
+        found = rollout.get_per_token_logps(
+            jnp.asarray(output.left_padded_prompt_tokens), jnp.asarray(padded(output))
+        )
+    found = [row[: len(tokens)] for row, tokens in zip(found, output.tokens, strict=True)]
+    assert_close(found, scores(tiny_model(), output, temperature=temperature), 1e-9)
+
+
+def test_answers_are_laid_out_as_tunix_reads_them(rollout, output):
+    assert output.logits is None
+    assert output.left_padded_prompt_tokens.shape == (len(PROMPTS), LONGEST)
+    for row, prompt in zip(output.left_padded_prompt_tokens, PROMPTS, strict=True):
+        assert row.tolist() == [PAD] * (LONGEST - len(prompt)) + prompt
+    assert [len(tokens) for tokens in output.tokens] == [NEW] * len(PROMPTS)
+    assert {tokens.dtype for tokens in output.tokens} == {np.dtype(np.int32)}
+    assert rollout.usage.compression_ratio > 1.2
+    assert (rollout.pad_id(), rollout.eos_id()) == (PAD, 30)
+
+
+def test_copies_and_calls_draw_anew_and_a_run_can_be_repeated(example, output):
+    def tokens(answers):
+        return [each.tolist() for each in answers.tokens]
+
+    again = make(example)
+    first, second = (tokens(again.generate(PROMPTS, CONFIG)) for _ in range(2))
+    assert first == tokens(output)
+    assert first[2] != first[3]  # equal prompts
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    seeded = dataclasses.replace(CONFIG, seed=jnp.asarray(1))
+    assert tokens(make(example).generate(PROMPTS, seeded)) == second  # seed 0, one call before
+
+
+def test_weights_are_updated_in_place_without_a_compilation(example):
+    rollout, new = make(example), tiny_model(seed=1)
+    rollout.generate(PROMPTS, CONFIG)
+    module, transformer = rollout.model(), rollout.model().transformer
+    trained = example.Actor(new, POLICY)
+    # As the trainer has them: on its mesh, and perhaps in another precision.
+    state = jax.device_put(
+        jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(trained, nnx.Param)),
+        jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec()),
+    )
+    answers = []
+
+    def step():
+        rollout.update_params(state, (nnx.Param,))
+        answers.append(rollout.generate(PROMPTS, CONFIG))
+
+    assert Compilations().of(step) == 0
+    assert rollout.model() is module
+    assert module.transformer is transformer
+    assert_close(answers[0].logprobs, scores(new, answers[0]))
+
+
+def test_its_arrays_are_never_the_trainers_own(example):
+    """Tunix takes weights that are one object for shared, and would never send it an update."""
+    actor = example.Actor(tiny_model(), POLICY)
+    rollout = make(example, actor=actor)
+    for _ in range(2):
+        pairs = zip(*(jax.tree.leaves(nnx.state(x)) for x in (actor, rollout.model())), strict=True)
+        assert all(own is not other for own, other in pairs)
+        rollout.update_params(nnx.state(actor))
+
+
+def test_an_update_may_be_of_some_parameters_and_of_none_but_its_own(example):
+    rollout = make(example)
+    before = rollout.model().transformer.layers.mlp.down_proj.kernel[...]
+    rollout.update_params(state({"transformer": {"embedding": jnp.ones((31, 16), jnp.float32)}}))
+    transformer = rollout.model().transformer
+    assert transformer.embedding[...].dtype == jnp.float64
+    assert (transformer.embedding[...] == 1).all()
+    assert transformer.layers.mlp.down_proj.kernel[...] is before
+    for wrong, said in (
+        ({"embedding": jnp.ones((31, 16))}, r"embedding of shape \[31, 16\]"),
+        ({"transformer": {"embedding": jnp.ones((30, 16))}}, r"transformer\.embedding of shape"),
+    ):
+        with pytest.raises(dms_jax.ConfigError, match=said):
+            rollout.update_params(state(wrong))
+
+
+def test_end_tokens_are_those_of_the_configuration(example):
+    ends = list(range(31))
+    config = dataclasses.replace(CONFIG, eos_tokens=ends)
+    assert {len(each) for each in make(example, config).generate(PROMPTS, config).tokens} == {1}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "said"),
+    [
+        (dict(temperature=0.9), dms_jax.ConfigError, "temperature=0.9 is another"),
+        (dict(eos_tokens=[3]), dms_jax.ConfigError, r"eos_tokens=\[3\] is not None"),
+        (dict(max_prompt_length=10), dms_jax.DataError, "Prompt 1 has 11 tokens"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(rollout, config, error, said):
+    with pytest.raises(error, match=said):
+        rollout.generate(PROMPTS, dataclasses.replace(CONFIG, **config))
+
+
+def test_policies_that_no_whole_pass_can_follow_are_refused(example):
+    with pytest.raises(dms_jax.ConfigError, match="TOVA decides from attention weights"):
+        example.Actor(tiny_model(), dms_jax.TOVA(budget=8))
+
+
+def test_the_tokenizer_reads_prompts_as_the_library_does(example):
+    model = dms_jax.load(assets.path("stories260k"))
+    tokenizer = example.Tokenizer(model)
+    ids = tokenizer.encode("Once upon a time")
+    assert ids == [1, *model.tokenizer.encode("Once upon a time", add_special_tokens=False)]
+    assert tokenizer.decode(ids) == "Once upon a time"
+    assert (tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.pad_id()) == (1, 2, 0)
+    assert example.Tokenizer(model, pad_id=5).pad_id() == 5
