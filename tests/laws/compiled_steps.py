@@ -4,8 +4,8 @@ Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes
 process loads at a time. Nothing is executed and no array is made, so models and pools can have
 real sizes. For TPU no device is needed; with `gpu` as its argument it compiles for the GPU at hand;
 with `h200` for one that need not be there (`make gpu-compiler`), steps of the policies that are
-named next, and prompts of those after them. For TPU the policies whose prompts are compiled are the
-argument.
+named next, prompts of those after them, and single steps of the last. For TPU the arguments are
+the policies whose prompts are compiled, and those whose single steps are.
 """
 
 import json
@@ -142,6 +142,12 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
     return report_of(programs.decode.lower(*shapes), shapes, place)
 
 
+def memory_of_single(policy, pool_factor: int, place: NamedSharding) -> dict:
+    """Returns the same for one step without its draw, as lanes with a grammar take it."""
+    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
+    return report_of(programs.advance.lower(*shapes[:6], policy, ()), shapes, place)
+
+
 def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
     """Returns the same for the program that copies sequences to other lanes.
 
@@ -239,20 +245,26 @@ def main() -> None:
         place = on_gpu()
         copies = memory_of_all(place, memory_of_copies)
         prompts = memory_of_all(place, memory_of_prompts)
-        print(json.dumps(dict(memory=memory_of_all(place), copies=copies, prompts=prompts)))
+        single = memory_of_all(place, memory_of_single)
+        steps = memory_of_all(place)
+        print(json.dumps(dict(memory=steps, copies=copies, prompts=prompts, single=single)))
         return
     jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
     if sys.argv[1:2] == ["h200"]:
         place = for_h200()
         with mock.patch.object(jax, "default_backend", return_value="gpu"):
-            steps, prompts = (each.split(",") for each in sys.argv[2:4])
+            steps, prompts, singly = (each.split(",") for each in sys.argv[2:5])
             of_prompts = memory_of_all(place, memory_of_prompts, prompts)
-            print(json.dumps(dict(memory=memory_of_all(place, names=steps), prompts=of_prompts)))
+            single = memory_of_all(place, memory_of_single, singly)
+            memory = memory_of_all(place, names=steps)
+            print(json.dumps(dict(memory=memory, prompts=of_prompts, single=single)))
         return
     memory, copies = memory_of_all(on_tpu()), memory_of_all(on_tpu(), memory_of_copies)
     prompts = memory_of_all(on_tpu(), memory_of_prompts, sys.argv[1].split(","))
+    single = memory_of_all(on_tpu(), memory_of_single, sys.argv[2].split(","))
     depths = {layers: instructions(layers) for layers in (4, 40)}
-    print(json.dumps(dict(memory=memory, copies=copies, prompts=prompts, instructions=depths)))
+    found = dict(memory=memory, copies=copies, prompts=prompts, single=single, instructions=depths)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tests.support.ahead import GPU_COMPILER
 ROOT = Path(__file__).resolve().parents[2]
 MOST_TEMPORARY = 1 / 50  # of the pool
 AHEAD = ("DMS", "Quest", "KCache")  # one kind of layers, and two with one of two selections
+SINGLE = ("DMS", "KCache")  # steps in two programs: on the device, and with values on the host
 # Prompts that are appended and then cut, and those that are evicted from as they are read, in one
 # pass and one by one; for GPUs one that is only appended, too.
 PROMPTS_ON_TPU = ("SnapKV", "AdaKV", "DMS", "TOVA")
@@ -43,7 +44,7 @@ def compile_steps(*arguments: str, environment: dict[str, str] | None = None) ->
 def report() -> dict:
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")
-    return compile_steps(",".join(PROMPTS_ON_TPU))
+    return compile_steps(",".join(PROMPTS_ON_TPU), ",".join(SINGLE))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def report_on_gpu() -> dict:
 def report_for_h200() -> dict:
     if not (GPU_COMPILER / "jax_plugins").exists():
         pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")
-    names = (",".join(each) for each in (AHEAD, PROMPTS_FOR_GPUS))
+    names = (",".join(each) for each in (AHEAD, PROMPTS_FOR_GPUS, SINGLE))
     return compile_steps("h200", *names, environment=for_gpus.environment(**SETTINGS))
 
 
@@ -72,7 +73,8 @@ def misses(reports: dict, program: str, *, on_gpu: bool) -> dict:
 
     def wrong(one: dict) -> bool:
         most = MOST_TEMPORARY * one["pool_bytes"] + slots * one["slot_numbers"]
-        copied = one["copies"] + (one["copied_weights"] if on_gpu and program == "memory" else [])
+        steps = on_gpu and program in ("memory", "single")
+        copied = one["copies"] + (one["copied_weights"] if steps else [])
         bounded = not on_gpu or program == "prompts"
         in_place = one["aliased"] >= one["pool_bytes"]
         return bool(copied) or not in_place or (bounded and one["temporary"] >= most)
@@ -80,14 +82,15 @@ def misses(reports: dict, program: str, *, on_gpu: bool) -> dict:
     return {policy: one for policy, one in reports[program].items() if wrong(one)}
 
 
-every_program = pytest.mark.parametrize("program", ["memory", "prompts", "copies"])
+every_program = pytest.mark.parametrize("program", ["memory", "single", "prompts", "copies"])
 
 
 @pytest.mark.nightly
 @every_program
 def test_the_pool_is_updated_in_place_on_tpu(program, report):
-    """In steps, where prompts are written, read and maybe cut, where sequences are copied."""
-    assert set(report[program]) == set(PROMPTS_ON_TPU if program == "prompts" else POLICIES)
+    """In steps, also single ones, where prompts are written, read and maybe cut, in copies."""
+    some = {"prompts": PROMPTS_ON_TPU, "single": SINGLE}
+    assert set(report[program]) == set(some.get(program, POLICIES))
     assert not misses(report, program, on_gpu=False)
 
 
@@ -99,7 +102,10 @@ def test_the_pool_is_updated_in_place_on_gpu(program, report_on_gpu):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("program", "names"), [("memory", AHEAD), ("prompts", PROMPTS_FOR_GPUS)])
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [("memory", AHEAD), ("single", SINGLE), ("prompts", PROMPTS_FOR_GPUS)],
+)
 def test_the_pool_is_updated_in_place_for_gpus(program, names, report_for_h200):
     """Steps compile where layers differ, too: XLA failed at two loops that it had unrolled."""
     assert set(report_for_h200[program]) == set(names)
