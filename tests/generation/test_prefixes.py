@@ -36,6 +36,7 @@ from tests.generation.support import (
     story_tokens,
 )
 from tests.support.fake_programs import ENDS
+from tests.support.instances import further
 
 pytestmark = pytest.mark.usefixtures("fakes")
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=6)
@@ -416,7 +417,9 @@ def tree_of_prompts(choose: random.Random) -> list[list[int]]:
     ],
 )
 @pytest.mark.parametrize(
-    "seeds", [range(6, 14), pytest.param(range(633), marks=pytest.mark.nightly)], ids=["", "more"]
+    "seeds",
+    [range(6, 14), *further(*(range(start, start + 125) for start in range(0, 625, 125)))],
+    ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
 )
 def test_random_trees_of_prompts_in_small_pools(name, pages, ends, host, seeds):
     """Whatever is evicted, cancelled or put back, each answer is that of the request alone.
