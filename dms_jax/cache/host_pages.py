@@ -65,7 +65,8 @@ class HostPages:
         self._uses[slots[known]] += 1  # before others make room
         missing = pages[~known]
         while len(missing) > len(self._free):
-            if not make_room():
+            # What can never fit takes no other's place.
+            if len(missing) > len(self._uses) or not make_room():
                 self.drop(slots[known])
                 return None
         self._free, own = np.split(self._free, [len(self._free) - len(missing)])

@@ -96,6 +96,8 @@ def test_room_is_made_and_what_is_known_stays():
     assert contents(host, second) == [3, 4, 5]
     assert host.add(np.array([3, 6, 7, 8]), read, lambda: False) is None
     assert host.used == 3  # and nothing of what did not fit
+    assert host.add(np.arange(6, 12), read, make_room) is None
+    assert len(given) == 1  # nobody made room for what can never fit
     host.drop(second)
     assert contents(host, kept) == [3]
     host.clear()
