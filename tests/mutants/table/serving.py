@@ -351,6 +351,27 @@ MUTANTS = [
         (f"{APIS}::test_a_response_has_items_that_the_next_one_takes",),
     ),
     Mutant(
+        "serving: a call of a namespace comes back without it",
+        FOLDER + "responses_api.py",
+        '({"namespace": self.namespace} if self.namespace else {})',
+        "{}",
+        (f"{APIS}::test_functions_of_a_namespace_are_called_by_both_names",),
+    ),
+    Mutant(
+        "serving: a message that leaves less room than is asked for is refused",
+        FOLDER + "requests.py",
+        "most = min(most, room)",
+        "pass",
+        (f"{APIS}::test_a_message_is_cut_to_the_room_there_is",),
+    ),
+    Mutant(
+        "serving: a long parameter is searched from its beginning for every token",
+        FOLDER + "call_formats.py",
+        'self._searched = len(self.held) - len("</parameter>")',
+        "self._searched = 0",
+        (f"{CALLS}::test_long_parameters_are_searched_once",),
+    ),
+    Mutant(
         "serving: an unknown field is warned of at every request",
         FOLDER + "app.py",
         "            self._unknown.add(name)\n",
