@@ -175,7 +175,7 @@ class TriAttention(AnswerEviction):
             )
         first = 0 if axis is None else jax.lax.axis_index(axis) * num_kv_heads
 
-        def of_layer(values: Array) -> Array:
+        def of_layer(values: Array | np.ndarray) -> Array:
             values = jnp.asarray(values, dtype)[chunk.tokens.layer]
             values = values.reshape(num_kv_heads * shards, group, -1)
             return jax.lax.dynamic_slice_in_dim(values, first, num_kv_heads)[None]
