@@ -141,6 +141,11 @@ def retention(
         model.mesh is None,
         "retention reads the cache of one device; load the model without a mesh.",
     )
+    require(
+        model.config.window is None,
+        "retention shows what a policy keeps in every layer, and some layers of this model keep a "
+        "window under any policy.",
+    )
     tokens = whole_numbers("token ids", tokens)
     if tokens.ndim != 2 or not tokens.size:
         raise DataError(f"retention wants token ids of shape [B, T], got {list(tokens.shape)}.")

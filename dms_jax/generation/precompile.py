@@ -253,7 +253,7 @@ class _Calls:
         calls: list[_Call] = [(programs.load_lane, (cache, number, lengths, number, rows))]
         if jax.tree.leaves(rows):
             calls.append((programs.read_lane, (cache, number)))
-        if not runner.policy.appends:
+        if not runner.appends:
             calls.append((programs.copy_pages, (cache, runner.no_pages()[0])))
         return calls
 

@@ -259,7 +259,7 @@ class Prefixes:
 
     def shared_slots(self, request: "Request") -> int:
         """Returns the slots of each row that a request shares with running ones at once."""
-        if not (self._policy.appends and self.serves(request)):
+        if not (self._runner.appends and self.serves(request)):
             return 0
         found = self._find(request.max_length, *self._readable(request))
         if found is None or found[0] not in self._on_device:
@@ -290,7 +290,7 @@ class Prefixes:
         path, known, last = self._tree(max_length).walk(tokens)
         stated = (node for node in path[::-1] if node.state is not None and node.depth <= most)
         found = next(((node.state, node.depth) for node in stated), None)
-        if not self._policy.appends:
+        if not self._runner.appends:
             return found
         # The first pages of any state that goes on from where the tokens part from it.
         for common, node in ((known, last), *((node.depth, node) for node in path[::-1])):
@@ -309,7 +309,7 @@ class Prefixes:
         if found is None or not found[1]:
             return 0
         state, count = found
-        appends = self._policy.appends
+        appends = self._runner.appends
         lengths = np.full_like(state.lengths, count) if appends else state.lengths
         if state in self._on_host and not self._load(state):
             if not self._write_to(lane, state, lengths):
@@ -383,7 +383,7 @@ class Prefixes:
         prompt, tokens = len(request.prompt), request.sequence[:-1]
         exact = self._policy.prefix_exact(len(tokens), prompt=prompt, max_length=request.max_length)
         seen = int(self._runner.seen[lane])
-        if self._policy.appends:
+        if self._runner.appends:
             if seen >= len(tokens):
                 self._store(lane, request, tokens[: None if exact else prompt], ended=True)
         # Not if steps went on that were launched before a stop string was found.
@@ -394,7 +394,7 @@ class Prefixes:
         self, lane: int, request: "Request", tokens: Int[np.ndarray, " n"], *, ended: bool
     ) -> None:
         allocator, lengths = self._allocator, self._runner.reservation.lengths_of(lane)
-        if self._policy.appends:
+        if self._runner.appends:
             tokens = tokens[: self._whole(len(tokens))]
             lengths = np.full_like(lengths, len(tokens))
         if len(tokens) < self._runner.page_size:
@@ -406,7 +406,7 @@ class Prefixes:
             return
         pages = allocator.pages_of(lane, lengths)
         state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), ended)
-        if ended or self._policy.appends:
+        if ended or self._runner.appends:
             allocator.hold(pages)
         elif (own := allocator.take(allocator.pages_for(lengths))) is not None:
             self._runner.copy_pages(pages, own)
@@ -431,7 +431,7 @@ class Prefixes:
         node = state.node.parent
         while node is not None and node.depth >= start:
             replaced = node.state in self._on_device and len(node.children) == 1
-            if replaced and not self._policy.appends:  # else it holds nothing of its own
+            if replaced and not self._runner.appends:  # else it holds nothing of its own
                 self._on_device.move_to_end(node.state, last=False)
             node = node.parent
 

@@ -209,6 +209,11 @@ class Runner:
         self.prefixes = Prefixes(self, prefix_cache)
         self.restart()
 
+    @property
+    def appends(self) -> bool:
+        """Whether no slot is ever written again: the policy appends, and no layer has a window."""
+        return self.policy.appends and self.model.config.window is None
+
     def working(self) -> Working:
         """A context in which programs run. If one fails, the cache is gone and its memory free.
 

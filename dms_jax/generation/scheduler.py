@@ -394,7 +394,7 @@ class Scheduler:
         whole = tokens_in_one_pass(
             policy, seen=request.seen, prompt=len(prompt), max_length=request.max_length
         )
-        return Prefill(request, prompt, answer, whole, key, splits=not policy.appends)
+        return Prefill(request, prompt, answer, whole, key, splits=not self.runner.appends)
 
     def take_prefixes(self, lanes: Iterable[int], collect: Callable[[], None]) -> None:
         """Caches the prefixes that a program of prompts has come to the end of.
@@ -404,7 +404,7 @@ class Scheduler:
           collect: waits for prompts, so that the lengths of rows are known.
         """
         passed = {lane: self.prefill.items[lane].pass_stops() for lane in lanes}
-        if any(passed.values()) and not self.runner.policy.appends:
+        if any(passed.values()) and not self.runner.appends:
             collect()
         for lane, stops in passed.items():
             for stop in stops:

@@ -59,6 +59,11 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
             f"to_grouped_query: this model was retrofitted for {model.policy}, whose decisions "
             "belong to single KV heads. Convert the original first, and retrofit the result."
         )
+    if config.qk_norm_over == "heads":
+        raise ConfigError(
+            f"to_grouped_query: a {config.model_type} norms the keys of all KV heads together, and "
+            "has no norm for fewer."
+        )
     config = dataclasses.replace(config, num_kv_heads=num_kv_heads)
     skeleton = jax.eval_shape(lambda: Transformer(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
     projection = transformer.layers.attention.qkv_proj
@@ -68,6 +73,8 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
         value = given[...]
         if path.endswith(("qkv_proj.kernel", "qkv_proj.bias")):
             value = _regroup(fused[path.rpartition(".")[2]][...], num_kv_heads)
+        elif path.endswith("attention.sinks"):  # of query heads, which are all kept in their order
+            value = value.reshape(param.shape)
         if model.mesh is not None:
             place = sharding.parameter_sharding(
                 model.mesh, param.axes, param.shape, sharding.DECODING_RULES

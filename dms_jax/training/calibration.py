@@ -24,6 +24,7 @@ from dms_jax.model.language_model import (
     use_mesh,
     whole_numbers,
 )
+from dms_jax.model.layer_loop import ByCache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS, KVzap, Policy, TriAttention
 
@@ -132,7 +133,7 @@ def calibrate_queries(
     room = fits_device("The device ran out of memory while calibrating. Give shorter sequences.")
     with use_mesh(model.mesh), room:
         found = [jax.device_get(_centres(model.transformer, row[None])) for row in tokens]
-    layers, heads = model.config.num_layers, model.config.num_heads
+    layers, heads = model.config.num_full_layers, model.config.num_heads
     mean, norm = (
         np.ascontiguousarray(np.mean(values, axis=0, dtype=np.float64), np.float32).reshape(
             layers, heads, -1
@@ -152,5 +153,6 @@ def _centres(transformer: Transformer, tokens: Any) -> tuple[Any, Any]:
     width = -(-length // QUEST_PAGE_SIZE)
     cache = temporary_cache(transformer, policy, 1, length, width=width)
     read = transformer.cached(tokens, jnp.full(1, length), cache, policy, one_pass=True)
-    own = read.cache.row_state.own
+    rows = read.cache.row_state
+    own = (rows.growing if isinstance(rows, ByCache) else rows).own
     return own.mean, own.norm

@@ -34,7 +34,7 @@ from tests.laws.test_memory import PROMPTS, Watch, assert_empty
 from tests.oracles import transformer
 from tests.support.cached_runs import drive, of_model, poisoned_cache, ragged_parts
 from tests.support.instances import further, nightly_but
-from tests.support.models import oracle_weights, random_model, tiny_config
+from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
 WINDOW = 5
 # Each has two layers whose cache grows, as the simulations of policies have.
@@ -131,3 +131,26 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(row, monkey
             check_completion(row, weights, model.config, prompt, completion, row.page_size)
         assert_empty(engine)
         assert (watch.cleared > len(PROMPTS)) == bool(refusals)
+
+
+def test_a_continued_prefix_is_answered_as_one_that_is_read():
+    """A window is written over, whatever the policy: what is kept are copies, not shared pages."""
+    row = MODEL_ROWS[0]
+    model = LanguageModel(model_of("a group and a part", row), policy=row.policy)
+    plain, keeps = (engine_of(model, row, **more) for more in ({}, {"prefix_cache": 1e6}))
+    assert not keeps.runner.appends
+    sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=6)
+    document = random_tokens(80, 13).tolist()
+    cached = []
+    for question in ([3, 4, 5, 6], [9, 8, 7], [2, 2, 1], [3, 4, 5, 6]):
+        prompt = [*document, *question]
+        (expected,), (found,) = (
+            engine.generate([prompt], sampling=sampling) for engine in (plain, keeps)
+        )
+        assert found.tokens == expected.tokens
+        assert found.usage.live_tokens == expected.usage.live_tokens
+        assert np.abs(np.subtract(found.logprobs, expected.logprobs)).max() < TOLERANCE
+        cached.append(found.usage.cached_tokens)
+    assert cached[0] == 0
+    assert cached[2] > 0
+    assert cached[3] > 0

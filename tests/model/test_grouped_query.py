@@ -1,6 +1,7 @@
 """Grouped-query conversion: pooled heads against NumPy, checkpoints, policies on top, refusals."""
 
 import inspect
+import pathlib
 
 import chex
 import jax
@@ -21,6 +22,7 @@ from tests.oracles import vanilla
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
 TOKENS = random_tokens(5, 11)
+FAMILIES = pathlib.Path(__file__).parents[1] / "golden" / "families"
 
 
 def pooled(linear: oracle.Linear, num_kv_heads: int) -> oracle.Linear:
@@ -131,3 +133,25 @@ def test_a_model_that_carries_decisions_is_refused():
             to_grouped_query(model, 2)
     with pytest.raises(ConfigError, match=r"dms_jax\.load"):
         inspect.unwrap(to_grouped_query)("model", 2)
+
+
+def test_heads_that_are_alike_are_averaged_without_a_change():
+    """Of a model with sinks, which are those of query heads, and with windows."""
+    model = load(FAMILIES / "gpt_oss")
+    projection = model.transformer.layers.attention.qkv_proj
+    for param, axis in ((projection.kernel, 2), (projection.bias, 1)):  # [L, E, K, G + 2, D]
+        value = np.array(param[...])
+        heads = np.moveaxis(value, axis, 0)
+        heads[1, ..., -2:, :] = heads[0, ..., -2:, :]
+        param.set_value(jnp.asarray(value))
+    before, after = (np.asarray(each.logits(TOKENS[None])) for each in (model, halved(model)))
+    chex.assert_trees_all_close(after, before, rtol=0, atol=1e-4)
+
+
+def halved(model):
+    return to_grouped_query(model, model.config.num_kv_heads // 2)
+
+
+def test_norms_over_all_heads_are_refused():
+    with pytest.raises(ConfigError, match="norms the keys of all KV heads together"):
+        halved(load(FAMILIES / "olmo2"))

@@ -375,4 +375,24 @@ MUTANTS = [
         "head = kv_head * group + 0 * lax.div(step, visits)",
         (RECEIVED_SUMS,),
     ),
+    Mutant(
+        "kernels: the gradient of a sink has the other sign",
+        "pallas_kernels/training/api.py",
+        "of_sinks = -jnp.sum(share * mean, axis=(0, 2)).astype(sinks.dtype)",
+        "of_sinks = jnp.sum(share * mean, axis=(0, 2)).astype(sinks.dtype)",
+        (
+            "tests/pallas_kernels/training/test_reference.py"
+            "::test_sinks_and_soft_caps_agree_with_the_oracle",
+        ),
+    ),
+    Mutant(
+        "kernels: the log-sum-exp of a step leaves its sinks out",
+        "pallas_kernels/decode/api.py",
+        "results = (out, *[jnp.logaddexp(lse, sinks)] * return_lse, *scores)",
+        "results = (out, *[lse] * return_lse, *scores)",
+        (
+            "tests/pallas_kernels/decode/test_reference.py"
+            "::test_sinks_and_soft_caps_agree_with_the_oracle",
+        ),
+    ),
 ]

@@ -6,6 +6,8 @@ from tests.mutants.mutant import Mutant
 ATTENTION = "dms_jax/model/cached_attention.py"
 CUTTING = "dms_jax/model/cutting.py"
 POLICIES = "dms_jax/policies/"
+LOOP = "dms_jax/model/layer_loop.py"
+WINDOWS = "tests/laws/test_windows.py"
 
 MUTANTS = [
     Mutant(
@@ -131,5 +133,40 @@ MUTANTS = [
         "fetch = Fetch(self.top, renormalize=self.renormalize)",
         "fetch = Fetch(self.top)",
         (layer_law("KCache-top=3-"),),
+    ),
+    Mutant(
+        "layers: a query of a sliding layer sees one token more than its window",
+        LOOP,
+        "return StreamingLLM(budget=config.window, sinks=0)",
+        "return StreamingLLM(budget=config.window + 1, sinks=0)",
+        (f"{WINDOWS}::test_one_pass_over_whole_sequences",),
+    ),
+    Mutant(
+        "layers: sliding layers rotate as the others do",
+        "dms_jax/config.py",
+        '"sliding": LayerKind(self.window, self.local_rope or self.rope),',
+        '"sliding": LayerKind(self.window, self.rope),',
+        (f"{WINDOWS}::test_one_pass_over_whole_sequences",),
+    ),
+    Mutant(
+        "layers: the last layers, which are no whole group, run one by one",
+        LOOP,
+        "size = min(period, len(each) - start)",
+        "size = min(period, len(each) - start) if start == 0 else 1",
+        ("tests/model/test_layer_loop.py::test_the_loop_runs_over_the_shortest_group_of_kinds",),
+    ),
+    Mutant(
+        "layers: prefixes of a model with windows share pages that are written again",
+        "dms_jax/generation/runner.py",
+        "return self.policy.appends and self.model.config.window is None",
+        "return self.policy.appends",
+        (f"{WINDOWS}::test_a_continued_prefix_is_answered_as_one_that_is_read",),
+    ),
+    Mutant(
+        "layers: experts are weighed by their logits",
+        "dms_jax/model/layers.py",
+        "return jax.nn.softmax(best, axis=-1), chosen",
+        "return best, chosen",
+        ("tests/model/test_parity.py::test_logits_equal_those_of_transformers[gpt_oss]",),
     ),
 ]
