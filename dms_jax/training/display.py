@@ -97,6 +97,11 @@ class Display:
         if self._enabled and finished and error[:1] in ((), (None,)):
             self._bar.console.print(self.closing(), highlight=False, markup=False)
 
+    def say(self, line: str) -> None:
+        """Shows a line above the bar."""
+        if self._enabled:
+            self._bar.console.print(line, highlight=False, markup=False)
+
     def update(self, record: dict[str, Any]) -> None:
         """Shows the record of a step."""
         self._last.append(record)

@@ -109,6 +109,7 @@ def test_a_run_that_ends_early_says_nothing_of_what_was_reached(capsys):
         shown.update(record(5))
     with display(enabled=False, opening="Training") as shown:
         shown.update(record())
+        shown.say("Stopping")
     out = capsys.readouterr().out
     assert "Reached" not in out
     assert "Training" not in out
