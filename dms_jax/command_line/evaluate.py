@@ -175,7 +175,8 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
     if config.policies:
         return compare(config, measure)
     policy = read_policy(config.policy, config.options)
-    one = Candidate(config.task, policy, config.model, config.adapter)
+    options = read_options(config.options)
+    one = Candidate(config.task, policy, options, config.model, config.adapter)
     result = measure(load(config, one), one, config.answers)
     describe(config, result)
     if config.out is not None:

@@ -9,6 +9,7 @@ from dms_jax.command_line.options import (
     SHIPPED,
     find_adapter,
     find_model,
+    on_checkpoint,
     read_options,
     read_policy,
 )
@@ -73,9 +74,12 @@ class Generating:
         )
         return model.with_template(**variables) if variables else model
 
-    def make_policy(self) -> Policy | None:
-        """The policy that is named."""
-        return read_policy(self.policy, self.options)
+    def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:
+        """The policy that is named; on a model that declares the same kind, with its options."""
+        policy = read_policy(self.policy, self.options)
+        if model is None:
+            return policy
+        return on_checkpoint(policy, read_options(self.options), model.policy)
 
     def make_sampling(self, **more: Any) -> dms_jax.Sampling:
         """How tokens are drawn."""

@@ -100,6 +100,23 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
     return dms_jax.policies.from_dict({**read_options(options), "name": name})
 
 
+def on_checkpoint(
+    policy: dms_jax.policies.Policy | None, options: Mapping[str, Any], own: dms_jax.policies.Policy
+) -> dms_jax.policies.Policy | None:
+    """Returns the policy that a call means on a checkpoint that declares one.
+
+    Of the same kind, what the call leaves out is as the checkpoint has it: it was trained so.
+
+    Args:
+      policy: what was named; None for the checkpoint's own.
+      options: those of its options that were given.
+      own: the policy that the checkpoint declares.
+    """
+    if policy is None or type(policy) is not type(own):
+        return policy
+    return dms_jax.policies.from_dict({**own.to_dict(), **options})
+
+
 def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Chat | None:
     """The chat template's form of a question; None to ask in plain text.
 
