@@ -21,6 +21,8 @@ on after a stop.
 import contextlib
 import dataclasses
 import pathlib
+import re
+from collections.abc import Iterator
 
 import dms_jax
 from dms_jax import assets, processes
@@ -92,8 +94,34 @@ PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
 }
 
 
+@contextlib.contextmanager
+def spelled_as_options() -> Iterator[None]:
+    """What errors of the library say of arguments is said of the options of this command.
+
+    # In: "... (`batch_size` 4, not 2) ... restart_from=6"
+    # Out: "... (--batch-size 4, not 2) ... --restart-from 6"
+    """
+    try:
+        yield
+    except dms_jax.DmsJaxError as error:
+        text = str(error)
+        for field in dataclasses.fields(Config):
+            option = f"--{field.name.replace('_', '-')}"
+            text = text.replace(f"`{field.name}`", option)
+            text = re.sub(rf"\b{field.name}=(?=\S)", f"{option} ", text)
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
+
+
 def main(config: Config | SelfTaught) -> None:
     """Runs a retrofit from the starting point whose settings were given."""
+    with spelled_as_options():
+        run(config)
+
+
+def run(config: Config | SelfTaught) -> None:
+    """Runs it, with errors that name arguments of the library."""
     if isinstance(config, SelfTaught):
         self_taught(config)
         return

@@ -108,9 +108,9 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path, monk
     chex.assert_trees_all_equal(jax.device_get(parameters(loaded.transformer)), expected)
 
     changed = dataclasses.replace(RECIPE, clip=0.5)
-    with pytest.raises(ConfigError, match="another recipe, seed"):
+    with pytest.raises(ConfigError, match=r"another recipe \(`clip` 1.0, not 0.5\), `seed` 0, not"):
         run(model, out=tmp_path / "run", recipe=changed, seed=1)
-    with pytest.raises(ConfigError, match="another policy"):
+    with pytest.raises(ConfigError, match=r"another policy \(`window` \d+, not 4\)"):
         run(model, dataclasses.replace(EAGER, window=4), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="holds a run at step 6"):
         run(model, out=tmp_path / "run", resume=False)
