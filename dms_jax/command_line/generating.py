@@ -7,8 +7,7 @@ from typing import Any, Literal
 import dms_jax
 from dms_jax.command_line.options import (
     SHIPPED,
-    find_adapter,
-    find_model,
+    load_model,
     on_checkpoint,
     read_options,
     read_policy,
@@ -69,9 +68,7 @@ class Generating:
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
         variables = read_options(self.template, "--template")
-        model = dms_jax.load(
-            find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
-        )
+        model = load_model(self.model, self.adapter, self.dtype)
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:

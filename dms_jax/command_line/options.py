@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from dms_jax.evaluation.tasks import (
 )
 from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
+from dms_jax.training.display import short_of_target
 
 SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
 ADAPTERS = ("smollm2-135m-instruct-dms",)
@@ -89,6 +91,20 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
             f"{', '.join(names)}."
         )
     return name
+
+
+def load_model(name: str, adapter: str | None, dtype: str | None) -> dms_jax.LanguageModel:
+    """Loads what --model and --adapter name; that it stayed short of its ratio is a warning."""
+    found, beside = find_model(name), find_adapter(adapter)
+    for each in filter(None, (found, beside)):
+        if (short := short_of_target(pathlib.Path(each).expanduser())) is not None:
+            warnings.warn(
+                f"{each} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
+                f"{short[1]:.2f}, so that the cache holds more. Train it on: dms-jax retrofit with "
+                "more --steps.",
+                stacklevel=2,
+            )
+    return dms_jax.load(found, dtype=dtype, adapter=beside)
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:
