@@ -27,7 +27,6 @@ from collections.abc import Iterator
 import dms_jax
 from dms_jax import assets, processes
 from dms_jax.command_line.options import find_adapter, find_model, read_options
-from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
@@ -160,10 +159,7 @@ def run(config: Config | SelfTaught) -> None:
             board = closing.enter_context(
                 contextlib.closing(TensorBoard(config.out / "tensorboard"))
             )
-        pictures = None
-        if config.pictures:
-            pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
-        model = dms_jax.retrofit(
+        dms_jax.retrofit(
             base,
             policy,
             recipe=recipe,
@@ -177,9 +173,6 @@ def run(config: Config | SelfTaught) -> None:
             restart_from=config.restart_from,
             adapter_only=config.adapter_only,
             on_step=board,
-            on_snapshot=pictures,
         )
-    if pictures is not None:
-        pictures(float(recipe.compression_ratio), model)
     what = "adapter" if config.adapter_only else "model"
     say(f"The {what} is in {config.out / 'model'}; every step is in {config.out / 'log.jsonl'}")
