@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dms_jax
-from dms_jax.command_line.options import read_options
+from dms_jax.command_line.options import on_checkpoint, read_options
 from dms_jax.devices import out_of_memory
 from dms_jax.evaluation import (
     ChoiceResult,
@@ -45,21 +45,21 @@ class Candidate:
     Attributes:
       name: of its row.
       policy: None for the one that the checkpoint declares.
+      options: those of the policy's options that were given.
       model, adapter: what `Config.model` and `Config.adapter` take.
       kv_dtype: type of its cache; None for the model's.
     """
 
     name: str
     policy: Policy | None
+    options: Mapping[str, Any]
     model: str
     adapter: str | None = None
     kv_dtype: str | None = None
 
     def policy_for(self, model: dms_jax.LanguageModel) -> Policy | None:
-        """Returns the policy; None for the checkpoint's own, which a bare name means too."""
-        own = model.policy
-        bare = self.policy is not None and self.policy == type(self.policy)()
-        return None if bare and type(own) is type(self.policy) else self.policy
+        """Returns the policy on a model (`on_checkpoint`)."""
+        return on_checkpoint(self.policy, self.options, model.policy)
 
 
 def read_candidates(
@@ -87,7 +87,7 @@ def read_candidates(
         name = ",".join(filter(None, (policy, *options, places["kv_dtype"])))
         name = str(fields.pop("name", name))
         made = dms_jax.policies.from_dict({**fields, "name": policy})
-        found.append(Candidate(name, made, **places))
+        found.append(Candidate(name, made, fields, **places))
     names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1 or "/" in name or not name.strip("."):

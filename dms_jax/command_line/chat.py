@@ -10,6 +10,7 @@ without gets the text as it is and goes on with it.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Iterable, Iterator
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.writing import Writer
 from dms_jax.generation import Completion, Update
 from dms_jax.generation.requests import Prompt
+from dms_jax.training.display import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +43,22 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
     """
     console = Console(highlight=False)
     # First: a model takes long to load, and nobody is asked for a line that is not answered.
-    policy, sampling = config.make_policy(), config.make_sampling()
+    config.make_policy()
+    sampling = config.make_sampling()
     max_tokens = check("--max-tokens", config.max_tokens, Count | None)
     cache = config.cache()
     model = config.load()
+    policy = config.make_policy(model)
     talk = dms_jax.Conversation(model, policy, max_tokens=max_tokens, **cache)
     templated = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if config.system is not None and not templated:
         raise dms_jax.ConfigError("--system: the checkpoint has no chat template.")
+    console.print(
+        f"{pathlib.PurePath(config.model).name} with {short(policy or model.policy)}. An empty "
+        "line or Ctrl-D ends the conversation, Ctrl-C an answer.",
+        style="dim",
+        markup=False,
+    )
     for line in typed(console) if lines is None else lines:
         if not line:
             break

@@ -49,8 +49,7 @@ from dms_jax.command_line.candidates import (
 from dms_jax.command_line.options import (
     CHOICES,
     check_names,
-    find_adapter,
-    find_model,
+    load_model,
     read_chat,
     read_choices,
     read_options,
@@ -175,7 +174,8 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
     if config.policies:
         return compare(config, measure)
     policy = read_policy(config.policy, config.options)
-    one = Candidate(config.task, policy, config.model, config.adapter)
+    options = read_options(config.options)
+    one = Candidate(config.task, policy, options, config.model, config.adapter)
     result = measure(load(config, one), one, config.answers)
     describe(config, result)
     if config.out is not None:
@@ -236,8 +236,7 @@ def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]
 
 def load(config: Config, candidate: Candidate) -> dms_jax.LanguageModel:
     """Reads the model of a row, which takes long: options are read before."""
-    adapter = find_adapter(candidate.adapter)
-    return dms_jax.load(find_model(candidate.model), dtype=config.dtype, adapter=adapter)
+    return load_model(candidate.model, candidate.adapter, config.dtype)
 
 
 def read_task(config: Config) -> Measure:

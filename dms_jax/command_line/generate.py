@@ -13,6 +13,7 @@ Prompts come first: --options, --template and --stop take every word up to the n
 import collections
 import dataclasses
 import pathlib
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,10 @@ class Config(Generating):
     file: pathlib.Path | None = None
     """More prompts, one a line; empty lines are left out."""
     chat: bool = False
-    """Write each prompt as a user's message, with the checkpoint's chat template."""
+    """Write each prompt as a user's message, with the checkpoint's chat template. That is done
+    where there is a template, and said, unless --plain is given."""
+    plain: bool = False
+    """Give each prompt to the model as it is, although the checkpoint has a chat template."""
     samples: int = 1
     """Answers to each prompt; they differ unless the temperature is 0."""
 
@@ -66,12 +70,17 @@ def read_prompts(config: Config) -> list[str]:
     return prompts
 
 
-def as_prompts(config: Config, texts: list[str]) -> list[Prompt]:
-    """The texts as the model is to read them."""
-    if not config.chat:
-        if config.template:
-            raise dms_jax.ConfigError("--template is for a chat template: give --chat too.")
+def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -> list[Prompt]:
+    """The texts as the model is to read them; that they are messages is said unless asked for."""
+    has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
+    if config.plain or not (config.chat or has_template):
         return list(texts)
+    if not config.chat:
+        print(
+            "Each prompt is a user's message through the checkpoint's chat template (--plain: the "
+            "prompt as it is).",
+            file=sys.stderr,
+        )
     return [[{"role": "user", "content": text}] for text in texts]
 
 
@@ -159,13 +168,16 @@ def main(config: Config) -> Generation:
     """Loads the model, completes the prompts and shows them."""
     console = Console()
     texts = read_prompts(config)
-    policy = config.make_policy()
+    config.make_policy()  # what is wrong with it is said before a model is loaded
     sampling = config.make_sampling()
+    if config.plain and (config.chat or config.template):
+        raise dms_jax.ConfigError("--plain leaves out what --chat and --template are for.")
     if config.samples < 1:
         raise dms_jax.ConfigError(f"--samples must be at least 1, got {config.samples}.")
     texts = [text for text in texts for _ in range(config.samples)]
-    prompts, cache = as_prompts(config, texts), config.cache()
+    cache = config.cache()
     model = config.load()
+    prompts, policy = as_prompts(config, texts, model), config.make_policy(model)
     start = time.perf_counter()
     generation = dms_jax.generate(
         model,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import dms_jax
 from dms_jax.command_line.options import (
     SHIPPED,
-    find_adapter,
-    find_model,
+    load_model,
+    on_checkpoint,
     read_options,
     read_policy,
 )
@@ -68,14 +68,15 @@ class Generating:
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
         variables = read_options(self.template, "--template")
-        model = dms_jax.load(
-            find_model(self.model), dtype=self.dtype, adapter=find_adapter(self.adapter)
-        )
+        model = load_model(self.model, self.adapter, self.dtype)
         return model.with_template(**variables) if variables else model
 
-    def make_policy(self) -> Policy | None:
-        """The policy that is named."""
-        return read_policy(self.policy, self.options)
+    def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:
+        """The policy that is named; on a model that declares the same kind, with its options."""
+        policy = read_policy(self.policy, self.options)
+        if model is None:
+            return policy
+        return on_checkpoint(policy, read_options(self.options), model.policy)
 
     def make_sampling(self, **more: Any) -> dms_jax.Sampling:
         """How tokens are drawn."""

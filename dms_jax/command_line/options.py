@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from dms_jax.evaluation.tasks import (
 )
 from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
+from dms_jax.training.display import short_of_target
 
 SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
 ADAPTERS = ("smollm2-135m-instruct-dms",)
@@ -91,6 +93,20 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
     return name
 
 
+def load_model(name: str, adapter: str | None, dtype: str | None) -> dms_jax.LanguageModel:
+    """Loads what --model and --adapter name; that it stayed short of its ratio is a warning."""
+    found, beside = find_model(name), find_adapter(adapter)
+    for each in filter(None, (found, beside)):
+        if (short := short_of_target(pathlib.Path(each).expanduser())) is not None:
+            warnings.warn(
+                f"{each} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
+                f"{short[1]:.2f}, so that the cache holds more. Train it on: dms-jax retrofit with "
+                "more --steps.",
+                stacklevel=2,
+            )
+    return dms_jax.load(found, dtype=dtype, adapter=beside)
+
+
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:
     """The policy of a name, with its options; None where none is named."""
     if name is None:
@@ -98,6 +114,23 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
             raise dms_jax.ConfigError("--options belong to a policy; name it with --policy.")
         return None
     return dms_jax.policies.from_dict({**read_options(options), "name": name})
+
+
+def on_checkpoint(
+    policy: dms_jax.policies.Policy | None, options: Mapping[str, Any], own: dms_jax.policies.Policy
+) -> dms_jax.policies.Policy | None:
+    """Returns the policy that a call means on a checkpoint that declares one.
+
+    Of the same kind, what the call leaves out is as the checkpoint has it: it was trained so.
+
+    Args:
+      policy: what was named; None for the checkpoint's own.
+      options: those of its options that were given.
+      own: the policy that the checkpoint declares.
+    """
+    if policy is None or type(policy) is not type(own):
+        return policy
+    return dms_jax.policies.from_dict({**own.to_dict(), **options})
 
 
 def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Chat | None:

@@ -21,11 +21,12 @@ on after a stop.
 import contextlib
 import dataclasses
 import pathlib
+import re
+from collections.abc import Iterator
 
 import dms_jax
 from dms_jax import assets, processes
 from dms_jax.command_line.options import find_adapter, find_model, read_options
-from dms_jax.command_line.ratio_pictures import RatioPictures
 from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
@@ -92,8 +93,34 @@ PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
 }
 
 
+@contextlib.contextmanager
+def spelled_as_options() -> Iterator[None]:
+    """What errors of the library say of arguments is said of the options of this command.
+
+    # In: "... (`batch_size` 4, not 2) ... restart_from=6"
+    # Out: "... (--batch-size 4, not 2) ... --restart-from 6"
+    """
+    try:
+        yield
+    except dms_jax.DmsJaxError as error:
+        text = str(error)
+        for field in dataclasses.fields(Config):
+            option = f"--{field.name.replace('_', '-')}"
+            text = text.replace(f"`{field.name}`", option)
+            text = re.sub(rf"\b{field.name}=(?=\S)", f"{option} ", text)
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
+
+
 def main(config: Config | SelfTaught) -> None:
     """Runs a retrofit from the starting point whose settings were given."""
+    with spelled_as_options():
+        run(config)
+
+
+def run(config: Config | SelfTaught) -> None:
+    """Runs it, with errors that name arguments of the library."""
     if isinstance(config, SelfTaught):
         self_taught(config)
         return
@@ -132,10 +159,7 @@ def main(config: Config | SelfTaught) -> None:
             board = closing.enter_context(
                 contextlib.closing(TensorBoard(config.out / "tensorboard"))
             )
-        pictures = None
-        if config.pictures:
-            pictures = RatioPictures(config.out / "ratios", data, recipe.sequence_length)
-        model = dms_jax.retrofit(
+        dms_jax.retrofit(
             base,
             policy,
             recipe=recipe,
@@ -149,9 +173,6 @@ def main(config: Config | SelfTaught) -> None:
             restart_from=config.restart_from,
             adapter_only=config.adapter_only,
             on_step=board,
-            on_snapshot=pictures,
         )
-    if pictures is not None:
-        pictures(float(recipe.compression_ratio), model)
     what = "adapter" if config.adapter_only else "model"
     say(f"The {what} is in {config.out / 'model'}; every step is in {config.out / 'log.jsonl'}")

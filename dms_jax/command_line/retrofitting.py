@@ -150,8 +150,6 @@ class Config:
     """Number of this process, from 0, where the environment does not tell it."""
     tensorboard: bool = False
     """Write every record for TensorBoard too, into out/tensorboard."""
-    pictures: bool = False
-    """Draw the ratio of each layer and head at every export, into out/ratios."""
     checkpoint_every: int = CALL["checkpoint_every"]
     """Steps between checkpoints to resume from. Ctrl-C and SIGTERM write one too."""
     checkpoint_minutes: float | None = CALL["checkpoint_minutes"]

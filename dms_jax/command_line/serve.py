@@ -143,7 +143,7 @@ def make_access(config: Config) -> Access:
 
 def make_service(config: Config) -> Service:
     """Returns a service of the model that has not started."""
-    policy = config.make_policy()  # first, because its errors come before a long load
+    config.make_policy()  # first, because its errors come before a long load
     limits: dict[str, Any] = dict(
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
@@ -153,7 +153,7 @@ def make_service(config: Config) -> Service:
     limits |= config.cache()
     model = config.load()
     model = with_shown_markers(model, call_format_of(config, model))
-    return Service(model, policy, **limits)
+    return Service(model, config.make_policy(model), **limits)
 
 
 def name_of(config: Config) -> str:

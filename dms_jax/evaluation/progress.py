@@ -1,4 +1,4 @@
-"""A progress bar with the running score."""
+"""A progress bar, with the running score where there is one."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,29 +7,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dms_jax.terminal import console_for_progress
 
-Tick = Callable[[float], None]
+Tick = Callable[..., None]
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
-    """Shows the number of answers and their mean score on standard error.
+    """Shows how many of a number of things are done on standard error, and their mean score.
 
     Yields:
-      A function to call with the score of each answer.
+      A function to call for each with its score, or with nothing where none is known.
     """
     columns = (
         TextColumn("{task.description}", style="progress.description", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("score {task.fields[score]}"),
+        TextColumn("{task.fields[score]}"),
         TimeRemainingColumn(),
     )
     scores: list[float] = []
     with Progress(*columns, console=console_for_progress(stderr=True), disable=not shown) as bar:
-        line = bar.add_task(title, total=total, score="-")
+        line = bar.add_task(title, total=total, score="")
 
-        def tick(score: float) -> None:
+        def tick(score: float | None = None) -> None:
+            if score is None:
+                bar.update(line, advance=1)
+                return
             scores.append(score)
-            bar.update(line, advance=1, score=f"{100 * sum(scores) / len(scores):.1f}%")
+            bar.update(line, advance=1, score=f"score {100 * sum(scores) / len(scores):.1f}%")
 
         yield tick

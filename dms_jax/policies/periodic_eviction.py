@@ -111,10 +111,12 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
 
     def __post_init__(self):
         super().__post_init__()
+        fewer = f", or give {self.protected_by}={self.budget // 2}"
         require(
             self.budget > int(self.protected),
             f"{self.name}: a budget of {self.budget} tokens holds nothing beside the "
-            f"{self.protected} that always stay ({self.protected_by}); raise the budget.",
+            f"{self.protected} that always stay ({self.protected_by}); raise the budget"
+            f"{fewer if hasattr(self, self.protected_by) else ''}.",
         )
 
     @property

@@ -11,8 +11,10 @@ Reached ratio 2.40 of 4.00 in 11,000 steps ... Short of the target: ...
 
 import collections
 import dataclasses
+import json
+import pathlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +99,11 @@ class Display:
         if self._enabled and finished and error[:1] in ((), (None,)):
             self._bar.console.print(self.closing(), highlight=False, markup=False)
 
+    def say(self, line: str) -> None:
+        """Shows a line above the bar."""
+        if self._enabled:
+            self._bar.console.print(line, highlight=False, markup=False)
+
     def update(self, record: dict[str, Any]) -> None:
         """Shows the record of a step."""
         self._last.append(record)
@@ -134,11 +141,7 @@ class Display:
         )
         if target is None:
             return f"Trained for {run}."
-        # The last step of a ramp, and those before it that aimed at about as much; as a share of
-        # tokens that stay, because ratios of several steps have no mean of their own.
-        final = min(target, counted[-1]["target_ratio"]) * _REACHED
-        evicted = [each["evicted"] for each in counted if each["target_ratio"] >= final]
-        reached = 1 / max(1 - _mean(evicted), 1e-6)
+        reached = _reached(counted, target)
         line = f"Reached ratio {reached:.2f} of {target:.2f} in {run}."
         if reached >= _REACHED * target:
             return line
@@ -148,6 +151,39 @@ class Display:
             "compression_weight; tokens within the window never leave, so longer sequences help "
             "too where the window is a large part of them."
         )
+
+
+def short_of_target(model: pathlib.Path) -> tuple[float, float] | None:
+    """Returns what the run of an export reached and aimed at; None if it reached that.
+
+    Args:
+      model: a directory that a run exported, beside whose parent's log it lies; of others None.
+    """
+    path = model.parent / "log.jsonl"
+    if model.name != "model" or not path.is_file():
+        return None
+    last: collections.deque[str] = collections.deque(maxlen=_MEAN_OVER)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        last.extend(file)
+    try:
+        records = [json.loads(line) for line in last]
+        counted = [each for each in records if not each["skipped"]]
+        target = float(counted[-1]["target_ratio"])
+        reached = _reached(counted, target)
+    except (ValueError, KeyError, TypeError, IndexError):  # no log of ours, or a damaged one
+        return None
+    return None if target <= 1 or reached >= _REACHED * target else (reached, target)
+
+
+def _reached(records: Sequence[Mapping[str, Any]], target: Number) -> float:
+    """Returns the ratio that the last of some steps reached.
+
+    Of the last step of a ramp, and those before it that aimed at about as much; as a share of
+    tokens that stay, because ratios of several steps have no mean of their own.
+    """
+    final = min(target, records[-1]["target_ratio"]) * _REACHED
+    evicted = [each["evicted"] for each in records if each["target_ratio"] >= final]
+    return 1 / max(1 - _mean(evicted), 1e-6)
 
 
 class _Bar(Progress):

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -12,10 +13,13 @@ class Interrupts:
 
     A second Ctrl-C interrupts at once; SIGTERM may come again, from a launcher and the platform
     that started it. Signals reach only the main thread, so in another thread nothing changes.
+
+    Args:
+      say: is called at once, in the handler of the first signal.
     """
 
-    def __init__(self):
-        self.requested = False
+    def __init__(self, say: Callable[[], None] = lambda: None):
+        self.requested, self._say = False, say
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -25,6 +29,8 @@ class Interrupts:
         return self
 
     def _on_signal(self, number: int, _: Any) -> None:
+        if not self.requested:
+            self._say()
         self.requested = True
         if number == signal.SIGINT:
             self._restore(signal.SIGINT)

@@ -119,7 +119,7 @@ class Loop:
             enabled=options.progress and processes.is_first(),
         )
         agree = processes.Agreement()
-        with self._display, self._watcher, Interrupts() as interrupts:
+        with self._display, self._watcher, Interrupts(self._say_stopping) as interrupts:
             try:
                 for step in range(start, total):
                     self._take(step, interrupts, agree, snapshots)
@@ -130,6 +130,14 @@ class Loop:
                 raise
             finally:
                 self._exports.close()
+
+    def _say_stopping(self) -> None:
+        """Says at once what is still done after Ctrl-C, which may take as long as some steps."""
+        last = "" if self._directory is None else ", then a checkpoint is written"
+        self._display.say(
+            f"Stopping: steps that have begun end first, {_IN_FLIGHT + 1} at most{last}. Ctrl-C "
+            "again ends at once."
+        )
 
     def _take(
         self,

@@ -16,6 +16,7 @@ import os
 import pathlib
 import tempfile
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dms_jax import processes
@@ -24,6 +25,10 @@ from dms_jax.json_text import json_text
 from dms_jax.training.checkpoints import Checkpoints, Meta
 from dms_jax.training.exports import Written
 from dms_jax.training.run_lock import RunLock
+
+_MOST_CHANGES = 4  # of a setting that a message names
+_LONGEST_VALUE = 24
+_SCALAR = (bool, int, float, str, type(None))
 
 
 class RunDirectory:
@@ -153,8 +158,9 @@ class RunDirectory:
         if differing:
             only = differing == {"recipe"} and self.latest_step is not None
             restart = f", restart_from={self.latest_step} to go on with this one" if only else ""
+            told = ", ".join(_difference(saved, self._settings, name) for name in sorted(differing))
             raise ConfigError(
-                f"{self.path} holds a run with another {', '.join(sorted(differing))}. Give the "
+                f"{self.path} holds a run with another {told}. Give the "
                 f"same to resume it{restart}, or another directory."
             )
 
@@ -251,6 +257,34 @@ class RunDirectory:
             for file in (self._log, self._lock):
                 if file is not None:
                     file.close()
+
+
+def _difference(saved: Mapping[str, Any], given: Mapping[str, Any], name: str) -> str:
+    """Returns the name of a setting with what differs in it.
+
+    # In: {"recipe": {"batch_size": 4}}, {"recipe": {"batch_size": 2}}, "recipe"
+    # Out: "recipe (`batch_size` 4, not 2)"
+    # In: {"seed": 0}, {"seed": 1}, "seed"      Out: "`seed` 0, not 1"
+    """
+    found = list(_changes(saved.get(name), given.get(name), name))
+    if not isinstance(given.get(name), dict):
+        return found[0]
+    more = ", ..." if len(found) > _MOST_CHANGES else ""
+    return f"{name} ({', '.join(found[:_MOST_CHANGES])}{more})"
+
+
+def _changes(saved: Any, given: Any, name: str, where: str = "") -> Iterator[str]:
+    """Yields what differs in a setting, by the innermost names."""
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for key in sorted(saved.keys() | given.keys()):
+            yield from _changes(saved.get(key), given.get(key), key, where)
+    elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        for index, pair in enumerate(zip(saved, given, strict=True), 1):
+            yield from _changes(*pair, name, f" of {name} {index}")
+    elif saved != given:
+        short = all(isinstance(each, _SCALAR) for each in (saved, given))
+        short = short and max(len(str(saved)), len(str(given))) <= _LONGEST_VALUE
+        yield f"`{name}`{where}" + (f" {saved}, not {given}" if short else "")
 
 
 def _check_log(path: pathlib.Path) -> None:

@@ -1,6 +1,7 @@
 """Every command that takes the path of a model takes an adapter beside it."""
 
 import dataclasses
+import json
 import pathlib
 
 import pytest
@@ -36,6 +37,14 @@ def test_the_adapter_is_loaded_with_the_model(script, tmp_path):
     with pytest.raises(Loaded) as loaded:
         script.main(configs(tmp_path)[script])
     assert loaded.value.args == ("m.gguf", "a")
+
+
+def test_what_stayed_short_of_its_ratio_says_so(tmp_path):
+    record = {"target_ratio": 4.0, "evicted": 0.5, "skipped": False}
+    (tmp_path / "log.jsonl").write_text(json.dumps(record) + "\n")
+    config = generate.Config(prompts=("Once",), model=str(tmp_path / "model"))
+    with pytest.warns(UserWarning, match=r"ended at ratio 2\.00 of 4\.00"), pytest.raises(Loaded):
+        generate.main(config)
 
 
 @pytest.mark.parametrize("script", [chat, generate, evaluate, retrofit])

@@ -37,7 +37,7 @@ def test_candidates_as_they_are_written():
 def test_a_bare_name_is_the_checkpoints_own_policy(stories):
     own = dataclasses.replace(stories, policy=dms_jax.StreamingLLM(budget=16))
     bare, given, other = candidates("StreamingLLM", "StreamingLLM,budget=32", "TOVA")
-    assert bare.policy_for(own) is None
+    assert bare.policy_for(own) == dms_jax.StreamingLLM(budget=16)
     assert given.policy_for(own) == dms_jax.StreamingLLM(budget=32)
     assert other.policy_for(own) == dms_jax.TOVA()
     assert bare.policy_for(stories) == dms_jax.StreamingLLM()
@@ -119,7 +119,7 @@ def failing(monkeypatch, errors):
     ran = []
 
     def perplexity(model, path, *, policy, **options):
-        name = "Vanilla" if policy is None else policy.name
+        name = policy.name
         ran.append(name)
         if name in errors:
             raise errors[name]

@@ -52,6 +52,14 @@ def test_messages_go_through_the_template(stories, monkeypatch):
 
 
 @pytest.mark.usefixtures("fakes")
+def test_the_first_line_names_model_policy_and_the_way_out(stories, monkeypatch, capsys):
+    monkeypatch.setattr(chat.Config, "load", lambda self: stories)
+    chat.main(dataclasses.replace(QUICK, policy="TOVA", options=("budget=64",)), [])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "stories260k with TOVA(budget=64). An empty line or Ctrl-D ends" in shown
+
+
+@pytest.mark.usefixtures("fakes")
 def test_what_is_typed_is_read_until_the_input_ends(stories, monkeypatch):
     lines = iter(["Once", "upon"])
 

@@ -337,7 +337,9 @@ def test_a_report_tells_the_command_without_its_folder(monkeypatch):
 
 SLIPS = {
     "generate Hi --policy tova": "Unknown cache policy 'tova' (did you mean TOVA?)",
-    "generate Hi --template thinking": "give --chat too",
+    "generate Hi --template thinking": "--template takes name=value",
+    "generate Hi --chat --plain": "--plain leaves out what --chat",
+    "generate Hi --plain --template a=1": "--plain leaves out what --chat",
     "generate Hi --chat --template thinking": "--template takes name=value",
     "chat --policy SnapKv": "Unknown cache policy 'SnapKv' (did you mean SnapKV?)",
     "serve --policy TOVA --options bugdet=4": "(did you mean budget?)",

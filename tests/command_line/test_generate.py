@@ -2,13 +2,15 @@
 
 import inspect
 import io
+import types
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 import dms_jax
 from dms_jax.command_line import chat, generate, serve
-from dms_jax.command_line.options import read_policy
+from dms_jax.command_line.options import on_checkpoint, read_policy
 from dms_jax.command_line.running import run
 from dms_jax.generation import Update
 
@@ -54,6 +56,32 @@ def test_names_of_pictures_in_a_prompt_are_no_pictures(terminal):
     screen(Update(0, [1], " and", finished=False))
     screen(Update(0, [2], " so", finished=True))
     assert out.getvalue() == f"{prompt}\n and so\n"
+
+
+def test_a_prompt_is_a_message_where_there_is_a_template(capsys):
+    def read(**given):
+        config = generate.Config(prompts=("Hi",), **given)
+        return generate.as_prompts(config, ["Hi"], model)
+
+    tokenizer = types.SimpleNamespace(chat_template="{{ messages }}")
+    model: Any = types.SimpleNamespace(tokenizer=tokenizer)
+    message = [[{"role": "user", "content": "Hi"}]]
+    assert read() == message
+    assert "through the checkpoint's chat template (--plain" in capsys.readouterr().err
+    assert read(chat=True) == message
+    assert read(plain=True) == ["Hi"]
+    assert capsys.readouterr().err == ""
+    model.tokenizer = None
+    assert read() == ["Hi"]
+
+
+def test_what_is_left_out_is_as_the_checkpoint_has_it():
+    own = dms_jax.DMS(window=16, source="adapter", shift=0)
+    assert on_checkpoint(dms_jax.DMS(), {}, own) == own
+    wider = on_checkpoint(dms_jax.DMS(window=32), {"window": 32}, own)
+    assert wider == dms_jax.DMS(window=32, source="adapter", shift=0)
+    assert on_checkpoint(dms_jax.TOVA(), {}, own) == dms_jax.TOVA()
+    assert on_checkpoint(None, {}, own) is None
 
 
 @pytest.mark.usefixtures("fakes")
@@ -104,6 +132,7 @@ def test_options_of_a_policy():
         (["a", "--kv-dtype", "int5"], "kv_dtype must be"),
         (["Once " * 600], "601 tokens do not fit"),
         (["a", "--chat"], "no chat template"),
+        (["a", "--template", "x=1"], "This model has no chat template"),
         ([""], "empty string"),
     ],
 )

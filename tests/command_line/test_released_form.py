@@ -111,9 +111,7 @@ def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch)
 _evaluate = evaluate.evaluate
 
 
-def test_variables_without_a_chat_are_refused(checkpoint):
-    config = generate.Config(prompts=("a",), model=str(checkpoint), template=("a=1",))
-    with pytest.raises(dms_jax.ConfigError, match="give --chat too"):
-        generate.main(config)
+def test_variables_that_a_conversation_sets_itself_are_refused(checkpoint):
+    config = generate.Config(prompts=("a",), model=str(checkpoint))
     with pytest.raises(dms_jax.ConfigError, match="messages cannot be given as a variable"):
         generate.main(dataclasses.replace(config, chat=True, template=("messages=1",)))

@@ -414,5 +414,5 @@ def test_a_run_goes_on_in_the_same_order(tmp_path):
         *(jax.device_get(parameters(each.transformer)) for each in (result, expected))
     )
     # With none left out these would be other data, in another order.
-    with pytest.raises(ConfigError, match="a run with another data"):
+    with pytest.raises(ConfigError, match="a run with another `data`"):
         train(model, data=Documents(spoilt(documents())), out=tmp_path, **options)

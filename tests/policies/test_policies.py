@@ -229,3 +229,8 @@ def test_shares_are_given_by_name():
     assert StreamingLLM(64, 4) == StreamingLLM(budget=64, sinks=4)
     assert Quest(1024, 3).dense_layers == 3
     assert KCache(128, 1).first_layers == 1
+
+
+def test_a_budget_that_the_window_fills_says_what_to_give():
+    with pytest.raises(ConfigError, match=r"raise the budget, or give window=32\."):
+        SnapKV(budget=64)

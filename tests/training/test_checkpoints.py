@@ -338,7 +338,7 @@ def test_a_damaged_log_keeps_no_run_from_going_on(tmp_path):
 
 def test_other_data_and_weights_are_refused(model, first_step, tmp_path):
     out = shutil.copytree(first_step, tmp_path / "run")
-    with pytest.raises(ConfigError, match="another data"):
+    with pytest.raises(ConfigError, match="another `data`"):
         run(model, data=documents(seed=1), out=out)
     other = LanguageModel(random_model(model.config, seed=1, dtype=jnp.float32))
     with pytest.raises(ConfigError, match=r"the same shape with other weights.* to resume it"):
@@ -376,7 +376,7 @@ def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
     lower = dataclasses.replace(STEEP, stages=(STEEP.stages[0], Stage("ramp", 4, 1e-3, 4.0)))
     with pytest.raises(ConfigError, match=r"another recipe.*restart_from=2 to go on with"):
         run(model, recipe=lower, out=tmp_path)
-    with pytest.raises(ConfigError, match="another seed"):
+    with pytest.raises(ConfigError, match="another `seed` 0, not 1"):
         run(model, recipe=lower, out=tmp_path, restart_from=2, seed=1)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4 to restart from; it has 2"):
         run(model, recipe=lower, out=tmp_path, restart_from=4)

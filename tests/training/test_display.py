@@ -97,6 +97,22 @@ def test_the_last_line_says_what_was_reached_and_what_to_do(capsys):
     )
 
 
+def test_an_export_tells_whether_its_run_stayed_short(tmp_path):
+    def logged(*records):
+        lines = [json.dumps(each | {"skipped": False}) + "\n" for each in records]
+        (tmp_path / "log.jsonl").write_text("".join(lines))
+        return displays.short_of_target(tmp_path / "model")
+
+    assert displays.short_of_target(tmp_path / "model") is None  # of no run
+    ramp, last = record(1, target_ratio=2.0, evicted=0.4), record(2, target_ratio=4.0, evicted=0.5)
+    assert logged(ramp, last) == (2.0, 4.0)
+    assert displays.short_of_target(tmp_path) is None
+    assert logged(ramp, last | {"evicted": 0.75}) is None
+    assert logged(record(target_ratio=1.0)) is None
+    (tmp_path / "log.jsonl").write_text("{")
+    assert displays.short_of_target(tmp_path / "model") is None
+
+
 def test_a_run_that_ends_early_says_nothing_of_what_was_reached(capsys):
     def stopped():
         with display() as shown:
@@ -109,6 +125,7 @@ def test_a_run_that_ends_early_says_nothing_of_what_was_reached(capsys):
         shown.update(record(5))
     with display(enabled=False, opening="Training") as shown:
         shown.update(record())
+        shown.say("Stopping")
     out = capsys.readouterr().out
     assert "Reached" not in out
     assert "Training" not in out

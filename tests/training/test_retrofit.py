@@ -17,6 +17,7 @@ from dms_jax.checkpoint import load
 from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDivergedError
 from dms_jax.policies import Quest, Vanilla
 from dms_jax.training import retrofit
+from dms_jax.training.display import Display
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer
@@ -71,8 +72,10 @@ def test_a_run_reports_every_step(reference):
     assert 0 < records[0]["evicted"] < 1
 
 
-def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
+def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path, monkeypatch):
     """Ctrl-C twice: at a checkpoint's step and between checkpoints."""
+    said = []
+    monkeypatch.setattr(Display, "say", lambda self, line: said.append(line))
     expected, records = reference
     handler = signal.getsignal(signal.SIGINT)  # the parent shell may ignore the signal
     for stop in (1, 3):
@@ -83,6 +86,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
 
         with pytest.raises(KeyboardInterrupt, match="stopped after step"):
             run(model, out=tmp_path / "run", checkpoint_every=2, on_step=interrupt)
+        assert "3 at most, then a checkpoint is written" in said.pop()
         assert not (tmp_path / "run" / "model").exists()
         assert signal.getsignal(signal.SIGINT) is handler
     result = run(model, out=tmp_path / "run", checkpoint_every=2)
@@ -104,9 +108,9 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path):
     chex.assert_trees_all_equal(jax.device_get(parameters(loaded.transformer)), expected)
 
     changed = dataclasses.replace(RECIPE, clip=0.5)
-    with pytest.raises(ConfigError, match="another recipe, seed"):
+    with pytest.raises(ConfigError, match=r"another recipe \(`clip` 1.0, not 0.5\), `seed` 0, not"):
         run(model, out=tmp_path / "run", recipe=changed, seed=1)
-    with pytest.raises(ConfigError, match="another policy"):
+    with pytest.raises(ConfigError, match=r"another policy \(`window` \d+, not 4\)"):
         run(model, dataclasses.replace(EAGER, window=4), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="holds a run at step 6"):
         run(model, out=tmp_path / "run", resume=False)

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import sys
 from collections.abc import Set
 from typing import Any
 
@@ -17,6 +18,7 @@ from dms_jax.data import Exchange
 from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import answer
 from dms_jax.evaluation.journal import Journal, model_mark
+from dms_jax.evaluation.progress import Tick, progress_bar
 from dms_jax.evaluation.traces import Answer
 from dms_jax.generation import Completion, Sampling
 from dms_jax.generation.requests import make_requests
@@ -66,13 +68,18 @@ def sample(
             prompts = [questions.tokens[number] for number, _ in due]
             requests = make_requests(model.config, prompts, sampling)
 
-            def keep(number: int, each: Answer, due: list[Place] = due) -> Set[int]:
-                done[due[number]] = each.completion
-                journal.add(*due[number], Answer(each.completion))
-                return frozenset()
-
             serving = Serving(lanes=config.lanes, page_size=config.page_size)
-            answer(model, Vanilla(), requests, sampling, serving, keep)
+            with progress_bar(len(due), title="answers", shown=sys.stderr.isatty()) as tick:
+
+                def keep(
+                    number: int, each: Answer, due: list[Place] = due, tick: Tick = tick
+                ) -> Set[int]:
+                    done[due[number]] = each.completion
+                    journal.add(*due[number], Answer(each.completion))
+                    tick()
+                    return frozenset()
+
+                answer(model, Vanilla(), requests, sampling, serving, keep)
     finally:
         journal.close()
     return {place: done[place] for place in places}

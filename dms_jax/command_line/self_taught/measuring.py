@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
 from dms_jax.evaluation import Serving, evaluate
-from dms_jax.generation import Sampling
+from dms_jax.evaluation.progress import progress_bar
+from dms_jax.generation import Sampling, Score
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.training import held_out_distillation, held_out_loss
 
@@ -84,11 +86,19 @@ def measure(
     print(f"measuring {name}", flush=True)
     sequences = [whole(each).tolist() for each in lessons.held_out]
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
-    scores = dms_jax.score(model, sequences, num_lanes=config.lanes, page_size=config.page_size)
+    scores: list[Score] = []
+    with progress_bar(len(sequences) + 1, title="sequences", shown=sys.stderr.isatty()) as tick:
+        far = held_out(model)
+        tick()
+        options: Any = dict(num_lanes=config.lanes, page_size=config.page_size)
+        for first in range(0, len(sequences), config.lanes):
+            scores += dms_jax.score(model, sequences[first : first + config.lanes], **options)
+            for _ in scores[first:]:
+                tick()
     usages = [score.usage for score in scores]
     figures: dict[str, Any] = {
         "policy": model.policy.to_dict(),
-        **held_out(model),
+        **far,
         "decoded_loss": float(-np.concatenate([score.logprobs for score in scores]).mean()),
         "tokens": float(np.mean([len(sequence) for sequence in sequences])),
         "peak": float(np.mean([usage.peak_tokens for usage in usages])),
@@ -105,6 +115,7 @@ def measure(
             chat=questions.chat,
             serving=Serving(lanes=config.lanes, page_size=config.page_size),
             out=folder / f"{name}-answers",
+            progress=sys.stderr.isatty(),
         )
         figures["answers"] = result.to_dict(problems=True)
     write_json(file, figures)
