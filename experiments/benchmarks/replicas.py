@@ -6,15 +6,16 @@ Starts `experiments.examples.fleet` on this machine: two replicas of the shipped
 adapter of DMS that was never trained. Clients stream greedy answers to a few prompts, each of
 which was answered alone before. Then one replica is killed (SIGKILL); once there are two again,
 `serve.run` changes the adapter under the same load. Reported, for both: how each stream ended, and
-seconds. A stream ends `whole` (its text is that of the prompt alone), `told` (an error event),
-`refused` (an HTTP status that asks to come again), or it is `wrong` or `broken`. Needs
-ray[serve]>=2.60.
+seconds; and how many streams of a prompt one replica had, alone and where all lanes are full. A
+stream ends `whole` (its text is that of the prompt alone), `told` (an error event), `refused` (an
+HTTP status that asks to come again), or it is `wrong` or `broken`. Needs ray[serve]>=2.60.
 """
 
 import collections
 import contextlib
 import dataclasses
 import http.client
+import itertools
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -128,15 +129,24 @@ def load(config: Config, texts: dict[str, set[str]]) -> Iterator[list[Stream]]:
             thread.join()
 
 
-def make_adapter(window: int, path: pathlib.Path) -> str:
-    """Writes an adapter for the shipped model whose window is in its policy; returns its path."""
+def same_replica(rounds: Iterable[list[Stream]]) -> float:
+    """Returns the share of streams that were at the replica where most of their prompt were."""
+    chosen = collections.defaultdict(collections.Counter)
+    for each in itertools.chain.from_iterable(rounds):
+        if each.replica:
+            chosen[each.prompt][each.replica] += 1
+    return sum(max(x.values()) for x in chosen.values()) / sum(x.total() for x in chosen.values())
+
+
+def make_adapter(seed: int, path: pathlib.Path) -> str:
+    """Writes an adapter for the shipped model that says something; returns its path."""
     model = dms_jax.load(assets.path("stories260k"))
-    policy = dms_jax.DMS(window=window, source="adapter")
+    policy = dms_jax.DMS(window=16, source="adapter")
     transformer = add_adapter(model.transformer)
     arrays = parameters(transformer)
     for place, (name, x) in enumerate(sorted(arrays.items())):
         if is_adapter(name):
-            noise = np.random.default_rng([window, place]).normal(size=x.shape)
+            noise = np.random.default_rng([seed, place]).normal(size=x.shape)
             arrays[name] = jax.numpy.asarray(x + noise, x.dtype)
     tuned = dataclasses.replace(model, transformer=rebuilder(transformer)(arrays), policy=policy)
     dms_jax.save(tuned, policy, path, adapter_only=True)
@@ -158,8 +168,8 @@ def main(config: Config) -> None:
     if config.out is not None:
         make_place("--out", config.out)
     try:
-        import ray
-        from ray import serve
+        import ray  # pyright: ignore[reportMissingImports]
+        from ray import serve  # pyright: ignore[reportMissingImports]
 
         from experiments.examples.fleet import app
     except ImportError as error:
@@ -170,31 +180,31 @@ def main(config: Config) -> None:
     def deploy(adapter: str) -> float:
         start, tokens = time.monotonic(), config.new_tokens + 64
         options = f"--adapter {adapter} --max-tokens {tokens}"
-        serve.run(app(dict(replicas="2", lanes=str(config.lanes), options=options)), name="fleet")
+        serve.run(app(dict(cpus="0", lanes=str(config.lanes), options=options)), name="fleet")
         return time.monotonic() - start
 
-    def alone() -> dict[str, str]:
-        return {prompt: stream(config, prompt, (), []).text for prompt in PROMPTS}
+    def ask_all(before: str = "") -> list[Stream]:
+        return [stream(config, before + prompt, (), []) for prompt in PROMPTS]
 
-    def pids() -> set[int]:
-        found = (stream(config, f"{n} {p}", (), []).replica for n, p in enumerate(PROMPTS))
-        return {int(each.rpartition(":")[2]) for each in found if each}
+    def alone() -> dict[str, str]:
+        return {each.prompt: each.text for each in ask_all()}
+
+    def both_answer() -> bool:
+        return len({each.replica for each in ask_all(f"{time.monotonic()}: ")} - {None}) == 2
 
     figures: dict[str, Any] = provenance(config) | dict(ray=ray.__version__)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": config.port})
         with tempfile.TemporaryDirectory() as folder:
-            first, second = (make_adapter(w, pathlib.Path(folder, f"{w}")) for w in (16, 48))
+            first, second = (make_adapter(n, pathlib.Path(folder, str(n))) for n in (1, 2))
             figures["seconds_to_start"] = deploy(first)
             texts = alone()
             right = {prompt: {text} for prompt, text in texts.items()}
+            figures["same_replica"] = dict(alone=same_replica(ask_all() for _ in range(4)))
             with load(config, right) as streams:
                 wait_for(lambda: sum(each.end is not None for each in streams) >= config.before)
-                chosen = collections.defaultdict(collections.Counter)
-                for each in list(streams):
-                    if each.replica:
-                        chosen[each.prompt][each.replica] += 1
+                figures["same_replica"]["all_full"] = same_replica([list(streams)])
 
                 def held() -> collections.Counter:
                     return collections.Counter(
@@ -206,7 +216,7 @@ def main(config: Config) -> None:
                 os.kill(int(victim.rpartition(":")[2]), signal.SIGKILL)
                 ended, count = time.monotonic(), len(streams)
                 wait_for(lambda: sum(each.end is not None for each in streams) >= 2 * count)
-                wait_for(lambda: len(pids()) == 2)
+                wait_for(both_answer)
                 seconds = time.monotonic() - ended
             lost = [each for each in streams if each.end != "whole"]
             figures["killed"] = dict(
@@ -215,10 +225,8 @@ def main(config: Config) -> None:
                 held_by_the_killed=number,
                 lost_of_others=sum(each.replica != victim for each in lost),
                 seconds_to_two_replicas=seconds,
-                share_at_the_same_replica=sum(max(each.values()) for each in chosen.values())
-                / sum(sum(each.values()) for each in chosen.values()),
             )
-            print(json.dumps(figures["killed"]))
+            print(json.dumps(figures["same_replica"] | figures["killed"]))
             with load(config, {prompt: set() for prompt in PROMPTS}) as streams:
                 seconds = deploy(second)
                 wait_for(lambda: streams[-1].end is not None)

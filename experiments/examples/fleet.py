@@ -34,10 +34,13 @@ from ray.serve.exceptions import BackPressureError  # pyright: ignore[reportMiss
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+import dms_jax
+
 ADDRESS = re.compile(r" at (http://\S+)/v1$")
 PREFIX = 2048  # characters of the instructions, and of the first turn, that choose a replica
 TRIES = 3  # replicas that a request is sent to, before it has any part of an answer
 HEALTH_TIMEOUT, DRAIN_SECONDS = 5.0, 30.0
+STREAM_SECONDS = 3600.0  # that answers may take when a replica or the router is told to end
 SENT = ("authorization", "x-api-key", "origin")  # headers of requests that reach the server
 KEPT = ("content-type", "retry-after", "www-authenticate")  # those of answers
 ENDED = (
@@ -202,12 +205,18 @@ def app(arguments: dict[str, str]) -> serve.Application:
         ray_actor_options={"num_gpus": float(given["gpus"]), "num_cpus": float(given["cpus"])},
         max_ongoing_requests=int(given["lanes"]),
         max_queued_requests=256,
-        graceful_shutdown_timeout_s=2 * DRAIN_SECONDS,
+        graceful_shutdown_timeout_s=STREAM_SECONDS,
         health_check_period_s=2,
         health_check_timeout_s=2 * HEALTH_TIMEOUT,
         request_router_config=RequestRouterConfig(
             request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
         ),
     )
-    router = serve.deployment(Router, max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0})
+    router = serve.deployment(
+        Router,
+        version=dms_jax.__version__,  # so that other replicas are no reason to start another
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=STREAM_SECONDS,
+    )
     return router.bind(replicas.bind(f"--lanes {given['lanes']} {given['options']}"))

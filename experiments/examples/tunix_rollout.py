@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
+from flax import nnx
 from jaxtyping import Array, Float, Int
 from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImports]
     BaseRollout,
@@ -259,10 +259,10 @@ class DmsJaxRollout(BaseRollout):
         Raises:
           ConfigError: there is no such parameter, or it has another shape.
         """
-        for path, new in traverse_util.flatten_dict(nnx.to_pure_dict(params)).items():
-            held: Any = self._actor
+        for path, param in nnx.to_flat_state(params):
+            new, held = param[...], self._actor
             for name in path:
-                held = getattr(held, name, None)
+                held = getattr(held, str(name), None)
             if not isinstance(held, nnx.Variable) or held.shape != new.shape:
                 raise dms_jax.ConfigError(
                     f"update_params: {'.'.join(map(str, path))} of shape {list(new.shape)} is no "

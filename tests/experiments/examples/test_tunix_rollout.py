@@ -64,17 +64,17 @@ CONFIG = stand_in.RolloutConfig(
 MESH = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("fsdp",))
 
 
-def make(example, config=CONFIG, actor=None, **more):
+def make(example, config=CONFIG, actor=None, mesh=MESH):
+    """Returns a rollout of the tiny model, or of what an actor shares with it."""
     model = tiny_model()
     actor = actor or example.Actor(model, POLICY)
     return example.DmsJaxRollout(
         rollout_actor=actor,
         tokenizer=Ids(),
-        mesh=MESH,
+        mesh=mesh,
         rollout_config=config,
         model=model,
         num_lanes=4,
-        **more,
     )
 
 
@@ -138,6 +138,19 @@ def test_the_trainer_computes_the_same_from_padded_tokens(rollout, output, tempe
     assert_close(found, scores(tiny_model(), output, temperature=temperature), 1e-9)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("policy", [dms_jax.DMC(offset=0.0), dms_jax.StreamingLLM(budget=6)])
+def test_so_do_other_policies_that_a_whole_pass_can_follow(example, policy):
+    rollout = make(example, actor=example.Actor(tiny_model(), policy))
+    output = rollout.generate(PROMPTS, CONFIG)
+    assert rollout.usage.compression_ratio > 1.2
+    assert_close(output.logprobs, scores(tiny_model(), output, policy))
+    found = rollout.get_per_token_logps(
+        jnp.asarray(output.left_padded_prompt_tokens), jnp.asarray(padded(output))
+    )
+    assert_close([row[:NEW] for row in found], scores(tiny_model(), output, policy), 1e-9)
+
+
 def test_answers_are_laid_out_as_tunix_reads_them(rollout, output):
     assert output.logits is None
     assert output.left_padded_prompt_tokens.shape == (len(PROMPTS), LONGEST)
@@ -182,6 +195,19 @@ def test_weights_are_updated_in_place_without_a_compilation(example):
     assert rollout.model() is module
     assert module.transformer is transformer
     assert_close(answers[0].logprobs, scores(new, answers[0]))
+
+
+@pytest.mark.nightly
+def test_a_mesh_of_several_devices_changes_nothing(example, output):
+    rollout, new = make(example, mesh=dms_jax.make_mesh(2, 2)), tiny_model(seed=1)
+    answers = rollout.generate(PROMPTS, CONFIG)
+    assert [each.tolist() for each in answers.tokens] == [each.tolist() for each in output.tokens]
+    assert_close(answers.logprobs, output.logprobs)
+    update = nnx.state(example.Actor(new, POLICY), nnx.Param)
+    rollout.generate(PROMPTS, CONFIG)  # with what programs on a mesh leave behind
+    rollout.update_params(update)
+    answers = rollout.generate(PROMPTS, CONFIG)
+    assert_close(answers.logprobs, scores(new, answers))
 
 
 def test_its_arrays_are_never_the_trainers_own(example):
