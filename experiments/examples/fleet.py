@@ -34,8 +34,6 @@ from ray.serve.exceptions import BackPressureError  # pyright: ignore[reportMiss
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-import dms_jax
-
 ADDRESS = re.compile(r" at (http://\S+)/v1$")
 PREFIX = 2048  # characters of the instructions, and of the first turn, that choose a replica
 TRIES = 3  # replicas that a request is sent to, before it has any part of an answer
@@ -214,7 +212,7 @@ def app(arguments: dict[str, str]) -> serve.Application:
     )
     router = serve.deployment(
         Router,
-        version=dms_jax.__version__,  # so that other replicas are no reason to start another
+        num_replicas=2,  # Ray Serve changes them in turn, too
         max_ongoing_requests=4096,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=STREAM_SECONDS,
