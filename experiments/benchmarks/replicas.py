@@ -229,7 +229,8 @@ def main(config: Config) -> None:
             print(json.dumps(figures["same_replica"] | figures["killed"]))
             with load(config, {prompt: set() for prompt in PROMPTS}) as streams:
                 seconds = deploy(second)
-                wait_for(lambda: streams[-1].end is not None)
+                count = len(streams)  # those that begin now are of the second adapter
+                wait_for(lambda: any(each.end for each in streams[count:]))
             changed = alone()
             for each in streams:
                 if each.end == "whole" and each.text not in (
