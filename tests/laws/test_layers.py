@@ -55,7 +55,12 @@ FREQUENCIES = tuple((THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist())
 
 
 def static_of(row: Row) -> Static:
-    return Static(row.page_size, HEAD_DIM**-0.5, LAYERS, FREQUENCIES)
+    return Static(
+        page_size=row.page_size,
+        scale=HEAD_DIM**-0.5,
+        num_layers=LAYERS,
+        frequencies=FREQUENCIES,
+    )
 
 
 def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:

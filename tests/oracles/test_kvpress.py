@@ -18,7 +18,7 @@ Q, K, V = (GOLDEN[name] for name in "qkv")
 LENGTH, THETA = len(Q), 100.0
 COS, SIN = rope.angles(np.arange(LENGTH), Q.shape[-1], THETA)
 ROTATED_Q, ROTATED_K = (rope.rotate_tokens(x, COS, SIN) for x in (Q, K))
-EXPECTED = dict(theta=THETA, sinks=4, future=16)
+EXPECTED = dict(theta=THETA, sinks=4, recent=0, future=16)
 WORTH = {
     "knorm": scored.knorm(ROTATED_K),
     "keydiff": scored.keydiff(ROTATED_K),
