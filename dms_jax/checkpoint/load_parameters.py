@@ -1,9 +1,9 @@
 """Load the parameters of a model from the tensors of a checkpoint.
 
 Every missing, unexpected and mis-shaped tensor is named in one message before any data is read.
-Then the parameters are loaded one at a time, the tensors of each in threads; the next one is read
-while the one before goes to the device. With a mesh, each device's slice is read directly from the
-files. Thus there is never a second copy of the model in memory.
+Then the parameters are loaded one at a time, the tensors of each in threads. With a mesh, each
+device's slice is read directly from the files. Thus there is never a second copy of the model in
+memory.
 """
 
 import concurrent.futures
@@ -60,11 +60,8 @@ def load_parameters(
     parameters = dict(nnx.to_flat_state(state))
     pieces_of = names.pieces_of(config)
     _check(config, weights, {path: param.get_value() for path, param in parameters.items()})
-    filled, before = [], None
-    with (
-        compilation.counted(len(parameters), "Loading", "array") as count,
-        concurrent.futures.ThreadPoolExecutor(1) as placing,
-    ):
+    filled = []
+    with compilation.counted(len(parameters), "Loading", "array") as count:
         for path, param in parameters.items():
             value = _read_parameter(
                 weights,
@@ -77,19 +74,9 @@ def load_parameters(
                     mesh, param.get_metadata("axes"), param.get_value().shape, rules
                 ),
             )
-            if before is not None:
-                before.result()
-                count()
-            before = placing.submit(_put, value)
-            filled.append((path, param, before))
-        count()
-    state = [(path, param.replace(placed.result())) for path, param, placed in filled]
-    return nnx.merge(graph, nnx.from_flat_state(state))
-
-
-def _put(value: np.ndarray | jax.Array) -> jax.Array:
-    """Put a parameter on the default device, unless it is on a mesh."""
-    return jax.device_put(value) if isinstance(value, np.ndarray) else value
+            filled.append((path, param.replace(value)))
+            count()
+    return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) -> None:
@@ -174,8 +161,8 @@ def _read_parameter(
     *,
     dtype: Any,
     place: jax.sharding.Sharding | None,
-) -> np.ndarray | jax.Array:
-    """Read a parameter; or each device's part of it, which is placed."""
+) -> jax.Array:
+    """Read a parameter, or each device's part of it."""
     stacked = pieces[0].layout.stacked
     layers = shape[0] if stacked else 1
     if dtype is None:
@@ -207,7 +194,7 @@ def _read_parameter(
         return out
 
     if place is None:
-        return part((slice(None),) * len(shape))
+        return jax.device_put(part((slice(None),) * len(shape)))
     # Replicas request the same part: read it once.
     parts: dict[tuple, np.ndarray] = {}
 
