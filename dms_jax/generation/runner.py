@@ -528,7 +528,7 @@ class Runner:
         self.reservation.copy(source_of)
         self.seen[targets] = self.seen[sources]
 
-    def _blocks(self, pairs: list[Int[np.ndarray, "2 n"]]) -> Iterator[Int[np.ndarray, "s 2 b"]]:
+    def _blocks(self, pairs: list[Int[np.ndarray, "2 _"]]) -> Iterator[Int[np.ndarray, "s 2 b"]]:
         """Yields (source, target) pages of each shard in blocks, at least one."""
         longest = max(each.shape[1] for each in pairs)
         block = self.no_pages().shape[-1]
