@@ -182,7 +182,7 @@ def policy_cases() -> dict[str, Case]:
         "snapkv kernel even": case(dms_jax.SnapKV, "kernel", "odd number", kernel=4),
         "snapkv interval zero": case(dms_jax.SnapKV, "interval", "or None", interval=0),
         "expected attention budget within the sinks": case(
-            dms_jax.ExpectedAttention, "4 that always stay (sinks)", budget=3
+            dms_jax.ExpectedAttention, "4 that always stay (sinks and recent)", budget=3
         ),
         "expected attention future": case(dms_jax.ExpectedAttention, "future", "0", future=0),
         "adakv alpha": case(dms_jax.AdaKV, "alpha", "of at least 0 and at most 1", alpha=2),

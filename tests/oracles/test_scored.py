@@ -77,7 +77,7 @@ def test_expected_attention_is_the_mean_of_attention_under_its_gaussian():
     random = np.random.default_rng(5)
     queries, k, v = tensors(6, length=40, query_heads=1, kv_heads=1, dim=4)
     ids = list(range(40))
-    options = dict(theta=100.0, sinks=1, future=1, epsilon=0.0)
+    options = dict(theta=100.0, sinks=1, recent=0, future=1, epsilon=0.0)
     scores = scored.expected_attention(queries, k, v, covariance=True, **options)(39, [ids])[0]
     past = queries[1:, 0]
     drawn = random.multivariate_normal(past.mean(0), np.cov(past.T, bias=True), 400_000)
