@@ -144,6 +144,6 @@ def _submodule(name: str) -> Any:
 
 
 def _unknown(name: str) -> AttributeError:
-    """Returns an error for which Python suggests a similar name."""
+    """Returns an AttributeError, to which Python adds the most similar name."""
     message = f"module {__name__!r} has no attribute {name!r}"
     return AttributeError(message, name=name, obj=sys.modules[__name__])

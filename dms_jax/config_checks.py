@@ -333,7 +333,7 @@ def _check_layer_types(given: Any, num_layers: int, served: tuple[str, ...]) -> 
 
 
 def _without_rotation(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Returns the kinds of SmolLM3's layers, some of which do not rotate (`no_rope_layers`)."""
+    """Returns the kinds of SmolLM3's layers; `no_rope_layers` says which do not rotate."""
     rotated = config.get("no_rope_layers")
     if rotated is None:
         every = config.get("no_rope_layer_interval")

@@ -138,7 +138,7 @@ def _layer_parameters(config: ModelConfig) -> int:
     """Parameters in the matrices of a layer.
 
     Raises:
-      ConfigError: the model has experts or windows, of which the paper says nothing.
+      ConfigError: the model has experts or windows, which the paper does not cover.
     """
     require(
         config.experts is None and config.window is None,

@@ -41,7 +41,7 @@ class HostPages:
 
     @property
     def used(self) -> int:
-        """Pages in use."""
+        """Number of host pages in use; one that several prefixes share counts once."""
         return len(self._uses) - len(self._free)
 
     def add(
@@ -125,7 +125,7 @@ class HostPages:
         self._host_of[pages] = NO_PAGE
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drops all pages and their links to pages of the device."""
         self._writing.clear()
         self._uses[:] = 0
         self._free = np.arange(len(self._uses), dtype=np.int32)[::-1]

@@ -24,7 +24,7 @@ _E2M1 = np.array([*_POSITIVE, *(-each for each in _POSITIVE)], np.float32)
 
 
 class Unpacked(Tensors):
-    """Tensors of which some are packed, each under its own name.
+    """Tensors by name, some of them packed in MXFP4.
 
     Args:
         packed: the tensors as they are stored.

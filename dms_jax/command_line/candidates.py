@@ -119,7 +119,7 @@ def change(result: Evaluated, first: Evaluated) -> Measured:
 
 
 def table(results: Mapping[str, Evaluated], title: str) -> Table:
-    """Returns a row for each result, the first of which the others are compared with."""
+    """Returns a row for each result; all are compared with the first."""
     first = next(iter(results.values()))
     shown = Table(title=title, box=SIMPLE)
     shown.add_column("policy", overflow="fold")

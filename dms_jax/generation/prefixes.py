@@ -156,7 +156,7 @@ class Prefixes:
 
     @property
     def counts(self) -> PrefixCounts:
-        """What they hold."""
+        """The cached prefixes and the bytes of their pages, on the device and on the host."""
         host = 0 if self._host is None else self._host.used
         page_bytes = self._runner.page_bytes
         return PrefixCounts(

@@ -600,7 +600,7 @@ class Runner:
         self.seen[lane] = tokens
 
     def copy_pages(self, sources: Int[np.ndarray, " n"], targets: Int[np.ndarray, " n"]) -> None:
-        """Copies pages."""
+        """Copies pages of the pool, block by block, from source to target."""
         pairs = np.stack([sources, targets])
         if self.host is not None:
             self.host.copy(pairs)

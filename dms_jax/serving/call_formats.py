@@ -223,7 +223,7 @@ class CallReader:
         return taken
 
     def add_text(self, text: str) -> None:
-        """Adds content."""
+        """Adds text to the content of the answer."""
         if text:
             self.pieces.append(Text(text))
 

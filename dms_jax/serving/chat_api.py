@@ -169,7 +169,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 class ChatFormatter(CompletionFormatter):
-    """Formats chat completions."""
+    """Writes answers as chat completions, whole or as a stream of chunks."""
 
     names = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -205,7 +205,7 @@ def _is_text(block: Any) -> bool:
 
 
 class MessageFormatter(Formatter):
-    """Formats messages."""
+    """Writes answers as messages of Anthropic's API, whole or as a stream of events."""
 
     def __init__(self, request: GenerationRequest, served: ServedModel):
         super().__init__(request, served)

@@ -259,7 +259,7 @@ class _Item:
 
     @property
     def part(self) -> dict[str, Any]:
-        """Its one part."""
+        """The only content part of the item."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}

@@ -45,9 +45,6 @@ RUNS: dict[str, dict] = {
     "benchmarks.policy_steps": dict(
         shape="tiny", context=640, batch=1, ratios=(2.0,), only=("SnapKV", "KVzap", "KCache")
     ),
-    "benchmarks.shared_prompts": dict(
-        shape="tiny", layers=1, prompt=24, chains=3, policies=("Vanilla",), repeats=2
-    ),
     "benchmarks.step_launches": dict(STEPS, shape="tiny", ratio=1),
     "benchmarks.step_options": dict(
         STEPS, shape="tiny", window=16, ratios=(4,), turns=1, only=("XLA's defaults",)
