@@ -14,10 +14,11 @@ reached. What was cut is never continued here: a `Conversation` does that, turn 
 
 How it is stored. Policies that evict write over old slots in place, so that a page holds another
 prefix a few tokens later: their states are copies, at a few places of a sequence. The copy is of
-what the policy keeps: 100 MB take some 0.05 ms at the rate of an H200's memory (not timed). A policy that only appends
-(`Policy.appends`) never writes to a full page again: its states share whole pages with the
-sequences and with each other, cost nothing, and serve every prefix that is whole pages long. When a
-request ends nothing writes to its pages any more: they become a state as they are.
+what the policy keeps: 100 MB take some 0.05 ms at the rate of an H200's memory (not timed). A
+policy that only appends (`Policy.appends`) never writes to a full page again: its states share
+whole pages with the sequences and with each other, cost nothing, and serve every prefix that is
+whole pages long. When a request ends nothing writes to its pages any more: they become a state as
+they are.
 
 Where states are taken (as Marconi does, arXiv 2411.19379):
 
