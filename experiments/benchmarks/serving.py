@@ -1,12 +1,12 @@
 r"""Times what clients of a server of OpenAI's API see when many of them ask at once.
 
 A number of clients each send a streamed completion, and the next one as soon as it has ended, until
-all requests of the load are answered. Prompts are random token ids, lengths of prompts and answers
-are drawn evenly from ranges, and every load asks the same requests. With --long some prompts are
-long, and the longest pauses of the answers tell whether these wait for them. With --questions they
-are chats instead, of the questions of a file; with --regex answers match a grammar. The server is
-`dms-jax serve` in a process of its own, with the options that are given; or, with --url, whichever
-listens there, such as another library's.
+all requests of the load are answered. Prompts are random token ids, drawn anew for every load, so
+that no cache of prefixes helps; lengths of prompts and answers are drawn evenly from ranges. With
+--long some prompts are long, and the longest pauses of the answers tell whether these wait for
+them. With --questions they are chats instead, of the questions of a file; with --regex answers
+match a grammar. The server is `dms-jax serve` in a process of its own, with the options that are
+given; or, with --url, whichever listens there, such as another library's.
 
     python -m experiments.benchmarks.serving
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
@@ -113,9 +113,9 @@ class Answer:
     error: str | None = None
 
 
-def make_requests(config: Config, model: str) -> list[dict[str, Any]]:
-    """Returns the bodies of the requests."""
-    random = np.random.default_rng(config.seed)
+def make_requests(config: Config, model: str, load: int) -> list[dict[str, Any]]:
+    """Returns the bodies of the requests of a load, by its number."""
+    random = np.random.default_rng((config.seed, load))
 
     def between(bounds: tuple[int, int]) -> int:
         return int(random.integers(bounds[0], bounds[1] + 1))
@@ -345,10 +345,10 @@ def main(config: Config) -> int:
     place = contextlib.nullcontext(config.url) if config.url else started(config.server)
     rows = []
     with place as address, Crowd(config.processes) as crowd:
-        bodies = make_requests(config, config.model or model_name(address))
-        crowd.load(address, bodies[: max(config.clients)], max(config.clients))  # compiles
-        for clients in config.clients:
-            row = crowd.load(address, bodies, clients)
+        name, most = config.model or model_name(address), max(config.clients)
+        crowd.load(address, make_requests(config, name, 0)[:most], most)  # compiles
+        for load, clients in enumerate(config.clients, 1):
+            row = crowd.load(address, make_requests(config, name, load), clients)
             rows.append(row)
             print(describe(row), flush=True)
     # Only now: a card that this process held would be missing to the server.

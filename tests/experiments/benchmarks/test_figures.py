@@ -192,7 +192,7 @@ def test_without_an_answer_there_are_no_percentiles():
 def test_every_eighth_prompt_is_long():
     sizes = dict(requests=17, prompts=(3, 9), answers=(2, 12))
     even, uneven = (
-        [len(body["prompt"]) for body in serving.make_requests(config, "stories")]
+        [len(body["prompt"]) for body in serving.make_requests(config, "stories", 1)]
         for config in (serving.Config(**sizes), serving.Config(long=100, **sizes))
     )
     assert max(even) <= 9
@@ -201,7 +201,7 @@ def test_every_eighth_prompt_is_long():
 
 
 @pytest.mark.nightly
-def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path):
+def test_loads_of_a_running_server_repeat_no_prompt(tmp_path):
     out = tmp_path / "serving.json"
     with a_server() as client:
         address = f"http://127.0.0.1:{client.port}"
@@ -209,10 +209,12 @@ def test_every_load_asks_the_same_of_a_server_that_runs(tmp_path):
         config = serving.Config(**sizes, url=address, out=out)
         assert serving.main(config) == 0
     report = json.loads(out.read_text())
-    bodies = serving.make_requests(config, "stories")
-    wanted = sum(body["max_tokens"] for body in bodies)  # the model has no end tokens
+    loads = [serving.make_requests(config, "stories", load) for load in range(3)]
+    prompts = [tuple(body["prompt"]) for bodies in loads for body in bodies]
+    assert len(set(prompts)) == len(prompts)
     assert [row["clients"] for row in report["loads"]] == [1, 6]
-    for row in report["loads"]:
+    for row, bodies in zip(report["loads"], loads[1:], strict=True):
+        wanted = sum(body["max_tokens"] for body in bodies)  # the model has no end tokens
         assert (row["requests"], row["failed"], row["errors"]) == (6, 0, [])
         assert row["tokens"] == wanted
         assert row["tokens_per_second"] == pytest.approx(wanted / row["seconds"])
