@@ -167,9 +167,11 @@ class PageAllocator:
         # _rows: [2, 1, 1]  _prefixes: [0, 0, 1]  pages: [0, 0, 1, 2]  freed: [0, 1]
         """
         shard = number % self._shards
-        np.subtract.at(uses[shard], pages, 1)
+        several = uses[shard, pages] > 1
+        uses[shard, pages[~several]] = 0  # each of them is there once
+        np.subtract.at(uses[shard], pages[several], 1)
         freed = pages[(self._rows[shard, pages] == 0) & (self._prefixes[shard, pages] == 0)]
-        if len(np.unique(freed)) < len(freed):  # two rows gave it back together
+        if several.any():  # two rows may have given one back together
             freed = freed[np.sort(np.unique(freed, return_index=True)[1])]
         self._free[number] = np.concatenate([self._free[number], freed])
         if self.on_free is not None and len(freed):
