@@ -55,7 +55,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         kernel = self.kernel[...].astype(x.dtype)
-        y = product(lambda x: jnp.tensordot(x, kernel, axes=self.num_inputs), x, self.num_inputs)
+        y = product(lambda x: contract(x, kernel, self.num_inputs), x, self.num_inputs)
         if self.bias is None:
             return y
         bias = self.bias[...].astype(x.dtype)
@@ -84,6 +84,34 @@ def product(
     if math.prod(x.shape[: x.ndim - inputs]) > 1 or jnp.finfo(x.dtype).bits > 16:
         return multiply(x)
     return multiply(jnp.concatenate([x, jnp.zeros_like(x)]))[:1]
+
+
+# Vectors whose product with a long matrix is summed in halves, at most; and the widest such matrix.
+_FEW_VECTORS, _NARROW = 64, 2048
+
+
+def contract(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int
+) -> Float[Array, "..."]:
+    """Returns `jnp.tensordot(x, kernel, inputs)`.
+
+    cuBLAS gives the columns of a matrix to multiprocessors, and one that is long and narrow to few
+    of them. With the sums of two halves of its rows they are twice as many: 8960 x 1536 in bfloat16
+    takes one vector 15.0 us in place of 20.2, and 32 of them 15.8 in place of 21.8 (H200; at 256
+    vectors there is no difference).
+    """
+    length, width = kernel.shape[0], math.prod(kernel.shape[inputs:])
+    few = math.prod(x.shape[: x.ndim - inputs]) <= _FEW_VECTORS and jnp.finfo(x.dtype).bits <= 16
+    long = inputs == 1 and 4 * width <= length and length % 2 == 0
+    if not (few and long and width <= _NARROW) or sharding.has_mesh():
+        return jnp.tensordot(x, kernel, axes=inputs)
+    halves = jnp.einsum(
+        "...hn,hnm->h...m",
+        x.reshape(*x.shape[:-1], 2, -1),
+        kernel.reshape(2, length // 2, width),
+        preferred_element_type=jnp.float32,
+    )
+    return halves.sum(0).astype(x.dtype).reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
 def residual_gain(config: ModelConfig) -> float:

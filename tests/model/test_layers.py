@@ -1,12 +1,13 @@
-"""Products of a single vector."""
+"""Products of few vectors."""
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from dms_jax.model.layers import Linear, product
+from dms_jax.model.layers import Linear, contract, product
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -41,3 +42,31 @@ def test_only_a_single_narrow_vector_is_multiplied_beside_zeros(shape, inputs, d
     result = product(multiply, x, inputs)
     assert (seen, result.shape) == ([rows], shape)
     chex.assert_trees_all_equal(result, x + 1)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "length", "width", "dtype", "halves"),
+    [
+        (1, 512, 128, jnp.bfloat16, True),
+        (64, 512, 128, jnp.float16, True),
+        (65, 512, 128, jnp.bfloat16, False),
+        (2, 511, 127, jnp.bfloat16, False),
+        (2, 508, 128, jnp.bfloat16, False),
+        (2, 512, 128, jnp.float32, False),
+    ],
+)
+def test_a_long_narrow_matrix_is_summed_in_halves_for_few_vectors(
+    vectors, length, width, dtype, halves
+):
+    x = jax.random.normal(jax.random.key(0), (vectors, 1, length), dtype)
+    kernel = jax.random.normal(jax.random.key(1), (length, width), dtype)
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    result = contract(x, kernel, 1)
+    assert result.dtype == dtype
+    # Sums are in float32, and rounded once.
+    rounded, summed = (float(jnp.finfo(each).eps) for each in (dtype, jnp.float32))
+    chex.assert_trees_all_close(
+        np.asarray(result, np.float64), exact, rtol=rounded, atol=2 * length * summed
+    )
+    lowered = jax.jit(contract, static_argnums=2).lower(x, kernel, 1).as_text()
+    assert ("batching_dims" in lowered) == halves
