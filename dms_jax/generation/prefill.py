@@ -18,7 +18,7 @@ but attention is computed for the places of a program: its tokens stand there wi
 (`model.unpadded`), so that programs for short prompts have half as many as entries x width.
 
     8192 tokens in a program, chunks of 512 tokens, 256 lanes
-    entries x width      24 x 512   3 x 512   32 x 256   4 x 256
+    entries x width      24 x 512   3 x 512   48 x 256   6 x 256
     places                   8192      1024       4096       512
 
 On a mesh every entry has places for its whole width:
@@ -180,13 +180,13 @@ class Shapes:
         sizes = sorted({max(1, most // 8), most})
         if not self.unpadded:
             return [Shape(width, size, None, self.one_pass) for size in sizes]
-        if width == self.widths[0]:  # the tokens of whole chunks, or of more that end prompts
-            shapes = [(min(size * 3 // 2, self.num_lanes), size * width) for size in sizes]
-        else:  # prompts of this width fill half of it in the mean
-            shapes = [(size, max(width, size * width // 2)) for size in sizes]
+        # Whole chunks fill their width, and prompts of a narrower one half of it in the mean.
+        share = 1 if width == self.widths[0] else 2
+        entries = [min(size * 3 // 2, self.num_lanes) for size in sizes]
+        places = [max(width, size * width // share) for size in sizes]
         return [
-            Shape(width, entries, places if places < entries * width else None, self.one_pass)
-            for entries, places in shapes
+            Shape(width, size, most if most < size * width else None, self.one_pass)
+            for size, most in zip(entries, places, strict=True)
         ]
 
     def width(self, count: int) -> int:

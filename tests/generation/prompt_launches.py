@@ -20,7 +20,7 @@ from tests.laws.compiled_steps import arguments, for_h200
 from tests.support.ahead import compile_ahead
 
 LANES, COLUMNS = 256, 16
-ENTRIES, WIDTH, PLACES = 32, 256, 4096
+ENTRIES, WIDTH, PLACES = 48, 256, 4096
 CONFIG = ModelConfig(
     vocab_size=151936,
     hidden_size=896,

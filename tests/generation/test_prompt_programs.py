@@ -77,7 +77,7 @@ def test_prompts_share_the_programs_that_were_compiled_before(name, shapes_of):
     assert {(shape.entries, shape.places) for shape, _ in ran} == {(1, None)}
     found, compiled, ran = shapes_of(lambda: together.generate(given, sampling=GREEDY))
     # Prompts of a chunk and less share programs, and the ends of longer ones theirs.
-    wide, narrow = Shape(64, 3, 128, True), Shape(32, 4, 64, True)
+    wide, narrow = Shape(64, 3, 128, True), Shape(32, 6, 64, True)
     assert {(wide, policy.shrinks), (narrow, policy.shrinks)} <= set(ran) <= compiled
     # The chunks that end no prompt wait for no cut in any layer.
     assert any(not cut for _, cut in ran)
@@ -194,7 +194,7 @@ def equations(jaxpr):
 def test_what_has_no_place_is_refused_before_anything_runs():
     runner = new_engine().runner
     shape = new_engine().shapes.one_pass.of_width(32)[-1]
-    assert shape == (32, 4, 64, True)
+    assert shape == (32, 6, 64, True)
     given = {lane: np.asarray(random_tokens(lane, 30), np.int32) for lane in range(3)}
     with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):
         runner.extend(PrefillBatch(given, shape, True))
