@@ -195,6 +195,7 @@ class TokenMasks:
     def __init__(self, num_lanes: int, vocab_size: int):
         self._shape = num_lanes, -(-vocab_size // BITS)
         self._executor: Any = None
+        self._steps: Int[np.ndarray, "B words"] | None = None  # the masks of `after`
 
     def everything(self) -> Int[np.ndarray, "B words"]:
         """Returns the masks of lanes without a grammar."""
@@ -202,7 +203,11 @@ class TokenMasks:
 
     def next(self, matchers: Mapping[int, Matcher]) -> Int[np.ndarray, "B words"]:
         """Returns the masks of lanes, those of some by their matchers; computes in threads."""
-        masks = self.everything()  # not the last ones: a program may still read them
+        return self._fill(self.everything(), matchers)
+
+    def _fill(
+        self, masks: Int[np.ndarray, "B words"], matchers: Mapping[int, Matcher]
+    ) -> Int[np.ndarray, "B words"]:
         if matchers:
             if self._executor is None:
                 self._executor = _library().LLExecutor()
@@ -219,6 +224,9 @@ class TokenMasks:
     ) -> Int[np.ndarray, "B words"]:
         """Lets each request read the newest token of its lane; returns the masks behind them.
 
+        They are overwritten by the next call: whoever has the newest tokens has waited for the
+        program that read the last ones. To allocate megabytes takes longer than to fill them.
+
         Args:
           requests: lane -> its request, of those that have a grammar and may go on.
           newest: the newest token of each lane.
@@ -227,11 +235,16 @@ class TokenMasks:
         Raises:
           GrammarError: a grammar has become too complex.
         """
-        going = {
-            lane: each for lane, each in requests.items() if int(newest[lane]) not in end_tokens
-        }
-        read = {lane: each.matcher.read(int(newest[lane])) for lane, each in going.items()}
-        masks = self.next({lane: going[lane].matcher for lane, fits in read.items() if fits})
+        tokens = newest.tolist()
+        going = {lane: each for lane, each in requests.items() if tokens[lane] not in end_tokens}
+        read = {lane: each.matcher.read(tokens[lane]) for lane, each in going.items()}
+        if self._steps is None:
+            self._steps = self.everything()
+        others = np.ones(len(self._steps), bool)
+        others[[lane for lane, fits in read.items() if fits]] = False
+        self._steps[others] = -1
+        matchers = {lane: going[lane].matcher for lane, fits in read.items() if fits}
+        masks = self._fill(self._steps, matchers)
         wrong = {lane: each for lane, each in going.items() if each.matcher.compiled.is_error()}
         if wrong:
             first = next(iter(wrong.values()))
