@@ -146,6 +146,63 @@ FAMILIES: dict[str, Family] = {
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()} | {
     "Qwen3ForCausalLMDMS": "qwen3"
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """A model that reads images, whose language model is one of a family here.
+
+    Attributes:
+      architecture: the class in transformers.
+      family: the family of its language model.
+      defaults: transformers' defaults for fields of the shape that its `text_config` leaves out.
+    """
+
+    architecture: str
+    family: str
+    defaults: Mapping[str, Any]
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "gemma3": Wrapper(
+        "Gemma3ForConditionalGeneration",
+        "gemma3_text",
+        dict(
+            vocab_size=262208,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+        ),
+    ),
+    "mistral3": Wrapper(
+        "Mistral3ForConditionalGeneration",
+        "mistral",
+        dict(
+            vocab_size=131072,
+            hidden_size=5120,
+            intermediate_size=32768,
+            num_hidden_layers=40,
+            num_attention_heads=32,
+        ),
+    ),
+    "qwen3_vl": Wrapper(
+        "Qwen3VLForConditionalGeneration",
+        "qwen3",
+        dict(
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=22016,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+        ),
+    ),
+}
+# Fields that count in the config of a wrapper before those of its language model.
+_OF_WRAPPERS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+# Where a token of an image stands in its picture; tokens of text have one position.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 (dense and mixtures of experts), OLMo 2 and 3, "
     "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3 (text), gpt-oss"
@@ -175,7 +232,7 @@ _REFUSED = {
         "shares keys and values between layers, or has heads of another size in some of them",
     ),
     **dict.fromkeys(
-        ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mllama"),
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "mllama"),
         "reads images; save its language model by itself",
     ),
     "llama4": "attends to chunks of a sequence",
@@ -186,6 +243,37 @@ _REFUSED = {
 def _why_not(model_type: Any) -> str:
     reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
     return "" if reason is None else f": it {reason}"
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the language model of a model that reads images; others as they are.
+
+    Raises:
+      ConfigError: it has another architecture than its kind, or no config of a language model.
+    """
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
+    if wrapper is None:
+        return config
+    names, text = config.get("architectures"), config.get("text_config") or {}
+    if names not in (None, [wrapper.architecture]):
+        raise ConfigError(
+            f"Architecture {show(names)} is not supported; of this kind {wrapper.architecture} is."
+        )
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config must be a JSON object, got {show(text)}.")
+    found: dict[str, Any] = dict(wrapper.defaults)
+    found |= {name: value for name, value in text.items() if value is not None}
+    found |= {name: config[name] for name in _OF_WRAPPERS if config.get(name) is not None}
+    if config.get("quantization_config"):
+        found["quantization_config"] = config["quantization_config"]
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(name), Mapping):
+            found[name] = {k: v for k, v in found[name].items() if k not in _OF_IMAGES}
+    found.pop("architectures", None)
+    if found.get("model_type", wrapper.family) in (f"{kind}_text", wrapper.family):
+        found["model_type"] = wrapper.family
+    return found
 
 
 def family_of(config: Mapping[str, Any]) -> str:

@@ -200,6 +200,17 @@ def test_named_templates(stories):
     assert tokenizer.apply_chat_template([], tools=[{}]) == "tools"
 
 
+def test_the_template_of_a_processor(stories):
+    (stories / "chat_template.json").write_text('{"chat_template": "pictures"}')
+    assert Tokenizer.from_directory(stories).chat_template == "pictures"
+    write_config(stories, chat_template="text")
+    assert Tokenizer.from_directory(stories).chat_template == "text"
+    write_config(stories)
+    (stories / "chat_template.json").write_text('{"chat_template": [1]}')
+    with pytest.raises(CheckpointError, match=r"chat_template\.json: chat_template must be"):
+        Tokenizer.from_directory(stories)
+
+
 @pytest.mark.parametrize(
     "source",
     [
