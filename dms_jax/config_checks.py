@@ -155,7 +155,8 @@ class Wrapper:
     Attributes:
       architecture: the class in transformers.
       family: the family of its language model.
-      defaults: transformers' defaults for fields of the shape that its `text_config` leaves out.
+      defaults: defaults of transformers 4, which leaves them out of `text_config`, where they are
+        not those of the family.
     """
 
     architecture: str
@@ -163,39 +164,28 @@ class Wrapper:
     defaults: Mapping[str, Any]
 
 
+def _sizes(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> Any:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
-        "Gemma3ForConditionalGeneration",
-        "gemma3_text",
-        dict(
-            vocab_size=262208,
-            hidden_size=2304,
-            intermediate_size=9216,
-            num_hidden_layers=26,
-            num_attention_heads=8,
-        ),
+        "Gemma3ForConditionalGeneration", "gemma3_text", _sizes(262208, 2304, 9216, 26, 8)
     ),
     "mistral3": Wrapper(
-        "Mistral3ForConditionalGeneration",
-        "mistral",
-        dict(
-            vocab_size=131072,
-            hidden_size=5120,
-            intermediate_size=32768,
-            num_hidden_layers=40,
-            num_attention_heads=32,
-        ),
+        "Mistral3ForConditionalGeneration", "mistral", _sizes(32000, 4096, 14336, 32, 32)
     ),
     "qwen3_vl": Wrapper(
         "Qwen3VLForConditionalGeneration",
         "qwen3",
-        dict(
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=22016,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-        ),
+        _sizes(151936, 4096, 22016, 32, 32)
+        | {"max_position_embeddings": 128000, "rope_theta": 5_000_000.0},
     ),
 }
 # Fields that count in the config of a wrapper before those of its language model.
@@ -205,7 +195,7 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 (dense and mixtures of experts), OLMo 2 and 3, "
-    "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3 (text), gpt-oss"
+    "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3, gpt-oss; without images Mistral 3 and Qwen3-VL"
 )
 
 # Families that are refused for a reason of their own.
@@ -255,15 +245,14 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
     if wrapper is None:
         return config
-    names, text = config.get("architectures"), config.get("text_config") or {}
+    names, text = config.get("architectures"), config.get("text_config")
     if names not in (None, [wrapper.architecture]):
         raise ConfigError(
             f"Architecture {show(names)} is not supported; of this kind {wrapper.architecture} is."
         )
-    if not isinstance(text, Mapping):
+    if not isinstance(text, Mapping) or not text:
         raise ConfigError(f"text_config must be a JSON object, got {show(text)}.")
-    found: dict[str, Any] = dict(wrapper.defaults)
-    found |= {name: value for name, value in text.items() if value is not None}
+    found: dict[str, Any] = {**wrapper.defaults, **text}
     found |= {name: config[name] for name in _OF_WRAPPERS if config.get(name) is not None}
     if config.get("quantization_config"):
         found["quantization_config"] = config["quantization_config"]

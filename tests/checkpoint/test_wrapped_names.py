@@ -161,13 +161,32 @@ def test_what_is_left_out_of_the_config_of_a_language_model():
     assert (config.rope.factor, config.local_rope) == (8.0, Rope(theta=10_000.0))
 
 
+def test_a_language_model_whose_window_is_none():
+    """As that of Mistral Small 3.1; the default of the family is 4,096 tokens."""
+    text = {"model_type": "mistral", "sliding_window": None, "vocab_size": 131072}
+    config = ModelConfig.from_hf({"model_type": "mistral3", "text_config": text})
+    assert (config.vocab_size, config.window) == (131072, None)
+
+
+def test_the_rotation_that_transformers_4_leaves_out():
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 2048, "tie_word_embeddings": False}
+    config = {"model_type": "qwen3_vl", "text_config": text, "tie_word_embeddings": True}
+    found = ModelConfig.from_hf(config)
+    assert (found.rope, found.max_position_embeddings) == (Rope(theta=5e6), 128000)
+    assert found.tie_embeddings
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"text_config": None}, "text_config must be a JSON object"),
         ({"text_config": {"model_type": "ministral3"}}, "'ministral3' is not supported"),
         ({"architectures": ["Mistral3ForSequenceClassification"]}, "of this kind Mistral3ForCond"),
         ({"text_config": [1]}, "text_config must be a JSON object"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        (
+            {"text_config": {"vocab_size": 9}, "quantization_config": {"quant_method": "fp8"}},
+            "quantized",
+        ),
     ],
 )
 def test_models_that_read_images_and_are_refused(fields, message):
