@@ -200,6 +200,7 @@ def test_gpu_kernel_lowers(name, implementation):
         ("v6e:2x2", "small_pages"),
         ("v5e:2x2", "long_past"),
         ("v6e:2x2", "dim_256"),
+        ("v5e:2x2", "dim_512"),
         ("v6e:2x2", "many_rows"),
     ],
 )
