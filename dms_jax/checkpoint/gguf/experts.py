@@ -16,6 +16,7 @@ from dms_jax.checkpoint.weights import Tensors
 from dms_jax.errors import CheckpointError, plain
 
 _NAME = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_ROWS = 64  # that are transposed at a time
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
@@ -70,7 +71,9 @@ class StackedExperts(Tensors):
         for matrix, tensors in zip(out, stack, strict=True):
             for place, tensor in enumerate(tensors):
                 part = self._parts.read(tensor, (rows, *index[1:-1]), dtype)
-                matrix[..., place::alternate] = part.T
+                for row in range(0, len(part), _ROWS):  # three times as fast as in one step
+                    cut = slice(alternate * row + place, alternate * (row + _ROWS), alternate)
+                    matrix[..., cut] = part[row : row + _ROWS].T
         start = columns.start - first * alternate
         return out[..., start : start + len(columns)]
 
