@@ -22,6 +22,7 @@ from dms_jax.config_checks import (
     MAX_LAYERS,
     SUPPORTED,
     family_of,
+    language_config,
     layer_types_of,
     refuse_unsupported,
 )
@@ -265,9 +266,12 @@ class ModelConfig(Options):
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
         """Returns the configuration that a Hugging Face `config.json` describes.
 
+        Of a model that reads images it is that of the language model.
+
         Raises:
           ConfigError: the config is malformed, or the model is not supported exactly.
         """
+        config = language_config(config)
         family = family_of(config)
         refuse_unsupported(config, family)
         about = FAMILIES[family]

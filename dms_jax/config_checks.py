@@ -146,9 +146,56 @@ FAMILIES: dict[str, Family] = {
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()} | {
     "Qwen3ForCausalLMDMS": "qwen3"
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """A model that reads images, whose language model is one of a family here.
+
+    Attributes:
+      architecture: the class in transformers.
+      family: the family of its language model.
+      defaults: defaults of transformers 4, which leaves them out of `text_config`, where they are
+        not those of the family.
+    """
+
+    architecture: str
+    family: str
+    defaults: Mapping[str, Any]
+
+
+def _sizes(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> Any:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "gemma3": Wrapper(
+        "Gemma3ForConditionalGeneration", "gemma3_text", _sizes(262208, 2304, 9216, 26, 8)
+    ),
+    "mistral3": Wrapper(
+        "Mistral3ForConditionalGeneration", "mistral", _sizes(32000, 4096, 14336, 32, 32)
+    ),
+    "qwen3_vl": Wrapper(
+        "Qwen3VLForConditionalGeneration",
+        "qwen3",
+        _sizes(151936, 4096, 22016, 32, 32)
+        | {"max_position_embeddings": 128000, "rope_theta": 5_000_000.0},
+    ),
+}
+# Fields that count in the config of a wrapper before those of its language model.
+_OF_WRAPPERS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+# Where a token of an image stands in its picture; tokens of text have one position.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 (dense and mixtures of experts), OLMo 2 and 3, "
-    "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3 (text), gpt-oss"
+    "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3, gpt-oss; without images Mistral 3 and Qwen3-VL"
 )
 
 # Families that are refused for a reason of their own.
@@ -175,7 +222,7 @@ _REFUSED = {
         "shares keys and values between layers, or has heads of another size in some of them",
     ),
     **dict.fromkeys(
-        ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mllama"),
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "mllama"),
         "reads images; save its language model by itself",
     ),
     "llama4": "attends to chunks of a sequence",
@@ -186,6 +233,36 @@ _REFUSED = {
 def _why_not(model_type: Any) -> str:
     reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
     return "" if reason is None else f": it {reason}"
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the language model of a model that reads images; others as they are.
+
+    Raises:
+      ConfigError: it has another architecture than its kind, or no config of a language model.
+    """
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
+    if wrapper is None:
+        return config
+    names, text = config.get("architectures"), config.get("text_config")
+    if names not in (None, [wrapper.architecture]):
+        raise ConfigError(
+            f"Architecture {show(names)} is not supported; of this kind {wrapper.architecture} is."
+        )
+    if not isinstance(text, Mapping) or not text:
+        raise ConfigError(f"text_config must be a JSON object, got {show(text)}.")
+    found: dict[str, Any] = {**wrapper.defaults, **text}
+    found |= {name: config[name] for name in _OF_WRAPPERS if config.get(name) is not None}
+    if config.get("quantization_config"):
+        found["quantization_config"] = config["quantization_config"]
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(name), Mapping):
+            found[name] = {k: v for k, v in found[name].items() if k not in _OF_IMAGES}
+    found.pop("architectures", None)
+    if found.get("model_type", wrapper.family) in (f"{kind}_text", wrapper.family):
+        found["model_type"] = wrapper.family
+    return found
 
 
 def family_of(config: Mapping[str, Any]) -> str:

@@ -455,7 +455,7 @@ REFUSED = {
     "recurrent layers": ({"model_type": "qwen3_next"}, "recurrent state"),
     "sparse attention": ({"model_type": "deepseek_v4"}, "sparse attention"),
     "shared keys": ({"model_type": "gemma4"}, "shares keys and values"),
-    "images": ({"model_type": "gemma3"}, "reads images"),
+    "images": ({"model_type": "qwen2_vl"}, "reads images"),
     "linear attention": (
         {"model_type": "olmo3", "layer_types": ["linear_attention", "full_attention"]},
         "Layer 0 has attention of type 'linear_attention'",

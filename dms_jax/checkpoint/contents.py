@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import warnings
 from typing import Any
 
 from dms_jax.checkpoint import mxfp4, names
@@ -16,6 +17,7 @@ from dms_jax.checkpoint.policy_fields import policy_from_hf
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checkpoint.weights import Tensors, Weights, tensor_files
 from dms_jax.config import ModelConfig
+from dms_jax.config_checks import language_config
 from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies import Policy, Vanilla
@@ -71,9 +73,17 @@ def _read_directory(directory: pathlib.Path) -> Contents:
         elif below := of_run(directory, ADAPTER_CONFIG):
             hint = f"; the adapter of this run is in {below}: load it with its base"
         raise CheckpointError(f"{directory / 'config.json'} does not exist{hint}")
+    language = language_config(hf_config)
+    reads_images, hf_config = language is not hf_config, dict(language)
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(tensor_files(directory))
     weights.unwrap()
+    if reads_images:
+        weights.keep_language_model()
+        warnings.warn(
+            f"{directory} holds a model that reads images; its language model alone is loaded.",
+            stacklevel=2,
+        )
     if hf_config.get("quantization_config"):  # MXFP4, or the config would have been refused
         weights = mxfp4.Unpacked(weights)
     found = names.adapter_shape(weights.shapes, qkv_bias=config.qkv_bias)

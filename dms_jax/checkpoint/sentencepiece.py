@@ -101,8 +101,15 @@ def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     backend.decoder = decoders.Sequence(steps)
     special = (PieceType.CONTROL, PieceType.UNKNOWN)
+    # Runs of spaces (Gemma) are looked for in escaped text, the longest first. With a prepended
+    # space, one would come before each of them, too.
+    escaped = not model.add_dummy_prefix
     added = [
-        AddedToken(piece, special=kind in special, normalized=False)
+        AddedToken(
+            piece,
+            special=kind in special,
+            normalized=escaped and kind == PieceType.USER_DEFINED,
+        )
         for piece, kind in zip(model.pieces, model.types, strict=True)
         if kind in special or kind == PieceType.USER_DEFINED
     ]

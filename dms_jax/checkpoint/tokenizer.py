@@ -3,7 +3,8 @@
 In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
 `merges.txt` (byte-level byte-pair encoding with the pre-tokenizer of GPT-2 or Qwen).
 `tokenizer_config.json` and files beside it declare special tokens (`added_tokens.py`) and whether a
-text begins with one; the chat template is in the former or in `chat_template.jinja`.
+text begins with one; the chat template is in the former or in `chat_template.jinja`, or, beside the
+processors of some models that read images, in `chat_template.json`.
 """
 
 import json
@@ -347,7 +348,11 @@ def _chat_template(
             named["default" if name == _TEMPLATE else stem] = text
     if named:
         return named["default"] if list(named) == ["default"] else named
-    template = config.get("chat_template")
+    where, template = "tokenizer_config.json", config.get("chat_template")
+    if template is None:
+        where = "chat_template.json"
+        beside = read_json(directory, where, max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
+        template = (beside or {}).get("chat_template")
     if template is None:
         return None
     if isinstance(template, str):
@@ -358,12 +363,10 @@ def _chat_template(
         except (KeyError, TypeError):
             named = {}
     if not named or not all(isinstance(x, str) for x in (*named, *named.values())):
-        raise CheckpointError(
-            "tokenizer_config.json: chat_template must be a text or a list of named texts"
-        )
+        raise CheckpointError(f"{where}: chat_template must be a text or a list of named texts")
     if sum(map(len, named.values())) > MAX_TEMPLATE_BYTES:
         raise CheckpointError(
-            f"tokenizer_config.json: the chat_template is longer than {MAX_TEMPLATE_BYTES} "
+            f"{where}: the chat_template is longer than {MAX_TEMPLATE_BYTES} "
             "characters: it is not what its name says"
         )
     return template if isinstance(template, str) else named

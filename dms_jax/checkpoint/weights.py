@@ -5,7 +5,7 @@ Opening reads only the headers. A tensor, or a slice of one, is read on demand.
 
 import abc
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 
 from dms_jax.checkpoint.files import MAX_INDEX_BYTES, find, read_json
-from dms_jax.checkpoint.wrappers import parameter_names
+from dms_jax.checkpoint.wrappers import language_names, parameter_names
 from dms_jax.errors import CheckpointError, plain
 
 SINGLE = "model.safetensors"
@@ -85,10 +85,15 @@ class Weights(Tensors):
         Raises:
             CheckpointError: two tensors then have the same name.
         """
-        stored = parameter_names(self._files)
-        if all(name == old for name, old in stored.items()):
-            return
-        self._stored = stored
+        self._rename(parameter_names(self._files))
+
+    def keep_language_model(self) -> None:
+        """Leave out what reads images, under the names of the language model by itself."""
+        self._rename(language_names(self._files))
+
+    def _rename(self, stored: Mapping[str, str]) -> None:
+        """Take these tensors, each under its new name, and no others."""
+        self._stored = {name: self.stored_name(old) for name, old in stored.items()}
         self._files = {name: self._files[old] for name, old in stored.items()}
         self.shapes = {name: self.shapes[old] for name, old in stored.items()}
         self.dtypes = {name: self.dtypes[old] for name, old in stored.items()}

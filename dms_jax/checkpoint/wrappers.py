@@ -1,4 +1,4 @@
-"""Take off what PyTorch's wrappers leave in the names of tensors.
+"""Take off what wrappers of a model leave in the names of its tensors.
 
     _orig_mod.model.layers.0.mlp.up_proj.weight          torch.compile, of the model
     model.layers.0._orig_mod.mlp.up_proj.weight          torch.compile, layer by layer
@@ -17,6 +17,8 @@ from dms_jax.errors import CheckpointError, plain
 _WITHIN = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _IN_FRONT = ("module.", "base_model.")
 _ROOTS = ("model.", "lm_head.")
+_LANGUAGE = {"language_model.": "", "model.language_model.": "model."}
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
 _HEADLESS = ("embed_tokens.", "layers.", "norm.")
 
 
@@ -40,6 +42,17 @@ def parameter_names(stored: Collection[str]) -> dict[str, str]:
                 "without what a wrapper of PyTorch left in their names: keep one of them"
             )
         found[short] = name
+    return found
+
+
+def language_names(stored: Collection[str]) -> dict[str, str]:
+    """The tensors of the language model of a model that reads images: name to stored name."""
+    found = {}
+    for name in stored:
+        if name.removeprefix("model.").startswith(_IMAGES):
+            continue
+        prefix = next((each for each in _LANGUAGE if name.startswith(each)), "")
+        found[_LANGUAGE.get(prefix, "") + name.removeprefix(prefix)] = name
     return found
 
 

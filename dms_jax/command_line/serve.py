@@ -56,7 +56,9 @@ class Config(Generating):
     """Port to listen at; 0 takes one that is free."""
     name: str | None = None
     """Name of the model in requests; the last part of --model unless given."""
-    tool_calls: Literal["hermes", "qwen3-coder", "llama3", "mistral", "mistral-args"] | None = None
+    tool_calls: (
+        Literal["hermes", "qwen3-coder", "llama3", "mistral", "mistral-args", "harmony"] | None
+    ) = None
     """How the model writes calls of tools; its chat template or its name tells unless given."""
     lanes: int = 8
     """Most answers that are generated at a time."""

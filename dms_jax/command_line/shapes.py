@@ -31,6 +31,8 @@ Shape = Literal[
     "gemma-2-2b",
     "gemma-3-270m",
     "gemma-3-1b",
+    "gemma-3-4b",
+    "gemma-3-27b",
     "gpt-oss-20b",
     "gpt-oss-120b",
 ]
@@ -47,6 +49,9 @@ _GEMMA3: dict[str, Any] = dict(
     rope=Rope(theta=1e6),
     local_rope=Rope(theta=1e4),
     tie_embeddings=True,
+)
+_GEMMA3_LONG: dict[str, Any] = _GEMMA3 | dict(
+    window=1024, rope=Rope(theta=1e6, kind="linear", factor=8.0)
 )
 _YARN = Rope(
     theta=150_000.0,
@@ -95,6 +100,14 @@ SHAPES: dict[Shape, ModelConfig] = {
     ),
     "gemma-3-270m": _shape("gemma3_text", 262144, 640, 2048, 18, 4, 1, 256, 32768, **_GEMMA3),
     "gemma-3-1b": _shape("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 32768, **_GEMMA3),
+    "gemma-3-4b": _shape(
+        *("gemma3_text", 262208, 2560, 10240, 34, 8, 4, 256, 131072), **_GEMMA3_LONG
+    ),
+    "gemma-3-27b": _shape(
+        *("gemma3_text", 262208, 5376, 21504, 62, 32, 16, 128, 131072),
+        attention_scale=168**-0.5,
+        **_GEMMA3_LONG,
+    ),
     "gpt-oss-20b": _shape(
         *("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 64, 131072), experts=Experts(32, 4), **_GPT_OSS
     ),

@@ -25,14 +25,15 @@ class AnswerForm:
 
     Attributes:
       thinks: whether it begins with what the model thinks: "yes" if the prompt ends within it,
-        "perhaps" if the model may begin it, "no".
+        "perhaps" if the model may begin it, "no"; "channels" if the form of calls tells (harmony).
       markers: what stands before and behind that.
-      calls: name of the form of calls (`call_formats.FORMATS`); None if there are no tools.
+      calls: name of the form of calls (`call_formats.FORMATS`); None if there are no tools, and
+        the form has nothing else to tell.
       tools: those that may be called.
       parallel: whether more than the first call counts.
     """
 
-    thinks: Literal["no", "perhaps", "yes"] = "no"
+    thinks: Literal["no", "perhaps", "yes", "channels"] = "no"
     markers: tuple[str, str] = THINKING_MARKERS[0]
     calls: str | None = None
     tools: tuple[Tool, ...] = ()
@@ -50,7 +51,8 @@ class AnswerReader:
 
     def __init__(self, form: AnswerForm):
         self._form, self._held = form, ""
-        self._state = {"no": "says", "perhaps": "begins", "yes": "begins to think"}[form.thinks]
+        states = {"perhaps": "begins", "yes": "begins to think"}
+        self._state = states.get(form.thinks, "says")
         self._calls: CallReader | None = None
         if form.calls is not None:
             self._calls = FORMATS[form.calls].reader(form.tools)

@@ -1,10 +1,15 @@
-r"""How models write calls of tools: the forms of Hermes and Qwen, Qwen3-Coder, Llama 3, Mistral.
+r"""How models write calls of tools, each family in a form of its own.
 
     hermes         <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>
     qwen3-coder    <tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function> ...
     llama3         {"name": "f", "parameters": {"x": 1}}         the answer begins so
     mistral        [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ...]
     mistral-args   [TOOL_CALLS]f[ARGS]{"x": 1}                   several one behind the other
+    harmony        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
+
+In harmony all of an answer is messages in channels, so that its reader tells thoughts, too:
+
+    <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.
 
 A form has two sides. A `CallReader` takes the text of an answer as it arrives, and tells what is
 content from what are calls; arguments are passed on before they are complete. `rules` are the
@@ -67,6 +72,11 @@ _MAY_BECOME_FUNCTION = re.compile(r"<?|<f[a-z]*|<function=[^>\s]*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
 _PARAMETER_END = re.compile(r"</parameter>|(?=<parameter=|</function>)")
 _MAY_BECOME_TAG = re.compile(r"(</?[a-z]*|<parameter=[^>\n]*)?")
+_HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_MESSAGE_END = re.compile("|".join(map(re.escape, _MESSAGE_ENDS)))
 _MAY_BECOME_NAME = re.compile(r"\s*[^\s\[\]{}]*\s*(?:\[[A-Z_\]]*[^\s{}]*)?\s*")
 
 
@@ -456,6 +466,78 @@ class MistralReader(CallReader):
         return True
 
 
+class HarmonyReader(CallReader):
+    """Reads harmony: messages, each with a header that names its channel and recipient.
+
+    The channel analysis is what the model thinks, and so is what goes to its built-in tools. What
+    has no header is content.
+    """
+
+    def __init__(self, tools: Sequence[Tool]):
+        super().__init__(tools)
+        self.state = self.read_header
+        self._told: Callable[[str], Piece] = Text
+        self._calls = False  # whether the message is a call
+        self._kinds = set[bool]()  # of texts so far: said, thought
+
+    def read_header(self) -> bool:
+        """The state before the text of a message."""
+        header, marker, text = self.held.partition("<|message|>")
+        begun = header.lstrip()
+        if not begun.startswith(_HEADER_BEGINNINGS):
+            if not self.ended and any(each.startswith(begun) for each in _HEADER_BEGINNINGS):
+                return False
+            self._begin_text(thought=False)
+        elif marker:
+            self._begin_message(header)
+            self.held = text
+        else:  # no header is without its end, unless the answer is
+            self.held = "" if self.ended else self.held
+            return False
+        self.state = self.read_message
+        return True
+
+    def read_message(self) -> bool:
+        """The state of the text of a message."""
+        end = _MESSAGE_END.search(self.held)
+        most = max(held_back(self.held, each) for each in _MESSAGE_ENDS)
+        place = len(self.held) - (0 if self.ended else most) if end is None else end.start()
+        if place > 0:
+            self.pieces.append(self._told(self.held[:place]))
+        self.held = self.held[place:]
+        if end is None:
+            return False
+        if end[0] != "<|start|>":  # which begins the next header
+            self.held = self.held[len(end[0]) :]
+        self.calls += self._calls
+        self._calls, self.state = False, self.read_header
+        return True
+
+    def end(self) -> list[Piece]:
+        self.ended = True
+        while self.held and self.state():
+            pass
+        return self._taken()
+
+    def _begin_message(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        to = "" if recipient is None else recipient[1]
+        name, index = to.removeprefix("functions."), self.calls
+        if self.tools and (name != to or name in self.tools):
+            self.pieces.append(CallStart(index, self.make_id(), name))
+            self._told, self._calls = (lambda text: Arguments(index, text)), True
+        else:
+            thought = channel is None or channel[1] == "analysis" or bool(to)
+            self._begin_text(thought=thought)
+
+    def _begin_text(self, *, thought: bool) -> None:
+        """Begins a text, in a line of its own if it is not the first one."""
+        if thought in self._kinds:
+            self.pieces.append(Text("\n", thought))
+        self._kinds.add(thought)
+        self._told = lambda text: Text(text, thought)
+
+
 # -- the forms -----------------------------------------------------------------------------------
 
 
@@ -466,19 +548,25 @@ class CallFormat:
     Attributes:
       reader: reads it.
       shown: markers that are a part of the text, also where the tokenizer has them as special.
-      before, between, behind: what stands before the first call, between two, and behind the last.
+      before, between, behind: what stands before the first call, between two, and behind the last;
+        `between` is None if an answer has one call at most.
       head, tail: what stands before and behind the arguments of a call; {name} is the function's.
       trigger: the beginning of `before` that no content has; empty if calls begin an answer.
+      header: what stands before content.
+      prose: content beside which there is no call, as a rule of a Lark grammar, if calls begin an
+        answer.
     """
 
     reader: type[CallReader]
     shown: tuple[str, ...]
     before: str
-    between: str
+    between: str | None
     behind: str
     head: str
     tail: str
     trigger: str
+    header: str = ""
+    prose: str = "TEXT"
 
     def rules(self, tools: Sequence[Tool], *, parallel: bool, forced: bool) -> Iterator[str]:
         """Yields rules of a Lark grammar, of which `calls` is one; TEXT is any text.
@@ -494,19 +582,20 @@ class CallFormat:
             bound = tool.strict or forced
             yield from self.arguments(place, tool.parameters if bound else None)
             head = self.head.replace("{name}", json.dumps(tool.name, ensure_ascii=False)[1:-1])
-            names.append(f"{_literal(head)} arguments_{place} {_literal(self.tail)}")
+            names.append(f"{literal(head)} arguments_{place} {literal(self.tail)}")
         yield f"call: {' | '.join(names)}"
-        more = f" ({_literal(self.between)} call)*" if parallel else ""
+        several = parallel and self.between is not None
+        more = f" ({literal(self.between or '')} call)*" if several else ""
+        called = f"{literal(self.before)} call{more} {literal(self.behind)}"
         if forced:
-            yield f"calls: {_literal(self.before)} call{more} {_literal(self.behind)}"
+            yield f"calls: {called}"
         elif self.trigger:
             rest = self.before.removeprefix(self.trigger)
-            yield f"opening[lazy]: TEXT {_literal(self.trigger)}"
-            yield f"called: opening {_literal(rest)} call{more} {_literal(self.behind)}"
+            yield f"opening[lazy]: TEXT {literal(self.trigger)}"
+            yield f"called: opening {literal(rest)} call{more} {literal(self.behind)}"
             yield "calls: called? TEXT"
         else:
-            yield "PROSE: /([^{](.|\\n)*)?/"
-            yield f"calls: PROSE | call{more}"
+            yield f"calls: {called} | {literal(self.header)} {self.prose}"
 
     def arguments(self, place: int, schema: Mapping[str, Any] | None) -> Iterator[str]:
         """Yields the rule `arguments_{place}`, and what it needs.
@@ -522,10 +611,10 @@ class ParametersFormat(CallFormat):
     """The form of Qwen3-Coder: texts are free but for `enum` and `const`, all else is JSON."""
 
     def arguments(self, place: int, schema: Mapping[str, Any] | None) -> Iterator[str]:
-        end = _literal("\n</parameter>\n")
+        end = literal("\n</parameter>\n")
         yield f"text_{place}[lazy]: TEXT {end}"
         if schema is None:
-            name = f"{_literal('<parameter=')} /[^>\\n]+/ {_literal('>' + chr(10))}"
+            name = f"{literal('<parameter=')} /[^>\\n]+/ {literal('>' + chr(10))}"
             yield f"arguments_{place}: ({name} text_{place})*"
             return
         shared = {each: schema[each] for each in ("$defs", "definitions") if each in schema}
@@ -534,13 +623,13 @@ class ParametersFormat(CallFormat):
             value, own = f"value_{place}_{number}", own if isinstance(own, dict) else {}
             texts = own.get("enum", [own["const"]] if "const" in own else [])
             if texts and all(isinstance(each, str) and each for each in texts):
-                yield f"{value}: ({' | '.join(map(_literal, texts))}) {end}"
+                yield f"{value}: ({' | '.join(map(literal, texts))}) {end}"
             elif own.get("type") == "string":
                 value = f"text_{place}"
             else:
                 yield f"{value}: {value}_json {end}"
                 yield f"{value}_json: {json_rule(shared | own)}"
-            part = f"{_literal(f'<parameter={name}>' + chr(10))} {value}"
+            part = f"{literal(f'<parameter={name}>' + chr(10))} {value}"
             parts.append(part if name in required else f"({part})?")
         yield f"arguments_{place}: {' '.join(parts) or '/ ?/'}"
 
@@ -575,6 +664,7 @@ FORMATS: dict[str, CallFormat] = {
         head='{"name": "{name}", "parameters": ',
         tail="}",
         trigger="",
+        prose=r"/([^{](.|\n)*)?/",
     ),
     "mistral": CallFormat(
         reader=MistralReader,
@@ -596,6 +686,17 @@ FORMATS: dict[str, CallFormat] = {
         tail="",
         trigger="[TOOL_CALLS]",
     ),
+    "harmony": CallFormat(
+        reader=HarmonyReader,
+        shown=(*_MESSAGE_ENDS, "<|channel|>", "<|message|>", "<|constrain|>"),
+        before="<|channel|>commentary to=functions.",
+        between=None,  # an end token ends the call and the answer
+        behind="",
+        head="{name} <|constrain|>json<|message|>",
+        tail="",
+        trigger="",
+        header="<|channel|>final<|message|>",
+    ),
 }
 
 
@@ -606,6 +707,8 @@ def format_of(template: str, model: str) -> str | None:
       template: source of its chat template, which writes earlier calls in that form.
       model: its name, if the template writes none.
     """
+    if "<|channel|>" in template and "<|message|>" in template:
+        return "harmony"
     if "<tool_call>" in template and "<function=" in template:
         return "qwen3-coder"
     if "[TOOL_CALLS]" in template:
@@ -622,12 +725,13 @@ def format_of(template: str, model: str) -> str | None:
         ("llama3", "llama3"),
         ("mistral", "mistral"),
         ("ministral", "mistral-args"),
+        ("gpt-oss", "harmony"),
     ):
         if part in model.lower():
             return form
     return None
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Returns a text as a terminal of Lark; nothing for an empty one, which Lark refuses."""
     return json.dumps(text, ensure_ascii=False) if text else ""

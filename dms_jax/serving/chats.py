@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,8 @@ class Chat:
         messages = self.messages
         if call_format is not None and call_format.startswith("mistral"):
             messages = [_with_short_ids(message) for message in messages]
+        if call_format == "harmony":
+            messages = _as_harmony(messages)
         check_messages_length(messages, most, name)
         tools = {"tools": [tool.written for tool in offered]} if offered else {}
         with naming(self.field):
@@ -116,6 +119,8 @@ class Chat:
             thinks = "yes" if end.endswith(markers[0]) else "perhaps"
             thinks = "no" if end.endswith(markers[1]) else thinks
         tools = self.tools
+        if call_format == "harmony":
+            return AnswerForm("channels", calls=call_format, tools=tools.offered, parallel=False)
         return AnswerForm(
             thinks=thinks,
             markers=markers or THINKING_MARKERS[0],
@@ -230,6 +235,40 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
             {**call, "id": _short_id(call["id"])} for call in message["tool_calls"]
         ]
     return changed
+
+
+def _as_harmony(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns messages as the template of gpt-oss takes them.
+
+    Thoughts are `thinking`; what is said before a call is a thought, too; and each message has at
+    most one call, behind which the result is.
+    """
+    found: list[Mapping[str, Any]] = []
+    placed = set[int]()
+    for place, message in enumerate(messages):
+        if place in placed:
+            continue
+        changed = dict(message)
+        if "reasoning_content" in changed:
+            changed["thinking"] = changed.pop("reasoning_content")
+        if "tool_calls" not in changed:
+            found.append(changed)
+            continue
+        behind = itertools.takewhile(
+            lambda each: messages[each]["role"] == "tool", range(place + 1, len(messages))
+        )
+        results = list(behind)
+        texts = (changed.get("thinking", ""), changed["content"])
+        changed |= {"thinking": "\n".join(filter(None, texts)), "content": ""}
+        for call in changed["tool_calls"]:
+            found.append(changed | {"tool_calls": [call]})
+            changed["thinking"] = ""
+            own = (each for each in results if messages[each].get("tool_call_id") == call["id"])
+            result = next((each for each in own if each not in placed), None)
+            if result is not None:
+                placed.add(result)
+                found.append(messages[result])
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

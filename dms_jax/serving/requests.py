@@ -18,7 +18,7 @@ from dms_jax.generation import Sampling
 from dms_jax.generation.grammar import Grammar, json_rule, regex_rule
 from dms_jax.generation.requests import encode_prompt
 from dms_jax.serving.answers import PLAIN, AnswerForm
-from dms_jax.serving.call_formats import FORMATS
+from dms_jax.serving.call_formats import FORMATS, literal
 from dms_jax.serving.chats import Chat
 from dms_jax.serving.refusals import TOO_LONG, RefusalError, naming
 from dms_jax.serving.rpc import ServedModel
@@ -182,9 +182,10 @@ def _grammar(asked: Asked, form: AnswerForm) -> Grammar | None:
     if asked.output is not None and not (tools is not None and tools.required):
         with naming(asked.output_field, asked.output_field):
             Grammar.lark(f"start: {asked.output}")  # its own errors, by its own field
-        rules.append(f"output: {asked.output}")
+        header = "" if calls is None else calls.header
+        rules += [f"output: {literal(header)} content", f"content: {asked.output}"]
         kinds.append("output")
-    if tools is not None and calls is not None:
+    if tools is not None and tools.offered and calls is not None:
         for place, tool in enumerate(tools.callable):
             if tool.strict or tools.required:
                 with naming("tools", f"tools[{place}] ({tool.name})"):
@@ -202,6 +203,11 @@ def _thinking(form: AnswerForm) -> Iterator[str]:
     match form.thinks:
         case "no":
             yield "start: answer"
+            return
+        case "channels":
+            yield "start: thought* answer"
+            yield 'thought: "<|channel|>analysis<|message|>" thinking "<|start|>assistant"'
+            yield 'thinking[lazy]: TEXT "<|end|>"'
             return
         case "yes":
             yield "start: thought answer"

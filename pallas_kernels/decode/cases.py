@@ -89,6 +89,8 @@ CONTRACT: tuple[DecodeCase, ...] = (
     replace(BASE, name="float16", dtype="float16"),
     replace(BASE, name="float32", dtype="float32"),
     replace(BASE, name="float32_group8_head_dim96", dtype="float32", group=8, head_dim=96),
+    replace(BASE, name="head_dim512", head_dim=512, lengths=(70, 0, 64)),
+    replace(BASE, name="group16_head_dim512", group=16, head_dim=512, lengths=(70, 0, 64)),
     replace(BASE, name="float32_head_dim256", dtype="float32", head_dim=256, lengths=(70, 0, 64)),
     replace(BASE, name="float8", pages_dtype="float8_e4m3fn"),
     replace(BASE, name="float8_one_long_row", pages_dtype="float8_e4m3fn",

@@ -24,7 +24,7 @@ _TILE = 64
 # Tables of long rows of float8 pages: an H200 is faster with one program on a core, whose tiles are
 # twice as large. No rows shorter than these were timed so.
 _LONG_TILE, _LONG_ROW, _LONG_HEAD_DIM = 128, 4096, 128
-_HEAD_DIMS = (64, 96, 128, 256)
+_HEAD_DIMS = (64, 96, 128, 256, 512)
 _PAGE_SIZES = (16, 32, 64, 128)
 _SHARED_BYTES = 227 * 1024
 _COPY_ALIGNMENT = 128  # bytes, of the addresses that the copy engine writes to in shared memory

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.padding import pad_axis
 from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.prefill.tiles import TILE, make_plan, order_by_count
-from pallas_kernels.training.tpu_blocks import HIDDEN, LOG2E, LOWEST
+from pallas_kernels.training.tpu_blocks import HIDDEN, LOG2E, LOWEST, why_too_wide
 
 # Tiles in VMEM, a power of two: 8 of 64 KB with 128 dims of 16 bits.
 BUFFERS = 8
@@ -28,10 +28,8 @@ def why_not(q, chunk: Chunk, past: Past, *, window: int, scale: float) -> str | 
     page, group = past.page_size, q.shape[2] // chunk.k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"operands must be bfloat16 or float32, got {q.dtype}"
-    if q.shape[3] > 256:
-        return f"the head dim may be 256 at most, got {q.shape[3]}"
-    if group > 16:
-        return f"a KV head may serve 16 query heads at most, got {group}"
+    if reason := why_too_wide(group, q.shape[3], q.dtype):
+        return reason
     if page % 16 or TILE % min(page, TILE) or page % min(page, TILE):
         return f"a page must be 16 to {TILE} tokens and divide {TILE}, or a multiple; got {page}"
     if scale <= 0:

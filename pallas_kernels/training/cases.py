@@ -46,6 +46,7 @@ CONTRACT = (
     TrainingCase("dim_96", 1, 130, 4, 2, 96, 33),
     TrainingCase("dim_256", 1, 130, 2, 1, 256, 33),
     TrainingCase("dim_256_packed", 1, 300, 4, 2, 256, 33, segments=60),
+    TrainingCase("dim_512", 1, 130, 2, 1, 512, 33),
     TrainingCase("float16", 1, 201, 4, 2, 128, 40, dtype="float16", segments=60),
     TrainingCase("float32", 1, 201, 4, 2, 64, 40, dtype="float32"),
     TrainingCase("float32_packed", 1, 201, 4, 2, 128, 40, dtype="float32", segments=50),

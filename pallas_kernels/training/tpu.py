@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.padding import pad_axis
 from pallas_kernels.training.inputs import Inputs, Residuals
 from pallas_kernels.training.tpu_backward import key_gradients, query_gradient
-from pallas_kernels.training.tpu_blocks import HIDDEN, LANES, LOG2E, Problem
+from pallas_kernels.training.tpu_blocks import HIDDEN, LANES, LOG2E, Problem, why_too_wide
 from pallas_kernels.training.tpu_forward import forward as forward_kernel
 
 
@@ -19,10 +19,8 @@ def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
     q, group = inputs.q, inputs.q.shape[2] // inputs.k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"operands must be bfloat16 or float32, got {q.dtype}"
-    if q.shape[3] > 256:
-        return f"the head dim may be 256 at most, got {q.shape[3]}"
-    if group > 16:
-        return f"a KV head may serve 16 query heads at most, got {group}"
+    if reason := why_too_wide(group, q.shape[3], q.dtype):
+        return reason
     if inputs.bias.dtype == jnp.float64:
         return "computes the bias and its gradient in float32, not in float64"
     if scale <= 0:

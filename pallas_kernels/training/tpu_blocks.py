@@ -26,7 +26,22 @@ LOG2E = math.log2(math.e)
 HIDDEN = -1e30  # a masked score
 LOWEST = -1e20  # the initial running maximum, far above HIDDEN
 MAXIMUM_ROWS = 1024
+MAXIMUM_TOKEN_BYTES = 8192  # of the query heads of a KV head; more do not fit the VMEM of a v5e
 MAXIMUM_SCORES = 256 * 1024
+
+
+def why_too_wide(group: int, dim: int, dtype: jnp.dtype) -> str | None:
+    """Returns why blocks of queries of this shape do not fit VMEM, or None if they do."""
+    if dim > 256 and dim != 512:
+        return f"the head dim may be 256 at most, or 512, got {dim}"
+    if group > 16:
+        return f"a KV head may serve 16 query heads at most, got {group}"
+    if (size := group * dim * dtype.itemsize) > MAXIMUM_TOKEN_BYTES:
+        return (
+            f"the {group} query heads of a KV head may take {MAXIMUM_TOKEN_BYTES} bytes a token, "
+            f"they take {size}"
+        )
+    return None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,9 @@ NAMES = {
     "mistral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
 }
 
 
@@ -106,6 +109,13 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": size,
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    if "num_local_experts" in config:
+        width = config.get("moe_intermediate_size", config["intermediate_size"])
+        entries["expert_count"] = config["num_local_experts"]
+        entries["expert_used_count"] = config["num_experts_per_tok"]
+        entries["expert_feed_forward_length"] = width
+    if config["model_type"] == "gpt_oss":
+        entries["attention.sliding_window"] = config["sliding_window"]
     if local is not None:
         kinds = config["layer_types"]
         entries["attention.sliding_window"] = config["sliding_window"]
@@ -173,16 +183,20 @@ def convert(
         **options: for the package's writer.
     """
     config = json.loads((directory / "config.json").read_text())
-    family = config["model_type"]
-    architecture = NAMES[family]
+    architecture = NAMES[config["model_type"]]
     layers = config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(
         {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], layers
     )
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     content, read = {}, {}
-    for place, (theirs, values) in enumerate(sorted(tensors(directory).items())):
+    source, packed = as_converted(tensors(directory))
+    for place, (theirs, values) in enumerate(sorted(source.items())):
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        if theirs in packed:
+            content[name] = values, Kind.MXFP4
+            continue
         kind = Kind.F32 if values.ndim == 1 else kind_of(name)
         head = theirs.split(".")[-2].removesuffix("_proj") if "_proj." in theirs else ""
         swapped = architecture == "llama" and head in heads
@@ -201,6 +215,58 @@ def convert(
     entries = {f"{architecture}.{key}": value for key, value in metadata(config).items()}
     write(path, architecture, entries | dict(extra or {}), content, **options)
     return read
+
+
+def as_converted(
+    source: Mapping[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], set[str]]:
+    """The tensors of a directory with experts stacked as the converter stacks them.
+
+    Returns:
+        the tensors, and the names of those that are bytes of MXFP4.
+    """
+    out: dict[str, np.ndarray] = {}
+    each: dict[str, dict[int, np.ndarray]] = {}
+    packed = set()
+    for name, values in source.items():
+        if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
+            each.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = values
+        elif name.endswith("sinks"):
+            out[f"{name}.weight"] = values
+        elif name.endswith("_scales"):
+            continue
+        elif ".experts." in name:
+            kind = "bias" if name.endswith("_bias") else "weight"
+            stem = name.removesuffix("_bias").removesuffix("_blocks")
+            if name.endswith("_blocks"):
+                values = repacked(values, source[f"{stem}_scales"])
+            elif kind == "weight":
+                values = values.swapaxes(1, 2)
+            halves = {stem: values}
+            if stem.endswith("gate_up_proj"):  # rows of gate and up alternate
+                halves = {
+                    stem.replace("gate_up", part): values[:, first::2]
+                    for first, part in enumerate(("gate", "up"))
+                }
+            out |= {f"{part}.{kind}": half for part, half in halves.items()}
+            if name.endswith("_blocks"):
+                packed |= {f"{part}.{kind}" for part in halves}
+        else:
+            out[name] = values
+    for name, of in each.items():
+        out[name] = np.stack([of[expert] for expert in sorted(of)])
+    return out, packed
+
+
+def repacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """MXFP4 as a GGUF file holds it: the scale, then numbers 0 to 15 in low halves of bytes.
+
+    Safetensors have numbers 2 i and 2 i + 1 in byte i.
+    """
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    mixed = numbers[..., :16] | numbers[..., 16:] << 4
+    rows = np.concatenate([scales[..., None], mixed], axis=-1)
+    return np.ascontiguousarray(rows.reshape(*rows.shape[:2], -1))
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -45,11 +45,11 @@ def with_tensors(tmp_path: pathlib.Path, change) -> pathlib.Path:
     ("architecture", "message"),
     [
         ("gemma2", "'gemma2'"),
-        ("qwen3moe", "mixture of experts"),
+        ("qwen2moe", "mixture of experts"),
         ("qwen2vl", "images or sound"),
         ("clip", "images or sound"),
         ("bitnet-b1.58", "ternary"),
-        ("mistral3", "served: llama, qwen2, qwen3, gemma3"),
+        ("mistral3", "served: llama, qwen2, qwen3, qwen3moe, gemma3, gpt-oss"),
     ],
 )
 def test_other_architectures(architecture, message, tmp_path):

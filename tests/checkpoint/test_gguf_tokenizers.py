@@ -56,7 +56,7 @@ def test_byte_level_ids_are_those_of_llama_cpp(kind, tmp_path):
         assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", ["mistral", "stories260k"])
+@pytest.mark.parametrize("kind", ["mistral", "stories260k", "gemma"])
 def test_sentencepiece_ids_are_those_of_the_reference(kind, tmp_path):
     model = sentencepiece.parse((GOLDEN / kind / "tokenizer.model").read_bytes())
     tokenizer, defaults = read(
@@ -66,6 +66,7 @@ def test_sentencepiece_ids_are_those_of_the_reference(kind, tmp_path):
         scores=list(model.scores),
         token_type=[int(kind) for kind in model.types],
         remove_extra_whitespaces=model.remove_extra_whitespaces,
+        add_space_prefix=model.add_dummy_prefix,
         bos_token_id=1,
         eos_token_id=2,
     )
@@ -73,7 +74,8 @@ def test_sentencepiece_ids_are_those_of_the_reference(kind, tmp_path):
     for text, ids in expected(kind):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
     assert tokenizer.encode("a")[0] == 1
-    assert (defaults.bos_token_id, defaults.eos_token_ids) == (1, (2,))
+    turn = (model.pieces.index("<end_of_turn>"),) if kind == "gemma" else ()
+    assert (defaults.bos_token_id, defaults.eos_token_ids) == (1, (2, *turn))
 
 
 def test_a_file_that_types_its_unknown_token_as_control_names_it_beside(tmp_path):
@@ -109,6 +111,11 @@ def words(tmp_path, pre: str, text: str) -> list[str]:
         ("smollm", "pay 12x's", ["pay", " ", "1", "2", "x", "'s"]),
         ("gpt-2", "pay 1234, x\n y", ["pay", " 1234", ",", " x", "\n", " y"]),
         ("default", "f(x)=12345!", ["f", "(", "x", ")=", "123", "45", "!"]),
+        (
+            "gpt-4o",
+            "I'LL say helloWorld's 1234/\n\n x",
+            ["I'LL", " say", " hello", "World's", " ", "123", "4", "/\n\n", " x"],
+        ),
         ("tekken", "helloWorld 12/\n", ["hello", "World", " ", "1", "2", "/\n"]),
         ("deepseek-coder", "a b1 中文\nc", ["a", " b", "1", " ", "中文", "\n", "c"]),
     ],
@@ -117,7 +124,9 @@ def test_how_text_is_cut_into_words(pre, text, cut, tmp_path):
     assert words(tmp_path, pre, text) == cut
 
 
-@pytest.mark.parametrize(("pre", "ids"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)])
+@pytest.mark.parametrize(
+    ("pre", "ids"), [("llama-bpe", True), ("tekken", True), ("gpt-4o", True), ("gpt-2", False)]
+)
 def test_a_word_that_is_a_token_needs_no_merges(pre, ids, tmp_path):
     tokenizer, _ = read(
         tmp_path, model="gpt2", pre=pre, tokens=[*LETTERS, "he", "hey"], merges=["h e"]
@@ -144,6 +153,15 @@ def test_end_tokens(tmp_path):
     with pytest.warns(UserWarning, match=r"types as text .*'<\|end\|>', '<\|turn\|>'\."):
         _, plain = read(tmp_path, **(without("eos_token_id") | {"token_type": [1] * size}))
     assert plain.eos_token_ids == (size - 1, size - 2)
+
+
+def test_the_end_of_a_message_of_harmony_ends_no_answer(tmp_path):
+    ends = ["<|return|>", "<|call|>", "<|end|>"]
+    entries = dict(model="gpt2", pre="gpt-4o", merges=["h e"], tokens=[*LETTERS, "he", *ends])
+    size = len(LETTERS) + 1
+    entries |= dict(token_type=[1] * size + [3] * 3, eot_token_id=size + 2)
+    _, defaults = read(tmp_path, **entries)
+    assert defaults.eos_token_ids == (size, size + 1)
 
 
 def test_special_tokens_are_found_in_text_and_left_out_of_it(tmp_path):

@@ -1,12 +1,17 @@
-"""Tensors whose names a wrapper of PyTorch has changed."""
+"""Tensors whose names a wrapper has changed: PyTorch's, or a model that reads images."""
+
+import json
+import pathlib
 
 import chex
 import numpy as np
 import pytest
+from flax import nnx
 
 from dms_jax.checkpoint import load
 from dms_jax.checkpoint.wrappers import parameter_names
-from dms_jax.errors import CheckpointError
+from dms_jax.config import ModelConfig, Rope
+from dms_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint.support import copy, rewrite, tensors
 
 PLAIN = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
@@ -84,4 +89,116 @@ def test_a_wrapped_tensor_of_the_wrong_shape_is_told_by_its_stored_name(tmp_path
     content["module.model.norm.weight"] = np.ones(3, np.float32)
     rewrite(directory, content)
     with pytest.raises(CheckpointError, match=r"mis-shaped: module\.model\.norm\.weight is"):
+        load(directory)
+
+
+# -- models that read images ---------------------------------------------------------------------
+
+# The kind, the family of its language model, and the class in transformers.
+IMAGES = [
+    ("gemma3", "gemma3", "Gemma3ForConditionalGeneration"),
+    ("mistral3", "mistral", "Mistral3ForConditionalGeneration"),
+    ("qwen3_vl", "qwen3", "Qwen3VLForConditionalGeneration"),
+]
+
+
+def as_released(name: str) -> str:
+    return f"language_model.{name}"
+
+
+def as_transformers_5_has_it(name: str) -> str:
+    head, dot, rest = name.partition(".")
+    return name if head == "lm_head" else f"{head}.language_model{dot}{rest}"
+
+
+def reading_images(
+    target: pathlib.Path, kind: str, family: str, architecture: str, rename
+) -> pathlib.Path:
+    """A tiny model of a family as the language model of one that reads images."""
+    directory = copy(f"families/{family}", target)
+    content = {rename(name): tensor for name, tensor in tensors(directory).items()}
+    for part in ("vision_tower", "multi_modal_projector", "visual", "model.visual"):
+        content[f"{part}.layers.0.weight"] = np.ones((2, 2), np.float32)
+    rewrite(directory, content)
+    text = json.loads((directory / "config.json").read_text())
+    text.pop("architectures")
+    if kind != "mistral3":
+        text["model_type"] = f"{kind}_text"
+    if kind == "qwen3_vl":
+        text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config = {"architectures": [architecture], "model_type": kind, "text_config": text}
+    config |= {"vision_config": {"hidden_size": 2}, "eos_token_id": [2, 7]}
+    config |= {"tie_word_embeddings": text["tie_word_embeddings"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("rename", [as_released, as_transformers_5_has_it])
+@pytest.mark.parametrize(("kind", "family", "architecture"), IMAGES)
+def test_of_a_model_that_reads_images_the_language_model_is_loaded(
+    kind, family, architecture, rename, tmp_path
+):
+    usual = load(copy(f"families/{family}", tmp_path / "usual"))
+    directory = reading_images(tmp_path / "images", kind, family, architecture, rename)
+    with pytest.warns(UserWarning, match="reads images; its language model alone") as warned:
+        model = load(directory)
+    assert len(warned) == 1
+    assert model.config == usual.config
+    assert model.generation.eos_token_ids == (2, 7)
+    chex.assert_trees_all_equal(
+        *(nnx.to_pure_dict(nnx.state(each.transformer)) for each in (model, usual))
+    )
+
+
+def test_what_is_left_out_of_the_config_of_a_language_model():
+    """As that of Gemma 3 4B, which gives what is not the default of transformers."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
+    text |= {"num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = ModelConfig.from_hf({"model_type": "gemma3", "text_config": text})
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
+    assert (config.head_dim, config.window, config.num_full_layers) == (256, 1024, 5)
+    assert (config.rope.factor, config.local_rope) == (8.0, Rope(theta=10_000.0))
+
+
+def test_a_language_model_whose_window_is_none():
+    """As that of Mistral Small 3.1; the default of the family is 4,096 tokens."""
+    text = {"model_type": "mistral", "sliding_window": None, "vocab_size": 131072}
+    config = ModelConfig.from_hf({"model_type": "mistral3", "text_config": text})
+    assert (config.vocab_size, config.window) == (131072, None)
+
+
+def test_the_rotation_that_transformers_4_leaves_out():
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 2048, "tie_word_embeddings": False}
+    config = {"model_type": "qwen3_vl", "text_config": text, "tie_word_embeddings": True}
+    found = ModelConfig.from_hf(config)
+    assert (found.rope, found.max_position_embeddings) == (Rope(theta=5e6), 128000)
+    assert found.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_config": None}, "text_config must be a JSON object"),
+        ({"text_config": {"model_type": "ministral3"}}, "'ministral3' is not supported"),
+        ({"architectures": ["Mistral3ForSequenceClassification"]}, "of this kind Mistral3ForCond"),
+        ({"text_config": [1]}, "text_config must be a JSON object"),
+        (
+            {"text_config": {"vocab_size": 9}, "quantization_config": {"quant_method": "fp8"}},
+            "quantized",
+        ),
+    ],
+)
+def test_models_that_read_images_and_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf({"model_type": "mistral3"} | fields)
+
+
+def test_a_tensor_of_no_part_is_named(tmp_path):
+    directory = reading_images(tmp_path / "m", *IMAGES[0], as_released)
+    rewrite(directory, tensors(directory) | {"audio_tower.weight": np.ones(2, np.float32)})
+    with (
+        pytest.warns(UserWarning, match="reads images"),
+        pytest.raises(CheckpointError, match=r"unexpected: audio_tower\.weight"),
+    ):
         load(directory)

@@ -43,7 +43,7 @@ def test_readme_and_pages_name_what_is_served():
     row = next(line for line in model_table().splitlines() if "gpt-oss-20b" in line)
     assert row == (
         "| gpt-oss-20b | `gpt_oss` | 12 of 128, 12 full | 64 heads on 8 of 64, sinks | 4 of 32 "
-        "experts | safetensors |"
+        "experts | safetensors, GGUF |"
     )
 
 

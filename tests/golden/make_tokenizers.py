@@ -94,16 +94,35 @@ def cut_sentencepiece(out: str, source: pathlib.Path, texts: list[str]) -> None:
     write_expected(folder, [(text, small.encode(text)) for text in texts])
 
 
-def train_unigram(out: str, corpus: pathlib.Path, texts: list[str]) -> None:
-    """A unigram model of our own, with a character map (NFKC) and byte fallback."""
+# A unigram model with a character map (NFKC), and a byte-pair model as Gemma has it: text as it is,
+# and runs of spaces, line breaks and tabs that are pieces whatever their score.
+UNIGRAM = dict(vocab_size=500, model_type="unigram")
+GEMMA = dict(
+    vocab_size=600,
+    model_type="bpe",
+    normalization_rule_name="identity",
+    add_dummy_prefix=False,
+    remove_extra_whitespaces=False,
+    allow_whitespace_only_pieces=True,
+    split_digits=True,
+    user_defined_symbols=[
+        *("<start_of_turn>", "<end_of_turn>", "<table>", "</h1>"),
+        *("\n" * count for count in range(1, 5)),
+        *("\u2581" * count for count in range(2, 9)),
+        *("\t" * count for count in range(1, 4)),
+    ],
+)
+
+
+def train(out: str, corpus: pathlib.Path, texts: list[str], options: dict) -> None:
+    """A model of our own, with byte fallback."""
     data = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus.read_text().split("\n")[:3000]),
         model_writer=data,
-        vocab_size=500,
-        model_type="unigram",
         byte_fallback=True,
         minloglevel=2,
+        **options,
     )
     model = sentencepiece.SentencePieceProcessor(model_proto=data.getvalue())
     folder = HERE / out
@@ -141,7 +160,13 @@ def main() -> None:
     cut_sentencepiece("mistral", paths.mistral, texts)
     cut_sentencepiece("stories260k", paths.stories, texts)
     corpus = HERE.parents[2] / "dms_jax" / "assets" / "tinystories" / "valid.txt"
-    train_unigram("unigram", corpus, texts)
+    train("unigram", corpus, texts, UNIGRAM)
+    turns = [
+        "<start_of_turn>user\nHi  there<end_of_turn>\n",
+        "<table>\t\t\t\tx</h1>",
+        "\u2581\u2581 x",
+    ]
+    train("gemma", corpus, texts + turns, GEMMA)
 
 
 if __name__ == "__main__":

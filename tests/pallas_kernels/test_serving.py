@@ -44,6 +44,44 @@ def test_a_shape_that_a_kernel_does_not_serve():
 
 
 @pytest.mark.parametrize(
+    ("kind", "capability", "dim", "page_size", "implementations", "reasons"),
+    [
+        ("NVIDIA H200", (9, 0), 256, 64, ("mosaic_gpu", "mosaic_gpu"), ("", "")),
+        ("NVIDIA H200", (9, 0), 512, 64, ("mosaic_gpu", "xla"), ("", "head dim")),
+        ("NVIDIA H200", (9, 0), 512, 128, ("xla", "xla"), ("shared memory", "head dim")),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 512, 64, ("mosaic_mma", "xla"), ("", "head dim")),
+        ("NVIDIA L4", (8, 9), 256, 64, ("mosaic_mma", "mosaic_mma"), ("", "")),
+        ("NVIDIA L4", (8, 9), 512, 64, ("xla", "xla"), ("shared memory", "head dim")),
+        ("NVIDIA B200", (10, 0), 512, 64, ("mosaic_mma", "xla"), ("", "head dim")),
+    ],
+)
+def test_wide_heads_on_a_gpu(
+    kind, capability, dim, page_size, implementations, reasons, monkeypatch
+):
+    """What shared memory does not hold is left to XLA, without being asked to."""
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
+    found = serving(head_dim=dim, page_size=page_size, platform="cuda")
+    assert tuple(each.implementation for each in found) == implementations
+    for each, reason in zip(found, reasons, strict=True):
+        assert reason in str(each)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype", "training"),
+    [
+        (256, 16, "bfloat16", "mosaic_tpu"),
+        (256, 16, "float32", "xla"),  # its blocks do not fit VMEM
+        (512, 8, "bfloat16", "mosaic_tpu"),
+        (512, 16, "bfloat16", "xla"),
+        (320, 4, "bfloat16", "xla"),
+    ],
+)
+def test_wide_heads_on_a_tpu(dim, group, dtype, training):
+    found = serving(head_dim=dim, group=group, dtype=dtype, platform="tpu")
+    assert [each.implementation for each in found] == ["mosaic_tpu", training]
+
+
+@pytest.mark.parametrize(
     ("kind", "capability", "pages_dtype", "implementation", "reason"),
     [
         ("NVIDIA H100 80GB HBM3", (9, 0), "float8_e4m3fn", "mosaic_gpu", "H100"),

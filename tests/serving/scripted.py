@@ -18,6 +18,7 @@ from dms_jax.cache.accounting import Usage
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.config import ModelConfig
 from dms_jax.generation import Completion
+from dms_jax.serving.call_formats import FORMATS
 from dms_jax.serving.http_process import serve_http
 from dms_jax.serving.rpc import EngineServer, ServedModel
 from dms_jax.serving.server import take_address
@@ -88,6 +89,27 @@ Return calls as <tool_call>
 | tojson }}[/TOOL_RESULTS]
 {%- elif m.role == 'assistant' %}{{ m.content }}</s>
 {%- else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}""",
+    "harmony": """\
+<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>
+{%- set called = namespace(name=none) %}
+{%- if tools %}<|start|>developer<|message|># Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|end|>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if called.name is none %}{{ raise_exception('no call') }}{% endif -%}
+<|start|>functions.{{ called.name }} to=assistant<|channel|>commentary<|message|>\
+{{ m.content | tojson }}<|end|>
+{%- elif m.tool_calls %}
+{%- if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}
+{%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>
+{%- endif %}
+{%- set called.name = m.tool_calls[0].function.name -%}
+<|start|>assistant to=functions.{{ called.name }}<|channel|>commentary json<|message|>\
+{{ m.tool_calls[0].function.arguments | tojson }}<|call|>
+{%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
+{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}""",
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
 }
 
@@ -213,7 +235,7 @@ def served_model(template: str, **more) -> ServedModel:
         max_requests=16,
         defaults=dms_jax.Sampling(max_new_tokens=1024),
         seed=0,
-        call_format=template if template in ("hermes", "llama3", "mistral") else None,
+        call_format=None if template not in FORMATS else template,
     )
     return ServedModel(**options | more)
 

@@ -159,6 +159,48 @@ def test_ids_of_other_servers_are_shortened_for_mistral():
     assert len(call["id"]) == 9
 
 
+def in_channels(text):
+    if "sunny" in text:
+        return f"<|channel|>final<|message|>{SUNNY}"
+    if "# Tools" not in text:
+        thought = "<|channel|>analysis<|message|>Easy.<|end|>"
+        return f"{thought}<|start|>assistant<|channel|>final<|message|>Four."
+    return (
+        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
+    )
+
+
+def test_an_answer_in_channels():
+    """Thoughts are told without tools, too; results go behind their calls, one in a message."""
+    with scripted("harmony", in_channels) as client:
+        answer = client.ask(chat=True, messages=[USER], reasoning_effort="low")
+        message = answer["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Four.", "Easy.")
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert "Reasoning: low" in client.service.prompts[-1]
+        choice = client.ask(chat=True, messages=[USER], tools=[TOOL])["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+        assert choice["finish_reason"] == "tool_calls"
+        more = {"id": "2", "type": "function", "function": {"name": "other", "arguments": "{}"}}
+        said = {**choice["message"], "content": "One moment.", "tool_calls": [call, more]}
+        results = [
+            {"role": "tool", "tool_call_id": "2", "content": "rain"},
+            {"role": "tool", "tool_call_id": call["id"], "content": "sunny"},
+        ]
+        choice = client.ask(chat=True, messages=[USER, said, *results], tools=[TOOL])["choices"][0]
+        assert choice["message"]["content"] == SUNNY
+        assert client.service.prompts[-1].endswith(
+            "<|start|>assistant<|channel|>analysis<|message|>I look.\nOne moment.<|end|>"
+            "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
+            f"{ARGUMENTS}<|call|><|start|>functions.get_weather to=assistant<|channel|>commentary"
+            '<|message|>"sunny"<|end|><|start|>assistant to=functions.other<|channel|>commentary '
+            "json<|message|>{}<|call|><|start|>functions.other to=assistant<|channel|>commentary"
+            '<|message|>"rain"<|end|><|start|>assistant'
+        )
+
+
 # -- responses -----------------------------------------------------------------------------------
 
 CALLING = {**WEATHER, "type": "function", "strict": False}

@@ -30,6 +30,7 @@ CODER = AnswerForm(calls="qwen3-coder", tools=TOOLS)
 LLAMA = AnswerForm(calls="llama3", tools=TOOLS)
 MISTRAL = AnswerForm(calls="mistral", tools=TOOLS)
 ARGS = AnswerForm(calls="mistral-args", tools=TOOLS)
+HARMONY = AnswerForm("channels", calls="harmony", tools=TOOLS, parallel=False)
 THINKS = AnswerForm(thinks="yes")
 MAY_THINK = AnswerForm(thinks="perhaps")
 
@@ -163,6 +164,59 @@ ANSWERS = [
         [("f", '{"x": 1}'), ("g", '{"y": {"z": 2}}')],
     ),
     (ARGS, '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"x": 1}', "", "", [("f", '{"x": 1}')]),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Yes\n<|return|>",
+        "Hm <b>.",
+        "Yes\n",
+        [],
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "Two.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"x": "<|"}<|call|>',
+        "One.\nTwo.",
+        "I look.",
+        [("f", '{"x": "<|"}')],
+    ),
+    (
+        HARMONY,
+        ' to=functions.g<|channel|>commentary json<|message|>{"x": 1',
+        "",
+        "",
+        [("g", '{"x": 1')],
+    ),
+    (HARMONY, "<|channel|>commentary to=f<|message|>{}", "", "", [("f", "{}")]),
+    (
+        HARMONY,
+        "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+        "<|start|>assistant<|channel|>commentary to=functions.g<|message|>{}",
+        "",
+        "",
+        [("f", "{}")],
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis to=browser.search code<|message|>{}<|call|>",
+        "{}",
+        "",
+        [],
+    ),
+    (
+        dataclasses.replace(HARMONY, tools=()),
+        "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        "{}",
+        "",
+        [],
+    ),
+    (HARMONY, "<|channel|>final<|message|>a <|end of<|end|>", "", "a <|end of", []),
+    (HARMONY, "<|channel|>final<|message|>a <|en", "", "a <|en", []),
+    (HARMONY, "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>fin", "a", "", []),
+    (HARMONY, "Without a header.", "", "Without a header.", []),
+    (HARMONY, "<|chan", "", "<|chan", []),
 ]
 
 
@@ -227,6 +281,8 @@ def test_ids_of_calls_differ_and_are_those_of_the_form():
         ("{{ messages }}", "Qwen3-Coder-30B", "qwen3-coder"),
         ("{{ messages }}", "Qwen2.5-0.5B", "hermes"),
         ("{{ messages }}", "Llama-3.2-1B", "llama3"),
+        (TEMPLATES["harmony"], "m", "harmony"),
+        ("{{ messages }}", "gpt-oss-20b", "harmony"),
         ("{{ messages }}", "gpt", None),
         ("", "", None),
     ],
@@ -257,6 +313,12 @@ BEGINNINGS = {
     "qwen3-coder": "Ok.\n<tool_call>",
     "llama3": '{"',
     "mistral": "[TOOL_CALLS]",
+    "harmony": "<|channel|>commentary",
+}
+# What an answer without a call begins with.
+PROSE = {
+    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>"
 }
 
 
@@ -326,13 +388,14 @@ def test_a_required_call_is_made_whatever_the_model_would_say(form, choice, name
     options = dict(tool_choice=choice, parallel_tool_calls=parallel)
     options["chat_template_kwargs"] = {"enable_thinking": False}
     parsed = asked(form, strict=False, **options)
-    found = [walk(parsed.sampling.grammar.source, seed) for seed in range(12)]
+    begun = BEGINNINGS[form] if form == "harmony" else ""  # else most of them only think
+    found = [walk(parsed.sampling.grammar.source, seed, begun) for seed in range(12)]
     answers = [Answer.of(parsed.form, text) for text in found if text is not None]
     assert len(answers) >= 6
     assert {call.name for answer in answers for call in answer.calls} == names
     counts = {len(answer.calls) for answer in answers}
     assert min(counts) == 1
-    assert (max(counts) > 1) == parallel
+    assert (max(counts) > 1) == (parallel and form != "harmony")
     for answer in answers:
         assert answer.text == ""
         for call in answer.calls:
@@ -353,7 +416,7 @@ def test_calls_of_strict_tools_match_and_an_answer_may_have_none(form):
                 check_call(call)
     assert called >= 4
     matcher = llguidance.LLMatcher(vocabulary(), source, log_level=0)
-    assert matcher.consume_tokens(vocabulary().tokenize_str("No call is needed."))
+    assert matcher.consume_tokens(vocabulary().tokenize_str(PROSE.get(form, "") + "No call."))
     assert matcher.is_accepting()
     assert asked(form, strict=False).sampling.grammar is None
 
@@ -372,6 +435,25 @@ def test_an_answer_in_a_form_may_think_before():
         matcher = llguidance.LLMatcher(tokens, parsed.sampling.grammar.source, log_level=0)
         fits = matcher.consume_tokens(tokens.tokenize_str(beginning + end))
         assert (fits and matcher.is_accepting()) == accepts
+
+
+def test_structured_answers_in_channels():
+    parsed = asked("harmony", strict=False, response_format={"type": "json_object"})
+    thought = "<|channel|>analysis<|message|>Free {text}.<|end|><|start|>assistant"
+    tokens = vocabulary()
+    for text, accepts in (
+        (thought + '<|channel|>final<|message|>{"a": 1}', True),
+        (thought * 2 + "<|channel|>final<|message|>{}", True),
+        ("<|channel|>final<|message|>{}", True),
+        ("<|channel|>final<|message|>No", False),
+        ("{}", False),
+        (thought + "{}", False),
+    ):
+        matcher = llguidance.LLMatcher(tokens, parsed.sampling.grammar.source, log_level=0)
+        fits = matcher.consume_tokens(tokens.tokenize_str(text))
+        assert (fits and matcher.is_accepting()) == accepts
+        if accepts:
+            assert json.loads(Answer.of(parsed.form, text).text) in ({"a": 1}, {})
 
 
 def test_every_form_is_named_in_the_command_line():

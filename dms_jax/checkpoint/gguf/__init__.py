@@ -2,11 +2,12 @@
 
     file.py        the header of a file: metadata and where each tensor lies
     config.py      metadata to `ModelConfig`
+    experts.py     the tensors of experts, stacked
     weights.py     tensors under their Hugging Face names, dequantised row by row
     tokenizer.py   vocabulary, chat template and special tokens
 
-Served: the architectures llama (Mistral's models come as llama, too), qwen2, qwen3 and gemma3.
-Everything else is refused by name.
+Served: the architectures llama (Mistral's models come as llama, too), qwen2, qwen3, qwen3moe,
+gemma3 and gpt-oss. Everything else is refused by name.
 """
 
 from dms_jax.checkpoint.gguf.config import read_model

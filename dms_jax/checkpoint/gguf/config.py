@@ -12,15 +12,18 @@ rope_freqs.weight [D/2], as the factor that each frequency is divided by:
 The parameters are recovered from it, and checked against it.
 """
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 
+from dms_jax.checkpoint.gguf.experts import StackedExperts
 from dms_jax.checkpoint.gguf.file import GgufFiles
 from dms_jax.checkpoint.gguf.weights import ROPE_FACTORS, GgufWeights
+from dms_jax.checkpoint.weights import Tensors
 from dms_jax.checks import CountOnDevice, NotNegative, Number, Positive, check
-from dms_jax.config import Layers, ModelConfig, Rope, scaled_positions
+from dms_jax.config import Experts, Layers, ModelConfig, Rope, scaled_positions
 from dms_jax.config_checks import FAMILIES
 from dms_jax.errors import CheckpointError, ConfigError, plain
 
@@ -29,8 +32,13 @@ ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
 }
+
+# llama.cpp's numbers of how experts are weighed: a softmax over all, or over the chosen ones.
+_GATING = {"qwen3_moe": 1, "gpt_oss": 3}
 
 # Values of general.type in files that are not models.
 _KINDS = {
@@ -69,17 +77,25 @@ _KNOWN = {
     "rope.scaling.yarn_beta_slow",
     "tensor_data_layout",
 }
+_KNOWN_OF_EXPERTS = {
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_weights_norm",
+}
 # Factors, which change nothing if they are 1.
 _FACTORS = {
     "embedding_scale",
     "residual_scale",
     "logit_scale",
+    "expert_weights_scale",
     "rope.scaling.attn_factor",
     "rope.scaling.yarn_attn_factor",
 }
 
 
-def read_model(files: GgufFiles) -> tuple[ModelConfig, GgufWeights]:
+def read_model(files: GgufFiles) -> tuple[ModelConfig, Tensors]:
     """Read the config of a model and find its tensors.
 
     Raises:
@@ -89,7 +105,7 @@ def read_model(files: GgufFiles) -> tuple[ModelConfig, GgufWeights]:
     architecture = _architecture(files)
     family = ARCHITECTURES[architecture]
     metadata = _Metadata(files)
-    metadata.refuse_unknown()
+    metadata.refuse_unknown(experts=family in _GATING)
     weights = GgufWeights(files, architecture)
     try:
         config = _config(files, metadata, weights, family)
@@ -99,7 +115,7 @@ def read_model(files: GgufFiles) -> tuple[ModelConfig, GgufWeights]:
         raise ConfigError(f"{files.name}: {error}") from error
     if family == "llama":
         weights.interleaved(config.num_heads, config.num_kv_heads)
-    return config, weights
+    return config, StackedExperts(weights) if family == "gpt_oss" else weights
 
 
 def _config(
@@ -126,26 +142,36 @@ def _config(
     positions = metadata.get("context_length", CountOnDevice)
     rope = _rope(metadata, weights, positions, head_dim)
     about = FAMILIES[family]
-    options: dict[str, Any] = dict(about.fixed)
+    options: dict[str, Any] = dict(
+        qkv_bias=weights.has("self_attn.q_proj.bias"),
+        output_bias=weights.has("self_attn.o_proj.bias"),
+        mlp_bias=weights.has("mlp.down_proj.bias"),
+    )
+    options |= about.fixed
     window = metadata.get("attention.sliding_window", int, 0)
     if family == "gemma3_text":
-        options |= _gemma3(metadata, num_layers, window, head_dim, hidden_size, num_heads)
+        options |= _windows(metadata, num_layers, window, every=6)
+        options |= _gemma3(metadata, num_layers, head_dim, hidden_size, num_heads)
     else:
         positions = scaled_positions(rope, positions)
-        options |= dict(
-            qkv_bias=family == "qwen2" or weights.has("self_attn.q_proj.bias"),
-            output_bias=weights.has("self_attn.o_proj.bias"),
-            mlp_bias=weights.has("mlp.down_proj.bias"),
-        )
-        if 0 < window < positions:
+        if family == "gpt_oss":
+            options |= _windows(metadata, num_layers, window, every=2)
+            if rope.kind == "yarn":  # as its config has it; files do not say
+                rope = dataclasses.replace(rope, truncate=False)
+        elif 0 < window < positions:
             raise ConfigError(
                 f"{files.name}: a sliding window of {window} tokens "
                 f"({metadata.key('attention.sliding_window')}) is not served"
             )
+    experts = _experts(metadata, family) if family in _GATING else None
     return ModelConfig(
         vocab_size=vocab_size or metadata.get("vocab_size", CountOnDevice, 1),
         hidden_size=hidden_size,
-        intermediate_size=metadata.get("feed_forward_length", CountOnDevice, per_layer=True),
+        intermediate_size=metadata.get(
+            "feed_forward_length" if experts is None else "expert_feed_forward_length",
+            CountOnDevice,
+            per_layer=True,
+        ),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=metadata.get(
@@ -155,34 +181,44 @@ def _config(
         max_position_embeddings=positions,
         rms_norm_eps=metadata.get("attention.layer_norm_rms_epsilon", Positive),
         rope=rope,
+        experts=experts,
         tie_embeddings="lm_head.weight" not in weights.shapes,
         model_type=family,
         **options,
     )
 
 
-def _gemma3(
-    metadata: "_Metadata",
-    num_layers: int,
-    window: int,
-    head_dim: int,
-    hidden_size: int,
-    num_heads: int,
-) -> dict[str, Any]:
-    """Returns what files of Gemma 3 leave to llama.cpp: kinds of layers, and the scale."""
-    every = metadata.get("attention.sliding_window_pattern", CountOnDevice, 6)
+def _windows(metadata: "_Metadata", num_layers: int, window: int, *, every: int) -> dict[str, Any]:
+    """Returns the layers' kinds of attention; without a word each `every`-th has no window."""
+    every = metadata.get("attention.sliding_window_pattern", CountOnDevice, every)
     if not window or every == 1:
         raise ConfigError(
             f"{metadata.name} lacks a window ({metadata.key('attention.sliding_window')}) or "
             "layers that have it"
         )
+    sliding = min(every, num_layers + 1) - 1
+    return dict(layer_types=(*["sliding"] * sliding, "full"), window=window)
+
+
+def _gemma3(
+    metadata: "_Metadata", num_layers: int, head_dim: int, hidden_size: int, num_heads: int
+) -> dict[str, Any]:
+    """Returns what files of Gemma 3 leave to llama.cpp: the rope of windows, and the scale."""
     # Of the sizes of the family the scale of the largest alone is not that of a head.
     scale = (hidden_size / num_heads) ** -0.5 if num_layers == 62 else None
     return dict(
-        layer_types=(*["sliding"] * (min(every, num_layers + 1) - 1), "full"),
-        window=window,
         local_rope=Rope(theta=metadata.get("rope.freq_base_swa", Number, 10_000.0)),
         attention_scale=None if scale == head_dim**-0.5 else scale,
+    )
+
+
+def _experts(metadata: "_Metadata", family: str) -> Experts:
+    gating = _GATING[family]
+    metadata.must_be("expert_gating_func", gating, int, "a softmax as the family has it")
+    return Experts(
+        count=metadata.get("expert_count", CountOnDevice),
+        per_token=metadata.get("expert_used_count", CountOnDevice),
+        normalized=metadata.get("expert_weights_norm", bool, True),
     )
 
 
@@ -249,16 +285,17 @@ class _Metadata:
                 f"{self.name}: {self.key(name)} is {found}, and only {what} ({wanted}) is served"
             )
 
-    def refuse_unknown(self) -> None:
-        experts = [n for n, value in self._values.items() if n.startswith("expert_") and value]
-        if experts:
+    def refuse_unknown(self, *, experts: bool) -> None:
+        found = [n for n, value in self._values.items() if n.startswith("expert_") and value]
+        if found and not experts:
             raise ConfigError(
-                f"{self.name} is a mixture of experts ({self.key(experts[0])}), which is not served"
+                f"{self.name} is a mixture of experts ({self.key(found[0])}), which is not served"
             )
+        known = _KNOWN | (_KNOWN_OF_EXPERTS if experts else set())
         unknown = [
             f"{self.key(name)} = {plain(repr(value), 40)}"
             for name, value in self._values.items()
-            if name not in _KNOWN
+            if name not in known
             and value not in (0, "", [])
             and value is not False
             and not (name in _FACTORS and value == 1)

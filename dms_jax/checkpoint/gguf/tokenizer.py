@@ -27,11 +27,14 @@ from dms_jax.model.language_model import GenerationDefaults
 _KEY = "tokenizer.ggml."
 _LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_TEKKEN_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Lower case behind upper case begins no word, upper behind lower does: hello|World.
+_CASED_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN_WORDS = _CASED_WORDS % ("", "", "")
+_O200K_WORDS = _CASED_WORDS % (*[r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, "{1,3}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,7 @@ _WORDS = {
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
     "deepseek-coder": _Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "gpt-4o": _Words((_O200K_WORDS,), whole=True),
     "tekken": _Words((_TEKKEN_WORDS,), whole=True, begin=True),
 }
 
@@ -88,6 +92,8 @@ _ENDS = (
     "<|eom_id|>",
     "<|im_end|>",
     "<|end|>",
+    "<|return|>",
+    "<|call|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<end_of_turn>",
@@ -99,6 +105,8 @@ _ENDS = (
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
+# Tokens of harmony, in which <|end|> ends a message, and the answer may have another one.
+_HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
 # What looks like no text: <|im_start|>, <start_of_turn>, [INST], </s>; and of these what stands for
 # the structure of a conversation. The others (<think>, <tool_call>) belong to what is said.
 _MARK = re.compile(r"<\S+>|\[/?[A-Z_]+\]")
@@ -373,7 +381,10 @@ def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:
     special = (PieceType.CONTROL, PieceType.USER_DEFINED)
     known = (vocabulary.ids.get(text) for text in _ENDS)
     known = [index for index in known if index is not None and vocabulary.types[index] in special]
-    return tuple(dict.fromkeys(index for index in (*named, *known) if index is not None))
+    found = dict.fromkeys(index for index in (*named, *known) if index is not None)
+    if vocabulary.ids.keys() >= _HARMONY:
+        found.pop(vocabulary.ids["<|end|>"], None)
+    return tuple(found)
 
 
 def _chat_template(files: GgufFiles) -> str | dict[str, str] | None:

@@ -8,13 +8,17 @@ llama.cpp rotates adjacent rows where Hugging Face rotates the two halves of a h
 
 In files of gemma3 norms hold what activations are multiplied by, 1 + the Hugging Face weight.
 
+The matrices of all experts are one tensor, ffn_gate_exps [X, F, E]; each becomes a tensor of its
+own, and `experts.py` stacks them again as transformers does for gpt-oss.
+
 A quantised tensor is dequantised by the package `gguf`, in blocks of rows, directly into the type
 that is requested.
 """
 
+import dataclasses
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -53,15 +57,29 @@ _OF_LAYERS = {
         "ffn_down": "mlp.down_proj",
     }.items()
 }
-# Where a layer norms before and behind attention and feed-forward.
-_NORMS = {
+_EXPERTS = {
+    f"ffn_{name}_exps.{part}": f"mlp.experts.{{j}}.{name}_proj.{part}"
+    for part in ("weight", "bias")
+    for name in ("gate", "up", "down")
+}
+# What the tensors of an architecture are where others have them differently or not at all.
+_OWN = {
     "gemma3": {
         "post_attention_norm.weight": "post_attention_layernorm.weight",
         "ffn_norm.weight": "pre_feedforward_layernorm.weight",
         "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+    },
+    "qwen3moe": {"ffn_gate_inp.weight": "mlp.gate.weight"} | _EXPERTS,
+    "gpt-oss": {
+        "post_attention_norm.weight": "post_attention_layernorm.weight",
+        "attn_sinks.weight": "self_attn.sinks",
+        "ffn_gate_inp.weight": "mlp.router.weight",
+        "ffn_gate_inp.bias": "mlp.router.bias",
     }
+    | _EXPERTS,
 }
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,6})\.(.+)")
+_EXPERT = re.compile(r"experts\.\d+\.")
 _INTERLEAVED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 
 # Types that are not quantised.
@@ -74,6 +92,7 @@ _PLAIN = {
 _TERNARY = ("TQ1_0", "TQ2_0")
 _INTEGERS = ("I8", "I16", "I32", "I64")
 
+_MAX_EXPERTS = 4096
 _CHUNK = 2**20  # elements to dequantise at a time
 
 
@@ -105,7 +124,7 @@ class GgufWeights(Tensors):
     """
 
     def __init__(self, files: GgufFiles, architecture: str):
-        self._of_layers = _OF_LAYERS | _NORMS.get(architecture, {})
+        self._of_layers = _OF_LAYERS | _OWN.get(architecture, {})
         self._norms_add_one = architecture == "gemma3"
         self.config_name = f"the metadata of {files.name}"
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -124,12 +143,12 @@ class GgufWeights(Tensors):
             elif name is None:
                 unknown.append(stored)
                 continue
-            else:
-                self.shapes[name] = info.shape
-                self._infos[name] = info
-                self._stored[name] = stored
             self._check(stored, info)
             quantized |= info.kind not in _PLAIN
+            for each, part in () if name is None else self._parts(name, stored, info):
+                self.shapes[each] = part.shape
+                self._infos[each] = part
+                self._stored[each] = stored
         if unknown:
             raise _unknown(files.name, unknown)
         for name, info in self._infos.items():
@@ -215,6 +234,22 @@ class GgufWeights(Tensors):
                 ) from error
         info.file.read(stored, info.offset, _row_bytes(self._package, info) * _num_rows(info))
 
+    def _parts(self, name: str, stored: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+        """Yield the tensors that one in the file holds: one, or one for each expert."""
+        if "{j}" not in name:
+            yield name, info
+            return
+        if len(info.shape) < 2 or info.shape[0] > _MAX_EXPERTS:
+            raise CheckpointError(
+                f"{info.file.path.name}: tensor {plain(stored)} {plain(list(info.shape))} does not "
+                f"stack those of experts, at most {_MAX_EXPERTS}"
+            )
+        part = dataclasses.replace(info, shape=info.shape[1:])
+        size = _row_bytes(self._package, part) * _num_rows(part)
+        for expert in range(info.shape[0]):
+            offset = info.offset + expert * size
+            yield name.replace("{j}", str(expert)), dataclasses.replace(part, offset=offset)
+
     def _rows(
         self, stored: str, info: TensorInfo, rows: slice, columns: slice, dtype: np.dtype
     ) -> np.ndarray:
@@ -263,7 +298,7 @@ def gguf_name(name: str, of_layers: Mapping[str, str]) -> str:
             return stored
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     for stored, ours in of_layers.items():
-        if found and ours == found[2]:
+        if found and ours == _EXPERT.sub(r"experts.{j}.", found[2]):
             return _BLOCK.replace("{i}", found[1]) + stored
     return name
 

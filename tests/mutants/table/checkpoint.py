@@ -6,6 +6,7 @@ FOLDER = "dms_jax/checkpoint/"
 GGUF = "tests/checkpoint/test_gguf.py"
 REFUSALS = "tests/checkpoint/test_gguf_refusals.py"
 TOKENIZERS = "tests/checkpoint/test_gguf_tokenizers.py"
+WRAPPED = "tests/checkpoint/test_wrapped_names.py"
 ADAPTER = "tests/checkpoint/test_adapter.py"
 
 MUTANTS = [
@@ -43,6 +44,41 @@ MUTANTS = [
         'tie_embeddings="lm_head.weight" not in weights.shapes',
         "tie_embeddings=True",
         (f"{GGUF}::test_logits_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "gguf: the gates of experts are taken for what they gate",
+        FOLDER + "gguf/experts.py",
+        '"gate_up_proj": ("gate", "up")',
+        '"gate_up_proj": ("up", "gate")',
+        (f"{GGUF}::test_logits_equal_those_of_transformers",),
+    ),
+    Mutant(
+        "gguf: the end of a message of harmony ends an answer",
+        FOLDER + "gguf/tokenizer.py",
+        "if vocabulary.ids.keys() >= _HARMONY:",
+        "if False:",
+        (f"{TOKENIZERS}::test_the_end_of_a_message_of_harmony_ends_no_answer",),
+    ),
+    Mutant(
+        "tokenizers: runs of spaces are looked for in text that is not escaped",
+        FOLDER + "sentencepiece.py",
+        "escaped = not model.add_dummy_prefix",
+        "escaped = False",
+        ("tests/checkpoint/test_tokenizer.py::test_ids_are_those_of_the_reference",),
+    ),
+    Mutant(
+        "checkpoints: what reads images is kept beside the language model",
+        FOLDER + "wrappers.py",
+        'if name.removeprefix("model.").startswith(_IMAGES):',
+        "if False:",
+        (f"{WRAPPED}::test_of_a_model_that_reads_images_the_language_model_is_loaded",),
+    ),
+    Mutant(
+        "checkpoints: a language model is tied as its own config says, not the whole one's",
+        "dms_jax/config_checks.py",
+        "found |= {name: config[name] for name in _OF_WRAPPERS if",
+        "found |= {name: config[name] for name in () if",
+        (f"{WRAPPED}::test_the_rotation_that_transformers_4_leaves_out",),
     ),
     Mutant(
         "gguf: unknown metadata are accepted",

@@ -18,6 +18,27 @@ APIS = "tests/serving/test_apis.py"
 
 MUTANTS = [
     Mutant(
+        "serving: what a model of harmony thinks is content",
+        FOLDER + "call_formats.py",
+        'thought = channel is None or channel[1] == "analysis" or bool(to)',
+        "thought = False",
+        (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
+    ),
+    Mutant(
+        "serving: results stay behind all calls of a message of harmony",
+        FOLDER + "chats.py",
+        "if result is not None:",
+        "if False:",
+        (f"{APIS}::test_an_answer_in_channels",),
+    ),
+    Mutant(
+        "serving: a structured answer in channels has no header",
+        FOLDER + "requests.py",
+        'header = "" if calls is None else calls.header',
+        'header = ""',
+        (f"{CALLS}::test_structured_answers_in_channels",),
+    ),
+    Mutant(
         "serving: requests that come are drawn as the call is",
         "dms_jax/generation/engine.py",
         "if self.source.incoming is None:\n            return self.source.sampling.filter",

@@ -37,7 +37,7 @@ from tests.support.ahead import compile_ahead
 # the gradients of the widest heads among them. Packed documents are in the same kernels on B200.
 KERNELS = {
     "a100": (
-        *("decode base", "decode head_dim96", "decode group16_head_dim256", "select bfloat16"),
+        *("decode base", "decode head_dim96", "decode group16_head_dim512", "select bfloat16"),
         "training dim_96",
     ),
     "l4": (
@@ -46,12 +46,19 @@ KERNELS = {
     ),
     "h200": (
         *("decode base", "decode head_dim96", "decode group12", "decode float8", "prefill dim_96"),
+        *("decode head_dim512", "decode group16_head_dim512"),
         *("prefill float16", "write rotated_head_dim64", "write rotated_float32"),
         *("training packed", "training dim_256_packed", "received ragged", "received dim_256"),
     ),
     "b200": (
         *("decode base", "decode float8_page16", "write float8", "select bfloat16"),
-        *("training packed", "training dim_96", "prefill dim_96", "prefill dim_256"),
+        *(
+            "decode group16_head_dim512",
+            "training packed",
+            "training dim_96",
+            "prefill dim_96",
+            "prefill dim_256",
+        ),
     ),
 }
 EVERYWHERE = ("write base", "write rotated", "select float32", "prefill plain")

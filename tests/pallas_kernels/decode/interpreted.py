@@ -50,7 +50,9 @@ def run(implementation, arrays, tile):
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     if implementation == "mosaic_mma":
         return jax.block_until_ready(gpu.mma(q, rows, plan, **wanted, interpret=parameters))
-    settings = {"programs_per_core": 1, "stages": 2}
+    # Of the widest heads no second tile fits.
+    stages = gpu.settings_of("mosaic_gpu", gpu._shape(q, rows))["stages"]
+    settings = {"programs_per_core": 1, "stages": min(2, stages)}
     results = gpu.mosaic(q, rows, plan, **wanted, settings=settings, interpret=parameters)
     return jax.block_until_ready(results)
 

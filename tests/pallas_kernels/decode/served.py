@@ -45,4 +45,6 @@ def refusal(
         return "does not read float8 pages"
     if case.pages_dtype and implementation == "mosaic_mma" and capability < (8, 9):
         return "float8 needs compute capability 8.9 (Ada)"
+    if case.head_dim == 512 and implementation == "mosaic_mma" and capability == (8, 9):
+        return "bytes of shared memory"  # which are the fewest on Ada
     return _REFUSED[implementation].get(case.name)

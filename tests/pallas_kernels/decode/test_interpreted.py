@@ -20,6 +20,7 @@ TOGETHER = 13
 MMA = [
     "base",
     "group16_head_dim256",
+    "head_dim512",
     "head_dim96",
     "float8_page16",
     "float8_float16",

@@ -32,8 +32,8 @@ OF_A_CORE = {
     GPU("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, (12, 0)): 100 * KB,
 }
 # Four programs of 128 threads have 128 registers a thread, and wider heads take more.
-MOST = {64: 4, 96: 4, 128: 4, 256: 2}
-HEAD_DIMS, PAGE_SIZES = (64, 96, 128, 256), (16, 64, 128)
+MOST = {64: 4, 96: 4, 128: 4, 256: 2, 512: 2}
+HEAD_DIMS, PAGE_SIZES = (64, 96, 128, 256, 512), (16, 64, 128)
 
 
 def attention(case, implementation):
@@ -61,6 +61,8 @@ def shapes():
     # Pages of 16 are read in tiles of 64.
     some = [(16, 8), (128, 16)]
     for head_dim, (page_size, group) in itertools.product(HEAD_DIMS, some):
+        if (head_dim, page_size) == (512, 128):  # which no card has room for
+            continue
         yield replace(
             cases.BASE,
             name=f"head_dim{head_dim}_page{page_size}_group{group}",
@@ -82,7 +84,14 @@ def test_the_form_of_ampere_takes_the_bytes_that_are_counted(case):
 
 @pytest.mark.parametrize(
     "name",
-    ["float8", "group16_head_dim256", "float32", "float32_group8_head_dim96", "head_dim96"],
+    [
+        "float8",
+        "group16_head_dim256",
+        "group16_head_dim512",
+        "float32",
+        "float32_group8_head_dim96",
+        "head_dim96",
+    ],
 )
 def test_the_form_of_hopper_takes_no_more_than_is_counted(name):
     launched, counted = attention(cases.by_name(name), "mosaic_gpu")

@@ -26,6 +26,7 @@ SMALLER = (
     "head_dim64+",
     "head_dim96+",
     "head_dim256+",
+    "group16_head_dim512+",
     "float32+",
     "page48+",
     "page128+",

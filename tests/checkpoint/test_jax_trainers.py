@@ -1,0 +1,69 @@
+"""Directories as MaxText's `to_huggingface` and tunix's export of merged adapters lay them out."""
+
+import json
+
+import chex
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from dms_jax.checkpoint import load
+from tests.checkpoint.support import copy, tensors
+
+
+def parameters(model):
+    return nnx.to_pure_dict(nnx.state(model.transformer))
+
+
+def write_shards(directory, content, most):
+    """Tensors in the order of their names, in shards of at most so many numbers, and the index."""
+    shards, sizes = [{}], [0]
+    for name, tensor in sorted(content.items()):
+        if sizes[-1] + tensor.size > most and shards[-1]:
+            shards.append({})
+            sizes.append(0)
+        shards[-1][name] = tensor
+        sizes[-1] += tensor.size
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": 4 * sum(sizes)}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return len(shards)
+
+
+def test_what_maxtext_writes_of_gemma_3(tmp_path):
+    """Names of transformers with the parts of a model that reads images, no generation config."""
+    usual = load(copy("families/gemma3", tmp_path / "usual"))
+    directory = copy("families/gemma3", tmp_path / "maxtext")
+    content = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors(directory).items()
+    }
+    vision = "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"
+    projector = "model.multi_modal_projector.mm_input_projection_weight"
+    content |= {name: np.ones((3, 3), np.float32) for name in (vision, projector)}
+    (directory / "model.safetensors").unlink()
+    assert write_shards(directory, content, 10_000) > 2
+    text = json.loads((directory / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    config |= {"text_config": text, "vision_config": {"hidden_size": 3}, "dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    with pytest.warns(UserWarning, match="reads images"):
+        model = load(directory)
+    assert model.config == usual.config
+    chex.assert_trees_all_equal(parameters(model), parameters(usual))
+
+
+def test_what_tunix_writes_beside_the_index_of_its_base(tmp_path):
+    usual = load(copy("families/qwen3", tmp_path / "usual"))
+    directory = copy("families/qwen3", tmp_path / "tunix")
+    content = tensors(directory)
+    write_shards(directory, content, 5_000)
+    for shard in directory.glob("model-*.safetensors"):  # it copies all but these
+        shard.unlink()
+    save_file(content, directory / "model.safetensors")
+    chex.assert_trees_all_equal(parameters(load(directory)), parameters(usual))
