@@ -1,11 +1,10 @@
-"""The clients that people have, unchanged: against answers from a script, and against real models.
+"""The clients that people have, unchanged, against answers from a script and against real models.
 
-They are programs of their own: those of `tests/serving/clients`, and whole ones, Codex, Claude Code,
-lm-evaluation-harness and guidellm. `make clients` fetches what they need; the tests install nothing.
+They are programs of their own: those of `tests/serving/clients`, and whole ones (Codex, Claude
+Code, lm-evaluation-harness, guidellm). `make clients` fetches their packages and SmolLM2.
 """
 
 import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -26,7 +25,7 @@ from tests.support.tree import ROOT
 PROGRAMS = pathlib.Path(__file__).parent / "clients"
 PACKAGES = ROOT / os.environ.get("CLIENTS", ".clients")
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>\n{% endfor %}"
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>\n{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
     "{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -52,7 +51,7 @@ def run(*command, cwd=PACKAGES / "node", **environment):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -198,12 +197,17 @@ def serving_model(path, template=None, **more):
 
 
 def test_clients_understand_what_a_grammar_forces(path):
-    """Stories have 512 positions, where only the short template leaves room."""
-    template = TEMPLATE if path.is_dir() else TEMPLATES["hermes"]
-    options = dict(max_tokens=512 if path.is_dir() else 2048, call_format="hermes")
-    with serving_model(path, template, **options) as client:
+    """Loops of five turns; of one with SmolLM2, whose every token takes a tenth of a second.
+
+    Stories have 512 positions, where only the short template leaves room.
+    """
+    template, most, turns = TEMPLATES["hermes"], 2048, 1
+    if path.is_dir():
+        template, most, turns = TEMPLATE, 512, 5
+    with serving_model(path, template, max_tokens=most, call_format="hermes") as client:
         address = f"http://127.0.0.1:{client.port}"
-        assert run(sys.executable, PROGRAMS / "forced_client.py", address, "stories") == "done\n"
+        done = run(sys.executable, PROGRAMS / "forced_client.py", address, "stories", turns)
+    assert done == "done\n"
 
 
 def scores(folder, *command):
@@ -244,13 +248,20 @@ def test_lm_eval_over_http_has_the_scores_of_our_harness(path, tmp_path):
 def test_guidellm_s_report_has_the_tokens_of_our_metrics(path, tmp_path):
     """20 requests of random lengths, four at a time; `ignore_eos` is left out of their bodies."""
     asked = tmp_path / "asked.jsonl"
-    rows = [{"prompt": f"{n} cats and {n * 'a dog, '}", "output_tokens_count": 8 + n} for n in range(20)]
+    rows = [
+        {"prompt": f"{n} cats and {n * 'a dog, '}", "output_tokens_count": 8 + n} for n in range(20)
+    ]
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokens = functools.partial(dms_jax.load(path).tokenizer.encode)
+    tokens = dms_jax.load(path).tokenizer.encode
     with serving_model(path) as client:
         run(
             *(sys.executable, "-m", "guidellm", "benchmark", "run", "--model", "stories"),
-            *("--target", f"http://127.0.0.1:{client.port}", "--processor", assets.path("stories260k")),
+            *(
+                "--target",
+                f"http://127.0.0.1:{client.port}",
+                "--processor",
+                assets.path("stories260k"),
+            ),
             *("--rate-type", "concurrent", "--rate", "4", "--max-requests", "20", "--data", asked),
             *("--backend-args", '{"remove_from_body": ["ignore_eos"]}', "--disable-progress"),
             *("--output-path", tmp_path / "report.json"),

@@ -11,9 +11,8 @@ import anthropic
 import openai
 import pydantic
 
-address, name = sys.argv[1:]
+address, name, turns = sys.argv[1:]
 client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
-TURNS = 5
 
 
 class Place(pydantic.BaseModel):
@@ -48,10 +47,10 @@ def check(called: str, arguments: dict) -> None:
 
 
 def play(stream: bool) -> None:
-    """A loop of five answers, each of which calls one of two tools."""
+    """A loop of answers, each of which calls one of two tools."""
     messages = [{"role": "user", "content": "Go."}]
     tools = [{"type": "function", "function": each} for each in FUNCTIONS.values()]
-    for turn in range(TURNS):
+    for turn in range(int(turns)):
         wanted = ("go", "take")[turn % 2]
         asked = dict(
             model=name,
