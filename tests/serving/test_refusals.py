@@ -26,7 +26,7 @@ REFUSED = [
     (False, dict(prompt="a", stop=[""]), "stop", "none of them empty"),
     (False, dict(prompt="a", stop=["a"] * 17), "stop", "up to 16"),
     (False, dict(prompt="a", logprobs=5), "logprobs", "0 or 1"),
-    (False, dict(prompt="a", echo=True), "echo", "not served"),
+    (True, dict(messages=SAY, echo=True), "echo", "not served"),
     (False, dict(prompt="a", presence_penalty=0.5), "presence_penalty", "not served"),
     (False, dict(prompt="a", stream_options={"include_usage": True}), "stream_options", "stream="),
     (False, dict(), "prompt", "missing"),
