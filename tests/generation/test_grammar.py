@@ -287,6 +287,18 @@ def test_without_llguidance_the_extra_is_named(monkeypatch):
     assert not grammar.is_served(stories())
 
 
+def test_an_opening_allows_its_next_token_alone_and_then_every_one():
+    masks, matcher = TokenMasks(2, 70), grammar.OpeningMatcher(grammar.Opening((33, 69, 31)))
+    for token in (33, 69, 31):
+        bits = np.unpackbits(masks.next({1: matcher}).view(np.uint8), axis=1, bitorder="little")
+        assert bits[0].all()
+        assert np.flatnonzero(bits[1]).tolist() == [token]
+        assert matcher.read(token)
+    assert (masks.next({1: matcher}) == -1).all()
+    matcher.restart([33])
+    assert matcher.only == 69
+
+
 def test_masks_of_lanes_without_a_grammar_allow_everything():
     assert (TokenMasks(3, 70).next({}) == -1).all()
     assert TokenMasks(3, 70).everything().shape == (3, 3)

@@ -30,6 +30,8 @@ TEMPLATE = (
     "{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+TASKS = ROOT / "tests" / "evaluation" / "harness"
+METRICS = {"continuations": "exact_match,none", "likely_words": "acc,none"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
 
 pytestmark = pytest.mark.nightly
@@ -46,7 +48,10 @@ def run(*command, cwd=PACKAGES / "node", **environment):
     paths = os.pathsep.join([str(PACKAGES / "python"), str(ROOT)])
     done = subprocess.run(
         [*map(str, command)],
-        env=os.environ | OFFLINE | {"PYTHONPATH": paths} | environment,
+        env=os.environ
+        | OFFLINE
+        | {"PYTHONPATH": paths}
+        | {n: str(v) for n, v in environment.items()},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -185,11 +190,21 @@ def path(request, tmp_path):
     return made
 
 
-@contextlib.contextmanager
-def serving_model(path, template=None, **more):
-    """A client of a server of a model in float32, which has the name "stories" whatever it is."""
+def saved_tokenizer(path, folder):
+    """The model in float32, and a folder from which transformers reads its tokenizer."""
     model = dms_jax.load(path, dtype="float32")
-    model.tokenizer.chat_template = template or model.tokenizer.chat_template
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(model.tokenizer.backend.to_str())
+    names = model.tokenizer.special_tokens
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {name: names[name] for name in ("bos_token", "eos_token") if name in names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return model, folder
+
+
+@contextlib.contextmanager
+def serving_model(model, **more):
+    """A client of a server of a model, which has the name "stories" whatever it is."""
     shape = dict(page_size=64, chunk=8, prefill_chunk=256)
     options = dict(policy=dms_jax.Vanilla(), max_tokens=400, max_waiting=64, **shape)
     with serving(model=model, **options | more) as client:
@@ -204,45 +219,56 @@ def test_clients_understand_what_a_grammar_forces(path):
     template, most, turns = TEMPLATES["hermes"], 2048, 1
     if path.is_dir():
         template, most, turns = TEMPLATE, 512, 5
-    with serving_model(path, template, max_tokens=most, call_format="hermes") as client:
+    model = dms_jax.load(path, dtype="float32")
+    model.tokenizer.chat_template = template
+    with serving_model(model, max_tokens=most, call_format="hermes") as client:
         address = f"http://127.0.0.1:{client.port}"
         done = run(sys.executable, PROGRAMS / "forced_client.py", address, "stories", turns)
     assert done == "done\n"
 
 
-def scores(folder, *command):
-    """Runs lm-evaluation-harness; returns its score, and the answer to each question."""
-    common = ("--tasks", "words", "--include_path", PROGRAMS, "--log_samples")
-    run(
-        *(sys.executable, "-m", *command, *common, "--output_path", folder),
-        cwd=PROGRAMS,
-        HF_HOME=str(folder / "hf"),
-    )
+def evaluated(folder, tasks, *command):
+    """Runs lm-evaluation-harness; returns the scores of tasks, and the answers to each question."""
+    options = ("--tasks", tasks, "--include_path", TASKS, "--log_samples", "--output_path", folder)
+    run(sys.executable, "-m", *command, *options, cwd=TASKS, HF_HOME=folder / "hf")
     (file,) = folder.rglob("results_*.json")
-    (samples,) = folder.rglob("samples_*.jsonl")
-    answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
-    return json.loads(file.read_text())["results"]["words"]["exact_match,none"], answers
+    results = json.loads(file.read_text())["results"]
+    scores = {name: results[task][name] for task, name in METRICS.items() if task in results}
+    answers = {}
+    for task in tasks.split(","):
+        (samples,) = folder.rglob(f"samples_{task}_*.jsonl")
+        answers[task] = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+    return scores, answers
 
 
 def test_lm_eval_over_http_has_the_scores_of_our_harness(path, tmp_path):
-    """Text completions and chats; prompts as token ids where transformers reads the tokenizer."""
+    """Likelihoods and text of completions, and the text of chats."""
+    both, (model, tokenizer) = ",".join(METRICS), saved_tokenizer(path, tmp_path / "tokenizer")
     ours = ("dms_jax.evaluation.harness", "--model", "dms_jax", "--model_args")
     ours += (f"path={path},dtype=float32,lanes=4,chunk=8",)
-    options = "tokenizer_backend=None,tokenized_requests=False"
-    if path.is_dir():
-        options = f"tokenizer={path},add_bos_token=True"
-    chat = ("--apply_chat_template",)
-    want = scores(tmp_path / "ours", *ours), scores(tmp_path / "our chats", *ours, *chat)
-    with serving_model(path) as client:
+    chat = "continuations", "--apply_chat_template"
+    want = evaluated(tmp_path / "ours", both, *ours)
+    want_of_chats = evaluated(tmp_path / "our chats", chat[0], *ours, *chat[1:])
+    with serving_model(model) as client:
         address = f"http://127.0.0.1:{client.port}/v1"
         shared = "model=stories,num_concurrent=4,max_retries=1"
         theirs = ("lm_eval", "--model", "local-completions", "--model_args")
-        theirs += (f"base_url={address}/completions,{shared},{options}",)
-        found = scores(tmp_path / "completions", *theirs)
+        theirs += (
+            f"base_url={address}/completions,{shared},tokenizer={tokenizer},add_bos_token=True",
+        )
+        scores, answers = evaluated(tmp_path / "completions", both, *theirs)
         theirs = ("lm_eval", "--model", "local-chat-completions", "--model_args")
         theirs += (f"base_url={address}/chat/completions,{shared}",)
-        assert (found, scores(tmp_path / "chats", *theirs, *chat)) == want
-    assert found[0] >= 3 / 8
+        of_chats = evaluated(tmp_path / "chats", chat[0], *theirs, *chat[1:])
+    assert scores == want[0]
+    assert scores["exact_match,none"] >= 3 / 8
+    assert scores["acc,none"] >= 2 / 3
+    assert answers["continuations"] == want[1]["continuations"]
+    for one, other in zip(answers["likely_words"], want[1]["likely_words"], strict=True):
+        for ((logprob, greedy),), ((wanted, is_best),) in zip(one, other, strict=True):
+            assert float(logprob) == pytest.approx(float(wanted), abs=1e-3)
+            assert greedy == is_best
+    assert of_chats == want_of_chats
 
 
 def test_guidellm_s_report_has_the_tokens_of_our_metrics(path, tmp_path):
@@ -252,21 +278,16 @@ def test_guidellm_s_report_has_the_tokens_of_our_metrics(path, tmp_path):
         {"prompt": f"{n} cats and {n * 'a dog, '}", "output_tokens_count": 8 + n} for n in range(20)
     ]
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokens = dms_jax.load(path).tokenizer.encode
-    with serving_model(path) as client:
+    model, tokenizer = saved_tokenizer(path, tmp_path / "tokenizer")
+    with serving_model(model) as client:
         run(
             *(sys.executable, "-m", "guidellm", "benchmark", "run", "--model", "stories"),
-            *(
-                "--target",
-                f"http://127.0.0.1:{client.port}",
-                "--processor",
-                assets.path("stories260k"),
-            ),
+            *("--target", f"http://127.0.0.1:{client.port}", "--processor", tokenizer),
             *("--rate-type", "concurrent", "--rate", "4", "--max-requests", "20", "--data", asked),
             *("--backend-args", '{"remove_from_body": ["ignore_eos"]}', "--disable-progress"),
             *("--output-path", tmp_path / "report.json"),
             cwd=tmp_path,
-            HF_HOME=str(tmp_path / "hf"),
+            HF_HOME=tmp_path / "hf",
         )
         made = {
             name: client.metric(f"dms_jax_{name}_total")
@@ -278,6 +299,5 @@ def test_guidellm_s_report_has_the_tokens_of_our_metrics(path, tmp_path):
     # Each of its processes asks for one token first.
     trials = made["answers"] - 20
     assert made["generation_tokens"] == sum(one["output_tokens"] for one in each) + trials
-    assert made["prompt_tokens"] == sum(one["prompt_tokens"] for one in each) + trials * len(
-        tokens("Test connection")
-    )
+    trial = len(model.tokenizer.encode("Test connection"))
+    assert made["prompt_tokens"] == sum(one["prompt_tokens"] for one in each) + trials * trial
