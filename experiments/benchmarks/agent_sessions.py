@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine, Sampling, Update
 from dms_jax.generation.engine import Source
@@ -63,9 +63,9 @@ class Config:
     """Sessions, which take each turn together."""
     turns: int = 30
     """Turns of a session, the first ones of the recording."""
-    recording: pathlib.Path = RECORDING
+    recording: pathlib.Path | None = None
     """JSON file with the tokens of each prompt (`prompts`) and answer (`answers`) of a session, and
-    of the beginning that all sessions share (`shared`)."""
+    of the beginning that all sessions share (`shared`); Codex's unless given."""
     shorten: int = 1
     """Divides these lengths, for a trial."""
     url: str | None = None
@@ -110,9 +110,10 @@ class Lengths:
         Raises:
           ConfigError: it cannot be read, or has too few turns.
         """
-        name = f"--recording {config.recording}"
+        file = config.recording or RECORDING
+        name = f"--recording {file}"
         try:
-            found = json.loads(config.recording.read_text())
+            found = json.loads(file.read_text())
             prompts, answers, shared = found["prompts"], found["answers"], found["shared"]
             before = [0, *map(sum, zip(prompts, answers, strict=True))]
             more = [now - then for now, then in zip(prompts, before[:-1], strict=True)]
@@ -256,6 +257,17 @@ def main(config: Config) -> None:
     """Times every policy and writes the figures."""
     make_place("--out", config.out)
     Lengths.read(config)  # before anything compiles
+    if config.url is not None:
+        figures = ask_server(config, config.url)
+        last = figures["turns"][-1]
+        print(
+            f"{config.url}: first text after {last['median_seconds']:.3f} s for "
+            f"{last['prompt']:,} tokens at the last turn, {last['cached']:.0%} cached",
+            flush=True,
+        )
+        # Only now: a card that this process held would be missing to the server.
+        write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
+        return
     results: dict[str, Any] = environment() | dict(
         command=command(without=("--out",)),
         config={
@@ -265,16 +277,6 @@ def main(config: Config) -> None:
         },
         rows=[],
     )
-    if config.url is not None:
-        results["rows"].append(ask_server(config, config.url))
-        last = results["rows"][0]["turns"][-1]
-        print(
-            f"{config.url}: first text after {last['median_seconds']:.3f} s for "
-            f"{last['prompt']:,} tokens at the last turn, {last['cached']:.0%} cached",
-            flush=True,
-        )
-        config.out.write_text(json_text(results, indent=1) + "\n")
-        return
     fields = dict(SHAPES[config.shape])
     fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
     model = random_model(fields, jnp.dtype(config.dtype))
