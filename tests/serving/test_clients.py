@@ -17,7 +17,7 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from tests.serving.scripted import TEMPLATES, scripted
+from tests.serving.scripted import scripted
 from tests.serving.support import serving
 from tests.serving.test_apis import weather
 from tests.support.tree import ROOT
@@ -212,16 +212,10 @@ def serving_model(model, **more):
 
 
 def test_clients_understand_what_a_grammar_forces(path):
-    """Loops of five turns; of one with SmolLM2, whose every token takes a tenth of a second.
-
-    Stories have 512 positions, where only the short template leaves room.
-    """
-    template, most, turns = TEMPLATES["hermes"], 2048, 1
-    if path.is_dir():
-        template, most, turns = TEMPLATE, 512, 5
-    model = dms_jax.load(path, dtype="float32")
-    model.tokenizer.chat_template = template
-    with serving_model(model, max_tokens=most, call_format="hermes") as client:
+    """Loops of five turns; of one with SmolLM2, whose every token takes a tenth of a second."""
+    model, turns = dms_jax.load(path, dtype="float32"), 5 if path.is_dir() else 1
+    model.tokenizer.chat_template = TEMPLATE
+    with serving_model(model, max_tokens=512, call_format="hermes") as client:
         address = f"http://127.0.0.1:{client.port}"
         done = run(sys.executable, PROGRAMS / "forced_client.py", address, "stories", turns)
     assert done == "done\n"

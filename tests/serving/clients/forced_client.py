@@ -97,6 +97,7 @@ response = client.responses.create(
     input=QUESTION,
     tools=[{"type": "function", **GO}],
     tool_choice={"type": "function", "name": "go"},
+    parallel_tool_calls=False,
     max_output_tokens=60,
 )
 (called,) = response.output
