@@ -229,10 +229,10 @@ def ask_server(config: Config, url: str) -> dict[str, Any]:
         shared |= dict(stream_options={"include_usage": True})
         bodies = [shared | {"prompt": prompt} for prompt in prompts.now]
         answers = ask_all(url, bodies, config.sessions)
-        for each in answers:
-            if each.error is not None or not each.parts:
-                raise dms_jax.ConfigError(f"--url {url}: {each.error or 'an answer has no text'}")
-        begun = [each.parts[0] for each in answers]
+        if errors := {each.error for each in answers if each.error is not None}:
+            raise dms_jax.ConfigError(f"--url {url}: {'; '.join(sorted(errors))}")
+        # An answer without text ended at once.
+        begun = [each.parts[0] if each.parts else each.seconds for each in answers]
         turns.append(figures_of(prompts.now, begun, sum(each.cached for each in answers)))
     return dict(turns=turns)
 

