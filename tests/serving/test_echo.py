@@ -66,6 +66,22 @@ def test_an_echo_beside_others_changes_nothing(client):
         )
 
 
+def test_an_echo_evicts_as_an_answer_does_and_leaves_prefixes_as_they_are():
+    model = dms_jax.load(assets.path("stories260k"))
+    policy = dms_jax.TOVA(budget=8, prefill="evict_past_budget")
+    tokens = model.tokenizer.encode(PROMPT)
+    (want,) = dms_jax.score(model, [tokens], policy=policy)
+    with serving(model=model, policy=policy, prefix_cache=1e6) as client:
+        free = dict(prompt=PROMPT, max_tokens=9, temperature=0, logprobs=1)
+        before = client.ask(**free)["choices"]
+        for _ in range(2):
+            answer = client.ask(prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+            found = np.array(answer["choices"][0]["logprobs"]["token_logprobs"][1:])
+            chex.assert_trees_all_close(found, np.asarray(want.logprobs, np.float64), atol=1e-4)
+            assert answer["usage"]["kv_cache"]["peak_tokens"] <= 9
+        assert client.ask(**free)["choices"] == before
+
+
 def test_behind_an_end_token_nothing_is_scored(client):
     error = client.ask(prompt=[1, 5, 2, 5], echo=True, status=400)["error"]
     assert "Token 2 is 2, which ends an answer" in error["message"]
