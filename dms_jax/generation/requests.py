@@ -21,7 +21,7 @@ from dms_jax.checkpoint.messages import read_messages
 from dms_jax.checks import check, is_whole, show
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, ConfigError, DataError, TooLongError
-from dms_jax.generation.grammar import Matcher
+from dms_jax.generation.grammar import Matcher, OpeningMatcher
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import PACKAGE, LanguageModel, check_tokens
 
@@ -59,6 +59,8 @@ class Completion:
       finish_reason: "end" for an end token, "stop" for a stop string, "length" for max_new_tokens
         or the model's last position, "cancelled" if `Engine.cancel` ended it.
       usage: the use of the cache.
+      likeliest: of an answer with an opening (`grammar.Opening`), the likeliest token in place of
+        each of its tokens, and the log-probability of that; None of others.
     """
 
     text: str
@@ -66,6 +68,7 @@ class Completion:
     logprobs: list[float] | None
     finish_reason: str
     usage: Usage
+    likeliest: list[tuple[int, float]] | None = None
 
 
 class State(enum.Enum):
@@ -95,10 +98,12 @@ class Request:
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
       state: where it is.
       given: the whole answer, if it is given and only scored, not drawn.
-      matcher: follows the answer through the grammar of its sampling, if that has one.
+      matcher: follows the answer through the grammar of its sampling, or its opening, if that has
+        one.
       generated: token ids of the answer so far; the last one is not in the cache yet.
       logprobs: the log-probability of each of them, if that was asked for.
       greedy: whether each token of a given answer was the likeliest.
+      likeliest: see `Completion`; empty without an opening.
       steps: what each chunk of decode steps did for it; see `totals`.
       slots: slots in use per row when it was last preempted, or after a prompt that it shares and
         that did not fit; it needs as many to continue.
@@ -121,11 +126,12 @@ class Request:
     seen: int = 0
     base: int | None = None
     given: list[int] | None = None
-    matcher: Matcher | None = None
+    matcher: Matcher | OpeningMatcher | None = None
     state: State = State.WAITING
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     greedy: bool = True
+    likeliest: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     steps: list[Int[np.ndarray, "2 n"]] = dataclasses.field(default_factory=list)
     slots: Int[np.ndarray, "L K"] | None = None
     prompt_peak: int = 0
@@ -325,6 +331,7 @@ def completion_of(request: Request, *, logprobs: bool) -> Completion:
         logprobs=request.logprobs if logprobs else None,
         finish_reason=request.finish_reason,
         usage=request.usage,
+        likeliest=request.likeliest or None,
     )
 
 

@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from dms_jax import sharding
 from dms_jax.checks import Count, Number, Options, Range, Seed, Share, Whole, show
 from dms_jax.errors import ConfigError
-from dms_jax.generation.grammar import BITS, Grammar
+from dms_jax.generation.grammar import BITS, Grammar, Opening
 from dms_jax.ranking import least_kept, sums_of_some
 
 # The smallest normal number. A device may flush smaller ones to zero, among them the inverse that
@@ -120,8 +120,8 @@ class Sampling(Options):
         through rounding, in bfloat16 and on a GPU: the module docstring says how often.
       logprobs: return the model's log-probability of each new token (before temperature, filters
         and grammar).
-      grammar: what the answer must match (`dms_jax.generation.grammar`); tokens that it does not
-        allow are left out before the other filters.
+      grammar: what the answer must match, or begin with (`dms_jax.generation.grammar`); tokens that
+        it does not allow are left out before the other filters.
     """
 
     temperature: Annotated[Number, Range(0), "0 is greedy"] = 1.0
@@ -132,7 +132,7 @@ class Sampling(Options):
     stop: Sequence[str] | str = ()
     seed: Seed | Sequence[Seed] = 0
     logprobs: bool = False
-    grammar: Grammar | None = None
+    grammar: Grammar | Opening | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -275,6 +275,15 @@ def sample(
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs
+
+
+def likeliest(
+    logits: Float[Array, "B V"],
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Returns the likeliest token of each row, and its log-probability."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+    return tokens, look_up(logits, tokens)[0]
 
 
 def keep_allowed(

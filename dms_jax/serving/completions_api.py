@@ -1,14 +1,18 @@
 """OpenAI's text completions, /v1/completions, in and out.
 
-Besides OpenAI's fields, `usage.kv_cache` of an answer has its use of the cache.
+Besides OpenAI's fields, `usage.kv_cache` of an answer has its use of the cache. With `echo`, the
+answer begins with the prompt, whose tokens are scored one by one, as those of an answer to the
+first of them: what lm-evaluation-harness asks for.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dms_jax.checks import Whole, show
 from dms_jax.generation import Completion
+from dms_jax.generation.grammar import Opening
 from dms_jax.generation.text import TextOffsets
 from dms_jax.serving.fields import (
     COMPLETING,
@@ -18,14 +22,14 @@ from dms_jax.serving.fields import (
     include_usage,
     sampling_of,
 )
-from dms_jax.serving.formatting import Formatter, TokenTexts, data_event, to_json
+from dms_jax.serving.formatting import Figures, Formatter, TokenTexts, data_event, to_json
 from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import Asked, GenerationRequest, output_rule
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.service import Delta
 
 _FIELDS = Table(
-    COMPLETING | {"prompt": Any, "logprobs": Whole},
+    COMPLETING | {"prompt": Any, "logprobs": Whole, "max_tokens": Whole, "echo": bool},
     NEUTRAL | {"messages": (), "tools": ([],), "max_completion_tokens": ()},
     WHY
     | {
@@ -46,8 +50,11 @@ def read(body: bytes, served: ServedModel) -> Asked:
             param="logprobs",
         )
     output, output_field = output_rule(given)
+    prompts, echo = _prompts(given), given.get("echo", False)
+    if echo:
+        _check_echo(given, prompts, output)
     return Asked(
-        prompts=_prompts(given),
+        prompts=prompts,
         sampling=sampling_of(given) | {"logprobs": "logprobs" in given},
         max_new_tokens=given.get("max_tokens"),
         choices=given.get("n", 1),
@@ -55,8 +62,21 @@ def read(body: bytes, served: ServedModel) -> Asked:
         output_field=output_field,
         stream=given.get("stream", False),
         details=include_usage(given),
+        echo=echo,
         unknown=unknown,
     )
+
+
+def _check_echo(given: Mapping[str, Any], prompts: Sequence[Any], output: str | None) -> None:
+    """Refuses what is not served with a prompt that is scored."""
+    for is_there, what in (
+        (given.get("stream", False), "a stream"),
+        (len(prompts) > 1, "several prompts in a request"),
+        (given.get("n", 1) > 1, "several answers"),
+        (output is not None, "structured answers"),
+    ):
+        if is_there:
+            raise RefusalError(f"echo: it is not served with {what}.", param="echo")
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Any]:
@@ -114,11 +134,54 @@ class CompletionFormatter(Formatter):
 
     def whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """Returns a choice of a whole answer."""
+        if completion.likeliest is not None:
+            return self._echoed(completion)
         return {
             "text": completion.text,
             "logprobs": self.logprobs(index, completion.tokens, completion.logprobs or []),
             "finish_reason": FINISH_REASONS[completion.finish_reason],
         }
+
+    def _echoed(self, completion: Completion) -> dict[str, Any]:
+        """Returns the choice of an answer that begins with its prompt."""
+        assert completion.likeliest is not None
+        tokenizer, prompt = self.served.tokenizer, self.request.prompts[0]
+        begin = "" if tokenizer is None else tokenizer.decode(prompt)
+        choice = {"text": begin + completion.text, "logprobs": None}
+        choice["finish_reason"] = FINISH_REASONS[completion.finish_reason]
+        if not self.request.sampling.logprobs:
+            return choice
+        own = completion.logprobs or []
+        found = self.logprobs(0, completion.tokens, own)
+        assert found is not None
+        best = [
+            TokenTexts(tokenizer).of(0, [before], [token])[0]
+            for before, (token, _) in zip(
+                [*prompt, *completion.tokens], completion.likeliest, strict=False
+            )
+        ]
+        top = [
+            {text: logprob, likeliest: highest}
+            for text, logprob, likeliest, (_, highest) in zip(
+                found["tokens"], own, best, completion.likeliest, strict=True
+            )
+        ]
+        choice["logprobs"] = {
+            "tokens": [begin, *found["tokens"]],
+            "token_logprobs": [None, *own],
+            "top_logprobs": [None, *top],
+            "text_offset": [0, *(len(begin) + place for place in found["text_offset"])],
+        }
+        return choice
+
+    def usage(self, completions: Sequence[Completion]) -> Figures:
+        figures, opening = super().usage(completions), self.request.sampling.grammar
+        moved = len(opening.tokens) if isinstance(opening, Opening) else 0
+        return dataclasses.replace(
+            figures,
+            prompt_tokens=figures.prompt_tokens + moved,
+            new_tokens=figures.new_tokens - moved,
+        )
 
     def choice(self, delta: Delta) -> dict[str, Any] | None:
         """Returns the choice of the chunk of a delta; None if there is nothing to send."""

@@ -15,7 +15,7 @@ from typing import Any
 from dms_jax.checks import show
 from dms_jax.errors import ConfigError, TooLongError
 from dms_jax.generation import Sampling
-from dms_jax.generation.grammar import Grammar, json_rule, regex_rule
+from dms_jax.generation.grammar import Grammar, Opening, json_rule, regex_rule
 from dms_jax.generation.requests import encode_prompt
 from dms_jax.serving.answers import PLAIN, AnswerForm
 from dms_jax.serving.call_formats import FORMATS, literal
@@ -40,6 +40,7 @@ class Asked:
       cuts_max: whether it is cut to the room that there is, where clients send what is enough for
         any answer.
       prompt_field: that of the prompts.
+      echo: whether the one prompt is scored too, behind its first token.
       details: what the API's formatter needs besides.
       unknown: names of fields that were left out.
     """
@@ -54,6 +55,7 @@ class Asked:
     max_field: str = "max_tokens"
     cuts_max: bool = False
     prompt_field: str = "prompt"
+    echo: bool = False
     details: Any = None
     unknown: tuple[str, ...] = ()
 
@@ -122,11 +124,23 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
             param=asked.max_field,
             code=TOO_LONG,
         )
+    if most is None:
+        most = min(served.defaults.max_new_tokens, room)
+    grammar = _grammar(asked, form)
+    if asked.echo:
+        ((first, *others),) = prompts
+        prompts, grammar, most = [[first]], Opening(tuple(others)), most + len(others)
+    if not most:
+        raise RefusalError(
+            f"{asked.max_field}: at least 1; 0 is for a prompt with echo=true that has more tokens "
+            "than one.",
+            param=asked.max_field,
+        )
     sampling = dataclasses.replace(
         served.defaults,
         **{"seed": seed, "logprobs": False} | dict(asked.sampling),
-        max_new_tokens=most or min(served.defaults.max_new_tokens, room),
-        grammar=_grammar(asked, form),
+        max_new_tokens=most,
+        grammar=grammar,
     )
     return GenerationRequest(
         prompts, asked.choices, sampling, asked.stream, form, asked.details, asked.unknown

@@ -1,21 +1,27 @@
 """Times the first tokens of agents that send their growing prompt again at every turn.
 
 Several sessions run at a time. At every turn each sends all that it has sent and been answered so
-far and some more tokens (a tool's result), and is answered. An engine that keeps prefixes reads
-what is new, one that keeps none reads all. For each policy: the median and the longest time to a
-session's first token by turn, with and without prefixes, the share of the prompts' tokens that were
-cached, whether the answers are the same, and the bytes that the prefixes hold at the end; these
-beside Vanilla's are how many more sessions the same memory keeps. Real model shapes, random
-weights, random tokens; RandomEviction stands for DMS at the same ratio, and keeps as much.
+far and some more tokens (a tool's result), and is answered. How many tokens is a recording: 30
+turns of Codex, which begin with 8,843 tokens and end with 16,595 (agent_session.json). An engine
+that keeps prefixes reads what is new, one that keeps none reads all. For each policy: the median
+and the longest time to a session's first token by turn, with and without prefixes, the share of the
+prompts' tokens that were cached, whether the answers are the same, and the bytes that the prefixes
+hold at the end; these beside Vanilla's are how many more sessions the same memory keeps. Real model
+shapes, random weights, random tokens; RandomEviction stands for DMS at the same ratio, and keeps as
+much. With --url the same sessions ask whichever server of OpenAI's API listens there, ours or
+vLLM's; a client does not see tokens, so others stand for the last answer in the next prompt.
 
     python -m experiments.benchmarks.agent_sessions
     python -m experiments.benchmarks.agent_sessions --memory-gb 4 --prefix-gb 8
+    python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 \
+        --shape qwen2.5-1.5b
     python -m experiments.benchmarks.agent_sessions --layers 2 --dtype float32 --sessions 2 \
-        --turns 3     # without a GPU
+        --turns 3 --shorten 40     # without a GPU
 """
 
 import dataclasses
 import gc
+import json
 import pathlib
 import sys
 import time
@@ -26,13 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import command, run
 from dms_jax.generation import Engine, Sampling, Update
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.json_text import json_text
 from experiments.benchmarks.kernel_timing import environment
+from experiments.benchmarks.serving import ask_all, model_name
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, random_model
 
@@ -41,6 +48,7 @@ POLICIES = {
     "RandomEviction": dms_jax.RandomEviction(window=512, rate=0.75),
     "SnapKV": dms_jax.SnapKV(budget=1024),
 }
+RECORDING = pathlib.Path(__file__).with_name("agent_session.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +62,14 @@ class Config:
     sessions: int = 16
     """Sessions, which take each turn together."""
     turns: int = 30
-    """Turns of a session."""
-    first: int = 1024
-    """Tokens of the first prompt, half of which all sessions share."""
-    more: int = 384
-    """Tokens that come with every further turn."""
-    answer: int = 128
-    """Tokens of every answer."""
+    """Turns of a session, the first ones of the recording."""
+    recording: pathlib.Path | None = None
+    """JSON file with the tokens of each prompt (`prompts`) and answer (`answers`) of a session, and
+    of the beginning that all sessions share (`shared`); Codex's unless given."""
+    shorten: int = 1
+    """Divides these lengths, for a trial."""
+    url: str | None = None
+    """Address of a server, without /v1, that is timed in place of an engine."""
     policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
         "Vanilla",
         "RandomEviction",
@@ -79,54 +88,153 @@ class Config:
         check_numbers(self)
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Tokens of one turn of a session: those that come with it, and those of its answer."""
+
+    more: int
+    answer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Tokens of a session: its turns, and how many of the first prompt all sessions share."""
+
+    turns: list[Turn]
+    shared: int
+
+    @classmethod
+    def read(cls, config: Config) -> "Lengths":
+        """Reads the recording.
+
+        Raises:
+          ConfigError: it cannot be read, or has too few turns.
+        """
+        file = config.recording or RECORDING
+        name = f"--recording {file}"
+        try:
+            found = json.loads(file.read_text())
+            prompts, answers, shared = found["prompts"], found["answers"], found["shared"]
+            before = [0, *map(sum, zip(prompts, answers, strict=True))]
+            more = [now - then for now, then in zip(prompts, before[:-1], strict=True)]
+        except OSError as error:
+            raise dms_jax.ConfigError(f"{name}: {error.strerror}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise dms_jax.ConfigError(
+                f"{name}: it has prompts and answers, a number for each turn, and shared."
+            ) from error
+        if len(prompts) < config.turns or min(more) < 1 or not 0 <= shared < prompts[0]:
+            raise dms_jax.ConfigError(
+                f"{name} has {len(prompts)} turns, whose prompts must grow and share less than the "
+                f"first; --turns {config.turns}."
+            )
+        shorter = [
+            Turn(max(new // config.shorten, 1), max(answer // config.shorten, 1))
+            for new, answer in zip(more, answers, strict=True)
+        ]
+        return cls(shorter[: config.turns], shared // config.shorten)
+
+    @property
+    def total(self) -> int:
+        """Tokens of a whole session."""
+        return sum(each.more + each.answer for each in self.turns)
+
+
+class Prompts:
+    """The prompts of all sessions, of random tokens."""
+
+    def __init__(self, config: Config, lengths: Lengths, vocabulary: int):
+        self._random, self._vocabulary = np.random.default_rng(0), vocabulary
+        shared = self.tokens(lengths.shared)
+        own = lengths.turns[0].more - lengths.shared
+        self.now = [shared + self.tokens(own) for _ in range(config.sessions)]
+
+    def tokens(self, count: int) -> list[int]:
+        return self._random.integers(0, self._vocabulary, count).tolist()
+
+    def grow(self, answers: list[list[int]], more: int) -> None:
+        """Adds the last answers and what comes with the next turn."""
+        for prompt, answer in zip(self.now, answers, strict=True):
+            prompt += answer + self.tokens(more)
+
+
+def figures_of(prompts: list[list[int]], begun: list[float], cached: int) -> dict[str, Any]:
+    """Returns the figures of a turn.
+
+    Args:
+      prompts: what the sessions have sent.
+      begun: seconds until the first token of each.
+      cached: tokens of the prompts that were cached.
+    """
+    return dict(
+        prompt=len(prompts[0]),
+        median_seconds=float(np.median(begun)),
+        longest_seconds=max(begun),
+        cached=cached / sum(map(len, prompts)),
+    )
+
+
 def run_sessions(
     config: Config, model: dms_jax.LanguageModel, name: str, prefix_cache: float | None
 ) -> dict[str, Any]:
     """Returns the figures of all turns, and the answers."""
-    length = config.first + config.turns * (config.more + config.answer)
+    lengths = Lengths.read(config)
     engine = Engine(
         model,
         POLICIES[name],
         num_lanes=config.sessions,
-        max_tokens=length,
+        max_tokens=lengths.total,
         memory=None if config.memory_gb is None else config.memory_gb * 1e9,
         prefix_cache=prefix_cache,
     )
     engine.warm()  # as a server is: requests come while it runs
-    sampling = Sampling(temperature=0, max_new_tokens=config.answer)
-    random = np.random.default_rng(0)
-
-    def tokens(count: int) -> list[int]:
-        return random.integers(0, model.config.vocab_size, count).tolist()
-
-    shared = tokens(config.first // 2)
-    prompts = [shared + tokens(config.first - len(shared)) for _ in range(config.sessions)]
+    prompts = Prompts(config, lengths, model.config.vocab_size)
     turns, answers = [], []
-    for _ in range(config.turns):
+    for number, turn in enumerate(lengths.turns):
+        if number:
+            prompts.grow(answers[-1], turn.more)
+        sampling = Sampling(temperature=0, max_new_tokens=turn.answer)
         begun: dict[int, float] = {}
         start = time.perf_counter()
 
         def note(update: Update, begun=begun, start=start) -> None:
             begun.setdefault(update.index, time.perf_counter() - start)
 
-        requests = make_requests(model.config, prompts, sampling)
+        requests = make_requests(model.config, list(map(list, prompts.now)), sampling)
         come = iter([requests])
         engine.serve(
             Source([], sampling, incoming=lambda _, come=come: next(come, None), on_tokens=note)
         )
         cached = sum(each.usage.cached_tokens for each in requests if each.usage)
-        turns.append(
-            dict(
-                prompt=len(prompts[0]),
-                median_seconds=float(np.median(list(begun.values()))),
-                longest_seconds=max(begun.values()),
-                cached=cached / sum(map(len, prompts)),
-            )
-        )
+        turns.append(figures_of(prompts.now, list(begun.values()), cached))
         answers.append([each.generated for each in requests])
-        prompts = [each.prompt + each.generated + tokens(config.more) for each in requests]
     held = dataclasses.asdict(engine.runner.prefixes.counts)
     return dict(turns=turns, prefixes=held, answers=answers)
+
+
+def ask_server(config: Config, url: str) -> dict[str, Any]:
+    """Returns the figures of all turns of sessions that ask a server.
+
+    Raises:
+      ConfigError: it names no model, or does not answer.
+    """
+    name, lengths = model_name(url), Lengths.read(config)
+    prompts = Prompts(config, lengths, SHAPES[config.shape]["vocab_size"])
+    turns = []
+    for number, turn in enumerate(lengths.turns):
+        if number:
+            answered = [prompts.tokens(lengths.turns[number - 1].answer) for _ in prompts.now]
+            prompts.grow(answered, turn.more)
+        shared = dict(model=name, max_tokens=turn.answer, temperature=0, stream=True)
+        shared |= dict(stream_options={"include_usage": True})
+        bodies = [shared | {"prompt": prompt} for prompt in prompts.now]
+        answers = ask_all(url, bodies, config.sessions)
+        if errors := {each.error for each in answers if each.error is not None}:
+            raise dms_jax.ConfigError(f"--url {url}: {'; '.join(sorted(errors))}")
+        # An answer without text ended at once.
+        begun = [each.parts[0] if each.parts else each.seconds for each in answers]
+        turns.append(figures_of(prompts.now, begun, sum(each.cached for each in answers)))
+    return dict(turns=turns)
 
 
 def time_policy(config: Config, model: dms_jax.LanguageModel, name: str) -> dict[str, Any]:
@@ -148,9 +256,18 @@ def time_policy(config: Config, model: dms_jax.LanguageModel, name: str) -> dict
 def main(config: Config) -> None:
     """Times every policy and writes the figures."""
     make_place("--out", config.out)
-    fields = dict(SHAPES[config.shape])
-    fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
-    model = random_model(fields, jnp.dtype(config.dtype))
+    Lengths.read(config)  # before anything compiles
+    if config.url is not None:
+        figures = ask_server(config, config.url)
+        last = figures["turns"][-1]
+        print(
+            f"{config.url}: first text after {last['median_seconds']:.3f} s for "
+            f"{last['prompt']:,} tokens at the last turn, {last['cached']:.0%} cached",
+            flush=True,
+        )
+        # Only now: a card that this process held would be missing to the server.
+        write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
+        return
     results: dict[str, Any] = environment() | dict(
         command=command(without=("--out",)),
         config={
@@ -160,6 +277,9 @@ def main(config: Config) -> None:
         },
         rows=[],
     )
+    fields = dict(SHAPES[config.shape])
+    fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
+    model = random_model(fields, jnp.dtype(config.dtype))
     for name in config.policies:
         figures = time_policy(config, model, name)
         results["rows"].append(figures)

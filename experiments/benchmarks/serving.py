@@ -102,6 +102,7 @@ class Answer:
       parts: when each part of its text came; empty if there was none.
       seconds: when it had ended.
       tokens: tokens of the answer, as the server counts them.
+      cached: tokens of its prompt that the server had; 0 if it does not say.
       peak: most live tokens of its cache; None if the server does not say.
       error: why there is no answer; None if there is one.
     """
@@ -109,6 +110,7 @@ class Answer:
     parts: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
+    cached: int = 0
     peak: float | None = None
     error: str | None = None
 
@@ -203,6 +205,8 @@ def ask(address: str, body: dict[str, Any]) -> Answer:
                 answer.parts.append(time.perf_counter() - start)
             if usage := event.get("usage"):
                 answer.tokens = usage["completion_tokens"]
+                details = usage.get("prompt_tokens_details") or {}
+                answer.cached = details.get("cached_tokens") or 0
                 answer.peak = usage.get("kv_cache", {}).get("peak_tokens")
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         answer.error = f"{type(error).__name__}: {error}"

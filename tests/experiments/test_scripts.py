@@ -29,7 +29,7 @@ STEPS = dict(batch=2, context=192, chunk=4, repeats=1, dtype="float32")
 # The smallest settings of scripts that run on a CPU with nothing put in the place of their parts.
 RUNS: dict[str, dict] = {
     "benchmarks.agent_sessions": dict(
-        shape="tiny", layers=1, sessions=2, turns=2, first=140, more=8, answer=4, dtype="float32"
+        shape="tiny", layers=1, sessions=2, turns=2, shorten=60, dtype="float32"
     ),
     "benchmarks.decode_steps": dict(
         STEPS, shapes=("tiny",), window=16, ratios=(1, 4), model_parallel=(1, 2)

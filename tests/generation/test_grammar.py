@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import re
+import types
 
 import chex
 import jax
@@ -285,6 +286,20 @@ def test_without_llguidance_the_extra_is_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'dms-jax\[grammar\]'"):
         Grammar.regex("a")
     assert not grammar.is_served(stories())
+
+
+def test_an_opening_allows_its_next_token_alone_and_then_every_one():
+    tokens = (33, 69, 31)
+    masks, matcher = TokenMasks(2, 70), grammar.OpeningMatcher(grammar.Opening(tokens))
+    request, found = types.SimpleNamespace(matcher=matcher), masks.next({1: matcher})
+    for token in tokens:
+        bits = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")
+        assert bits[0].all()
+        assert np.flatnonzero(bits[1]).tolist() == [token]
+        found = masks.after({1: request}, np.array([5, token]), end_tokens=())
+    assert (found == -1).all()
+    matcher.restart([33])
+    assert matcher.only == 69
 
 
 def test_masks_of_lanes_without_a_grammar_allow_everything():

@@ -132,9 +132,14 @@ def answer(compiled, tokens, seed):
     return None
 
 
-def test_every_answer_to_every_schema_is_valid():
+def vocabulary():
+    """The tokens of the shipped model with its end token, as llguidance knows them."""
     ends = type(stories().generation)(eos_token_ids=(END,))
-    tokens = grammar._tokens(dataclasses.replace(stories(), generation=ends))
+    return grammar._tokens(dataclasses.replace(stories(), generation=ends))
+
+
+def test_every_answer_to_every_schema_is_valid():
+    tokens = vocabulary()
     judged, kinds = 0, set()
     for number in range(SCHEMAS):
         schema = schema_of(number)

@@ -1,11 +1,14 @@
 """The files of the checkout that git does not ignore, as they stand."""
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# The packages of `make clients`.
+CLIENTS = ROOT / os.environ.get("CLIENTS", ".clients")
 # Figures that scripts wrote: large, and no part of the code.
 RESULTS = "experiments/results/"
 

@@ -17,22 +17,21 @@ from dms_jax.errors import ConfigError
 from dms_jax.evaluation import harness
 from tests.generation.support import log_softmax, stories
 from tests.support.models import random_model, tiny_config
+from tests.support.tree import CLIENTS, ROOT
+
+pytestmark = pytest.mark.nightly
 
 HERE = pathlib.Path(__file__).parent
 PATH = str(assets.path("stories260k"))
 SMALL = dict(lanes=4, page_size=16, chunk=8, prefill_chunk=32)
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.models", None)
-    with pytest.raises(ConfigError, match=r"lm-eval, which is not installed.*dms-jax\[eval\]"):
-        harness.register()
-
-
 @pytest.fixture(scope="module")
 def lm_eval():
-    return pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
+    """From the extra `eval`, or else from `make clients`, behind all that is installed."""
+    sys.path.append(str(CLIENTS / "python"))
+    yield pytest.importorskip("lm_eval", reason="lm-eval is not there: `make clients`")
+    sys.path.pop()
 
 
 @functools.cache
@@ -205,7 +204,7 @@ def test_a_local_task_from_the_command_line(lm_eval, tmp_path):
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(HERE.parents[2]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(CLIENTS / "python")]),
         },
         capture_output=True,
         text=True,

@@ -1,9 +1,12 @@
 """What tasks ask for is served or refused, and open turns end where their content does."""
 
+import sys
+
 import pytest
 
 from dms_jax.checkpoint.chat import render_chat
 from dms_jax.errors import ConfigError, DataError
+from dms_jax.evaluation import harness
 from dms_jax.evaluation.harness_requests import open_turn, read_sampling
 from dms_jax.generation import Sampling
 
@@ -105,3 +108,10 @@ def test_an_open_turn_ends_where_its_content_does(template, content, open_text):
 def test_turns_that_cannot_be_continued_are_refused(template, messages, says):
     with pytest.raises(DataError, match=says):
         open_turn(Written(template), messages)
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.models", None)
+    with pytest.raises(ConfigError, match=r"lm-eval, which is not installed.*dms-jax\[eval\]"):
+        harness.register()

@@ -15,6 +15,7 @@ import pytest
 
 import dms_jax
 from experiments.benchmarks import (
+    agent_sessions,
     decode_steps,
     engine,
     engine_host,
@@ -221,6 +222,59 @@ def test_loads_of_a_running_server_repeat_no_prompt(tmp_path):
         assert 0 < row["first_part_ms"]["median"] <= row["whole_ms"]["median"]
         assert 3 < row["peak_tokens"] <= 24  # TOVA's budget
     assert report["device"] is None
+
+
+# -- agent sessions --------------------------------------------------------------------------------
+
+
+def test_prompts_of_sessions_are_as_long_as_the_recorded_ones():
+    config = agent_sessions.Config(sessions=2)
+    recorded = json.loads(agent_sessions.RECORDING.read_text())
+    lengths = agent_sessions.Lengths.read(config)
+    prompts, found = agent_sessions.Prompts(config, lengths, 512), []
+    for number, turn in enumerate(lengths.turns):
+        if number:
+            prompts.grow([[0] * lengths.turns[number - 1].answer] * 2, turn.more)
+        found.append(len(prompts.now[0]))
+    assert found == recorded["prompts"]
+    assert (len(found), found[-1]) == (30, 16_595)
+    assert lengths.total == found[-1] + recorded["answers"][-1]
+    one, other = prompts.now
+    assert one[: lengths.shared] == other[: lengths.shared]
+    assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("{", "prompts and answers"),
+        ('{"prompts": [9], "answers": [1, 2], "shared": 1}', "prompts and answers"),
+        ('{"prompts": [9], "answers": [1], "shared": 1}', "has 1 turns"),
+        ('{"prompts": [9, 10], "answers": [1, 1], "shared": 1}', "must grow"),
+        ('{"prompts": [9, 20], "answers": [1, 1], "shared": 9}', "must grow and share less"),
+        (None, "No such file"),
+    ],
+)
+def test_a_recording_that_is_none_is_refused(tmp_path, written, said):
+    file = tmp_path / "session.json"
+    if written is not None:
+        file.write_text(written)
+    with pytest.raises(dms_jax.ConfigError, match=said):
+        agent_sessions.Lengths.read(agent_sessions.Config(turns=2, recording=file))
+
+
+@pytest.mark.nightly
+def test_sessions_ask_a_running_server(tmp_path):
+    out = tmp_path / "sessions.json"
+    with a_server(policy=dms_jax.Vanilla(), prefix_cache=1e6) as client:
+        sizes = dict(shape="tiny", sessions=3, turns=4, shorten=150)
+        address = f"http://127.0.0.1:{client.port}"
+        agent_sessions.main(agent_sessions.Config(**sizes, url=address, out=out))
+        assert client.metric("dms_jax_answers_total") == 12
+    (row,) = json.loads(out.read_text())["rows"]
+    assert [turn["prompt"] for turn in row["turns"]] == [58, 60, 62, 64]
+    assert all(0 < turn["median_seconds"] <= turn["longest_seconds"] for turn in row["turns"])
+    assert [turn["cached"] > 0.5 for turn in row["turns"]] == [False, True, True, True]
 
 
 # Compiles into the cache of its folder and no other, and takes a tenth of a second.

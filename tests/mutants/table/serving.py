@@ -330,6 +330,28 @@ MUTANTS = [
         (f"{GRAMMAR}::test_a_schema_cannot_switch_keywords_off",),
     ),
     Mutant(
+        "grammar: an opening begins again where its answer goes on",
+        "dms_jax/generation/grammar.py",
+        "        self._next = len(tokens)\n",
+        "        self._next = 0\n",
+        (f"{GRAMMAR}::test_an_opening_allows_its_next_token_alone_and_then_every_one",),
+    ),
+    Mutant(
+        "grammar: the next token of an opening is looked for in the first word of its mask",
+        "dms_jax/generation/grammar.py",
+        "[lane, only // BITS]",
+        "[lane, 0]",
+        (f"{GRAMMAR}::test_an_opening_allows_its_next_token_alone_and_then_every_one",),
+    ),
+    Mutant(
+        "serving: tokens of a prompt that is scored count as generated",
+        FOLDER + "completions_api.py",
+        "new_tokens=figures.new_tokens - moved,",
+        "new_tokens=figures.new_tokens,",
+        ("tests/serving/test_echo.py::test_an_echo_has_the_log_probabilities_of_a_plain_pass",),
+        night=True,
+    ),
+    Mutant(
         "serving: arguments of a call go on behind their end",
         FOLDER + "call_formats.py",
         "end = next(ends, len(text))",
