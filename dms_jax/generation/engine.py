@@ -103,10 +103,13 @@ class EngineOptions(Options):
       chunk: decode steps between two looks at the requests, no more than `max_tokens`; up to four
         runs of one compiled program, as long as each has eight steps and they divide the chunk.
       page_size: slots per page.
-      prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
-        programs of a half or, of tokens that a policy reads one by one, a quarter and a sixteenth.
+      prefill_chunk: prompt tokens of one sequence per compiled program, no more than
+        `prefill_tokens`; shorter prompts have programs of a half or, of tokens that a policy reads
+        one by one, a quarter and a sixteenth.
       prefill_tokens: prompt tokens of all sequences together per compiled program; prompts of half
         a chunk and less have programs of a half where padding is left out, a few of an eighth.
+        Where requests may come at any time, also the most prompt tokens between two chunks of
+        steps: no answer pauses for more of others' prompts.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
@@ -170,9 +173,9 @@ class Overlap:
 
     Attributes:
       num_steps: steps of a chunk; one where a stop string must end a sequence that stays.
-      takes_turns: whether programs of prompts and chunks of steps take turns, so that nobody's
-        answer waits for more than a chunk of another's prompt. Not with a policy that cuts dense
-        prompts, whose steps have page tables of the cut rows alone.
+      takes_turns: whether prompts and chunks of steps take turns, so that nobody's answer waits for
+        more than `prefill_tokens` of others' prompts. Not with a policy that cuts dense prompts,
+        whose steps have page tables of the cut rows alone.
       waits: whether the updates of a chunk are sent before the next one is launched, as a listener
         may cancel, or a stop string ends a sequence that stays.
       hands_over: whether requests may come at any time, so that the last program of each chunk runs
@@ -221,6 +224,7 @@ class Call:
         self.scheduler = Scheduler(
             engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
         )
+        self._prefill_tokens = engine.options.prefill_tokens
         self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
     def step(self) -> bool:
@@ -318,9 +322,15 @@ class Call:
     # -- launch -----------------------------------------------------------------------------------
 
     def _launch_prefill(self) -> None:
-        """Launches the next program of prompts, and the draws behind those that are complete."""
+        """Launches programs of prompts, and the draws behind those that are complete.
+
+        It is one program; but where answers wait for their next steps, as many as have
+        `prefill_tokens` together, or the first whose tokens a policy reads one by one.
+        """
         scheduler, runner = self.scheduler, self.runner
-        while batch := self._prefill.next_batch():
+        fills_turn = self.overlap.takes_turns and bool(scheduler.decoding)
+        room = self._prefill_tokens
+        while batch := self._prefill.next_batch(room if fills_turn else None):
             extra = np.zeros(runner.num_lanes, np.int64)
             for lane, tokens in batch.tokens.items():
                 extra[lane] = len(tokens)
@@ -333,7 +343,9 @@ class Call:
             requests = {lane: scheduler.running[lane] for lane in batch.tokens}
             self.in_flight.add_prefill(extended, requests)
             scheduler.take_prefixes(batch.tokens, self.in_flight.collect_prompts)
-            break
+            room -= batch.shape.most
+            if not (fills_turn and batch.shape.one_pass):
+                break
         if not (source_of := self._prefill.take_complete()):
             return
         shared = {lane: source for lane, source in source_of.items() if lane != source}
@@ -347,7 +359,7 @@ class Call:
             scheduler.fork(shared)
 
     def _reserve_or_preempt(self, extra: np.ndarray, *, prompt: bool) -> bool:
-        """Reserves pages, preempting the youngest until they fit; False if any left its lane."""
+        """Reserves pages, preempting requests until they fit; False if any left its lane."""
         scheduler, reservation = self.scheduler, self.runner.reservation
         before = len(scheduler.running)
         while not reservation.fits(extra, prompt=prompt):
@@ -463,10 +475,9 @@ class Engine:
             prefix_cache=self.options.prefix_cache,
         )
         self.end_tokens = model.generation.eos_token_ids
-        self.admission = Admission(
-            self.runner, self.chunk, self.options.prefill_chunk, self.end_tokens
-        )
-        longest = min(self.options.prefill_chunk, max(8, bucket(max_tokens)))
+        prefill_chunk = min(self.options.prefill_chunk, self.options.prefill_tokens)
+        self.admission = Admission(self.runner, self.chunk, prefill_chunk, self.end_tokens)
+        longest = min(prefill_chunk, max(8, bucket(max_tokens)))
         self.shapes = self.runner.prompt_shapes(longest, self.options.prefill_tokens)
         self._lock = threading.Lock()
         self._call: Call | None = None  # the running one, or after an error the last
