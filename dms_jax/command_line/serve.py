@@ -41,6 +41,7 @@ from dms_jax.serving.call_formats import format_of
 from dms_jax.serving.chats import template_text, with_shown_markers
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.server import Server, take_address
+from dms_jax.serving.service import PREFILL_TOKENS
 
 INTERRUPTED = "The server has ended."
 SequenceTokens = Annotated[int, Range(2)]  # one of a prompt, and one of its answer
@@ -63,11 +64,14 @@ class Config(Generating):
     max_tokens: int | None = None
     """Most tokens of a prompt and its answer; the model's positions unless given."""
     max_waiting: int = 256
-    """Most answers that wait for a lane; clients of more are told to try again."""
+    """Most answers that wait for a lane; clients of more get a 429 with Retry-After."""
     max_new_tokens: int = 1024
     """Longest answer of requests that give none, as far as there is room."""
     chunk: int = 8
     """Decode steps between two polls: text arrives, and requests join, this often."""
+    prefill_tokens: int = PREFILL_TOKENS
+    """Most tokens of prompts that are read between two chunks of steps: no answer pauses for more.
+    With fewer, answers flow more evenly, and prompts wait longer while others decode."""
     prefix_cache: str = "4GB"
     """Host memory for the beginnings of prompts that were read before, beside what requests leave
     of the cache: bytes (500MB, 4GB); off to keep none."""
@@ -148,6 +152,7 @@ def make_service(config: Config) -> Service:
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
+        prefill_tokens=check("--prefill-tokens", config.prefill_tokens, CountOnDevice),
         prefix_cache=read_bytes("--prefix-cache", config.prefix_cache),
     )
     limits |= config.cache()

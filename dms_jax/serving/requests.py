@@ -40,6 +40,7 @@ class Asked:
       cuts_max: whether it is cut to the room that there is, where clients send what is enough for
         any answer.
       prompt_field: that of the prompts.
+      priority: see `Service.submit`.
       details: what the API's formatter needs besides.
       unknown: names of fields that were left out.
     """
@@ -54,6 +55,7 @@ class Asked:
     max_field: str = "max_tokens"
     cuts_max: bool = False
     prompt_field: str = "prompt"
+    priority: int = 0
     details: Any = None
     unknown: tuple[str, ...] = ()
 
@@ -68,7 +70,7 @@ class GenerationRequest:
       sampling: how they are sampled.
       stream: whether tokens are sent as they are generated.
       form: how the text of an answer is read.
-      details, unknown: see `Asked`.
+      priority, details, unknown: see `Asked`.
     """
 
     prompts: list[list[int]]
@@ -76,6 +78,7 @@ class GenerationRequest:
     sampling: Sampling
     stream: bool
     form: AnswerForm = PLAIN
+    priority: int = 0
     details: Any = None
     unknown: tuple[str, ...] = ()
 
@@ -129,7 +132,14 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         grammar=_grammar(asked, form),
     )
     return GenerationRequest(
-        prompts, asked.choices, sampling, asked.stream, form, asked.details, asked.unknown
+        prompts,
+        asked.choices,
+        sampling,
+        asked.stream,
+        form,
+        priority=asked.priority,
+        details=asked.details,
+        unknown=asked.unknown,
     )
 
 

@@ -107,14 +107,12 @@ def test_a_short_prompt_waits_for_one_program_of_a_longer_one_between_two_of_its
 
 def test_a_long_prompt_is_read_however_many_short_ones_come():
     """One comes for every program, and each takes a whole one."""
-    state, programs = narrow_queue(part(0, 640)), 0
-    while 0 in state.items:
-        lane = programs + 1
+    state, ended = narrow_queue(part(0, 640)), []
+    for lane in range(1, 20):
         state.add(lane, part(lane, 64))
         run(state)
-        state.take_complete()
-        programs += 1
-    assert programs == 2 * 9  # its last chunk is as short as they are
+        ended += state.take_complete()
+    assert ended.index(0) == 8  # behind eight of them: its last chunk is as short as they are
 
 
 def test_prompts_of_a_lower_number_are_read_before_all_others():
