@@ -174,8 +174,7 @@ class Overlap:
     Attributes:
       num_steps: steps of a chunk; one where a stop string must end a sequence that stays.
       takes_turns: whether prompts and chunks of steps take turns, so that nobody's answer waits for
-        more than `prefill_tokens` of others' prompts. Not with a policy that cuts dense prompts,
-        whose steps have page tables of the cut rows alone.
+        more than `prefill_tokens` of others' prompts.
       waits: whether the updates of a chunk are sent before the next one is launched, as a listener
         may cancel, or a stop string ends a sequence that stays.
       hands_over: whether requests may come at any time, so that the last program of each chunk runs
@@ -188,14 +187,14 @@ class Overlap:
     hands_over: bool
 
     @classmethod
-    def of(cls, source: Source, policy: Policy, chunk: int) -> "Overlap":
-        """Returns the most that a source and a policy allow."""
+    def of(cls, source: Source, chunk: int) -> "Overlap":
+        """Returns the most that a source allows."""
         is_open = source.incoming is not None
         by_step = source.keep and bool(source.sampling.stop_strings)
         is_heard = source.on_tokens is not None and not source.late
         return cls(
             num_steps=1 if by_step else chunk,
-            takes_turns=is_open and not policy.shrinks,
+            takes_turns=is_open,
             waits=not is_open and (by_step or is_heard),
             hands_over=is_open,
         )
@@ -212,7 +211,7 @@ class Call:
     def __init__(self, engine: "Engine", source: Source):
         self.source, self.runner, self._given = source, engine.runner, source.given
         self._model = engine.model
-        self.overlap = Overlap.of(source, engine.policy, engine.chunk)
+        self.overlap = Overlap.of(source, engine.chunk)
         self.runner.prefixes.closed = source.incoming is None
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer

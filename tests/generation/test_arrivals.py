@@ -274,7 +274,7 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
     return [first, *others], told, looks
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts"])
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts", "cuts often"])
 def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
     engine = host_engine(name, **BY_CHUNK)
     requests, _, looks = joined_while_it_decodes(engine, prompts((5, 30)), [GREEDY] * 2)
@@ -284,16 +284,6 @@ def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
     read = 1 + CHUNK // 2
     at = looks.index((read, 0))
     assert looks[at : at + 2] == [(read, 0), (read + CHUNK, WIDTH)]
-
-
-def test_a_policy_that_cuts_prompts_reads_them_first():
-    """Its steps have page tables for the rows that it has cut, and a dense prompt has more."""
-    requests, _, looks = joined_while_it_decodes(
-        host_engine("cuts"), prompts((5, 30)), [GREEDY] * 2
-    )
-    check(requests, "cuts")
-    # Half of a chunk still runs, and no other one is launched until the prompt is read.
-    assert {generated for generated, read in looks if 0 < read < 30} == {1 + CHUNK // 2}
 
 
 def test_a_request_joins_a_prompt_that_is_half_read():

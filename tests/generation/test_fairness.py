@@ -84,7 +84,7 @@ def arrivals_at_random(choose, count):
     return requests
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts"])
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
 @pytest.mark.parametrize("bound", [8, 16, 40])
 def test_no_answer_pauses_for_more_prompt_tokens_than_it_is_told(name, bound, monkeypatch):
     engine = host_engine(name, 6, prefill_tokens=bound, **SHAPE)

@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         "generation: answers wait while the prompt of another request is read",
         FOLDER + "engine.py",
-        "takes_turns=is_open and not policy.shrinks",
+        "takes_turns=is_open",
         "takes_turns=False",
         (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
     ),
