@@ -41,7 +41,6 @@ from dms_jax.serving.call_formats import format_of
 from dms_jax.serving.chats import template_text, with_shown_markers
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.server import Server, take_address
-from dms_jax.serving.service import PREFILL_TOKENS
 
 INTERRUPTED = "The server has ended."
 SequenceTokens = Annotated[int, Range(2)]  # one of a prompt, and one of its answer
@@ -69,7 +68,7 @@ class Config(Generating):
     """Longest answer of requests that give none, as far as there is room."""
     chunk: int = 8
     """Decode steps between two polls: text arrives, and requests join, this often."""
-    prefill_tokens: int = PREFILL_TOKENS
+    prefill_tokens: int = 8192
     """Most tokens of prompts that are read between two chunks of steps: no answer pauses for more.
     With fewer, answers flow more evenly, and prompts wait longer while others decode."""
     prefix_cache: str = "4GB"

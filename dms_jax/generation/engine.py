@@ -102,6 +102,7 @@ class EngineOptions(Options):
         within the free memory.
       chunk: decode steps between two looks at the requests, no more than `max_tokens`; up to four
         runs of one compiled program, as long as each has eight steps and they divide the chunk.
+        Where requests may come at any time, it is one step while prompts wait to be read.
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program, no more than
         `prefill_tokens`; shorter prompts have programs of a half or, of tokens that a policy reads
@@ -224,6 +225,7 @@ class Call:
             engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
         )
         self._prefill_tokens = engine.options.prefill_tokens
+        self._steps_between_prompts = engine.steps_between_prompts
         self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
     def step(self) -> bool:
@@ -376,6 +378,8 @@ class Call:
         """Launches a chunk of steps; collects the last one, and what may not stay in flight."""
         scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
         reservation, num_steps = self.runner.reservation, overlap.num_steps
+        if overlap.takes_turns and self._prefill.has_tokens:
+            num_steps = min(num_steps, self._steps_between_prompts)
         extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         if in_flight.programs and not reservation.fits_table(extra):
             self._finish_steps()
@@ -564,12 +568,24 @@ class Engine:
         if (call := self._call) is not None:
             call.scheduler.cancelled.update(checked)
 
+    @property
+    def steps_between_prompts(self) -> int:
+        """Steps of a chunk behind which prompts wait, where requests may come at any time.
+
+        It is one, as prompts would otherwise wait for several steps of all who decode after every
+        `prefill_tokens`: of 256 clients with prompts of 8,192 tokens, most of the time would go to
+        steps of few. Where all prompts together have no more tokens than that, none wait.
+        """
+        most = self.options.num_lanes * self.runner.max_tokens
+        return 1 if most > self.options.prefill_tokens else self.chunk
+
     def warm(self) -> int:
         """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
         compilation.check_process()
         with unless_busy(self._lock, "The engine"), self.runner.working():
-            num_steps = InFlight(self.runner, self.end_tokens).steps_a_program(self.chunk)
-            return compile_all(self.runner, self.shapes, num_steps, self.end_tokens)
+            in_flight = InFlight(self.runner, self.end_tokens)
+            sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}
+            return compile_all(self.runner, self.shapes, sizes, self.end_tokens)
 
     @property
     def running(self) -> list[Request]:

@@ -381,6 +381,11 @@ class PrefillQueue:
         found = {each.request.index for lane, each in self.items.items() if lane in sources}
         return found & cancelled
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether anything waits to be read."""
+        return any(each.source == lane and each.left for lane, each in self.items.items())
+
     def next_batch(self, most: int | None = None) -> PrefillBatch | None:
         """Returns the next program; None if the queue is empty.
 

@@ -38,7 +38,6 @@ from dms_jax.generation.requests import (
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-PREFILL_TOKENS = 2048  # of `EngineOptions`, unless a service is given others
 MOST_RETRY_SECONDS = 60  # clients of OpenAI's library wait no longer
 _ENDS = 64  # answers over whose ends a rate is measured
 
@@ -213,7 +212,6 @@ class Service:
         max_waiting: int = 256,
         **options: Unpack[EngineKeywords],
     ):
-        options.setdefault("prefill_tokens", PREFILL_TOKENS)
         limits = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
         self.max_requests = limits.num_lanes + check("max_waiting", max_waiting, Whole)
         positions = model.config.max_position_embeddings

@@ -279,11 +279,12 @@ def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
     engine = host_engine(name, **BY_CHUNK)
     requests, _, looks = joined_while_it_decodes(engine, prompts((5, 30)), [GREEDY] * 2)
     check(requests, name)
-    # A chunk of the answer after each chunk of the prompt, as long as there is one; at each look
-    # half of one still runs.
+    # A step of the answer after each chunk of the prompt, as long as there is one; at the first of
+    # these looks half a chunk still runs.
     read = 1 + CHUNK // 2
     at = looks.index((read, 0))
-    assert looks[at : at + 2] == [(read, 0), (read + CHUNK, WIDTH)]
+    there = read + CHUNK // 2
+    assert looks[at : at + 3] == [(read, 0), (there, WIDTH), (there + 1, 2 * WIDTH)]
 
 
 def test_a_request_joins_a_prompt_that_is_half_read():
@@ -297,12 +298,12 @@ def test_a_request_joins_a_prompt_that_is_half_read():
 
 def test_a_prompt_that_an_answer_leaves_no_room_is_read_again():
     """The answer grows while the prompt is read, and the pool does not hold both to the end."""
-    engine, given = host_engine(**BY_CHUNK), prompts((5, 40))
+    engine, given = host_engine(**BY_CHUNK), prompts((5, 58))
     samplings = [dataclasses.replace(GREEDY, max_new_tokens=most) for most in (58, 4)]
     with squeezed(engine, 6 * 20):
-        requests, *_ = joined_while_it_decodes(engine, given, samplings)
+        requests, *_ = joined_while_it_decodes(engine, given, samplings, after=9)
     check(requests)
-    assert requests[1].usage.prefilled_tokens > 40
+    assert requests[1].usage.prefilled_tokens > 58
 
 
 @pytest.mark.parametrize("reason", ["end", "length"])

@@ -154,6 +154,24 @@ def test_a_short_prompt_behind_a_long_one_is_answered_first(monkeypatch):
     assert max(watch.pauses) == WIDTH
 
 
+@pytest.mark.parametrize(("options", "steps"), [(BY_CHUNK, 1), ({}, CHUNK)])
+def test_while_prompts_wait_a_chunk_is_one_step(options, steps, monkeypatch):
+    engine = host_engine(lanes=6, **SHAPE, **options)
+    assert engine.steps_between_prompts == steps  # by whether prompts can wait at all
+    decode, sizes = engine.runner.decode, {True: set(), False: set()}
+
+    def decoded(*given, **more):
+        sizes[engine._call._prefill.has_tokens].add(more["num_steps"])
+        return decode(*given, **more)
+
+    monkeypatch.setattr(engine.runner, "decode", decoded)
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=60)
+    requests = requests_of([story_tokens()[:5], story_tokens()[10:90]], sampling)
+    serve_arrivals(engine, [requests[:1], [], requests[1:]], lambda each: None)
+    check(requests)
+    assert sizes == {True: {1} if steps == 1 else set(), False: {CHUNK}}
+
+
 # -- priorities ----------------------------------------------------------------------------------
 
 
