@@ -307,10 +307,18 @@ class PageAllocator:
         shard = np.broadcast_to(self._shard[:, targets, :, None], taken.shape)[taken] % self._shards
         return [pairs[:, shard == number] for number in range(self._shards)]
 
-    def table_of_width(self, width: int) -> Int[np.ndarray, "L B K M"]:
-        """Returns the table with exactly `width` columns, so that compiled shapes seldom change."""
+    def table_of_width(
+        self, width: int, lanes: Bool[np.ndarray, " B"] | None = None
+    ) -> Int[np.ndarray, "L B K M"]:
+        """Returns the table with exactly `width` columns, so that compiled shapes seldom change.
+
+        Args:
+          width: number of columns.
+          lanes: sequences whose rows it must have whole; None for all.
+        """
         if width <= self.table.shape[-1]:
-            if (self.reserved > width).any():
+            whole = self.reserved if lanes is None else self.reserved[:, lanes]
+            if (whole > width).any():
                 raise CapacityError(f"A row holds more than {width} pages.")
             return self.table[..., :width]
         pad = [(0, 0)] * 3 + [(0, width - self.table.shape[-1])]

@@ -65,11 +65,14 @@ class Config(Generating):
     max_tokens: int | None = None
     """Most tokens of a prompt and its answer; the model's positions unless given."""
     max_waiting: int = 256
-    """Most answers that wait for a lane; clients of more are told to try again."""
+    """Most answers that wait for a lane; clients of more get a 429 with Retry-After."""
     max_new_tokens: int = 1024
     """Longest answer of requests that give none, as far as there is room."""
     chunk: int = 8
     """Decode steps between two polls: text arrives, and requests join, this often."""
+    prefill_tokens: int = 8192
+    """Most tokens of prompts that are read between two chunks of steps: no answer pauses for more.
+    With fewer, answers flow more evenly, and prompts wait longer while others decode."""
     prefix_cache: str = "4GB"
     """Host memory for the beginnings of prompts that were read before, beside what requests leave
     of the cache: bytes (500MB, 4GB); off to keep none."""
@@ -150,6 +153,7 @@ def make_service(config: Config) -> Service:
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
+        prefill_tokens=check("--prefill-tokens", config.prefill_tokens, CountOnDevice),
         prefix_cache=read_bytes("--prefix-cache", config.prefix_cache),
     )
     limits |= config.cache()

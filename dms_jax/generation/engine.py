@@ -102,11 +102,15 @@ class EngineOptions(Options):
         within the free memory.
       chunk: decode steps between two looks at the requests, no more than `max_tokens`; up to four
         runs of one compiled program, as long as each has eight steps and they divide the chunk.
+        Where requests may come at any time, it is one step while prompts wait to be read.
       page_size: slots per page.
-      prefill_chunk: prompt tokens of one sequence per compiled program; shorter prompts have
-        programs of a half or, of tokens that a policy reads one by one, a quarter and a sixteenth.
+      prefill_chunk: prompt tokens of one sequence per compiled program, no more than
+        `prefill_tokens`; shorter prompts have programs of a half or, of tokens that a policy reads
+        one by one, a quarter and a sixteenth.
       prefill_tokens: prompt tokens of all sequences together per compiled program; prompts of half
         a chunk and less have programs of a half where padding is left out, a few of an eighth.
+        Where requests may come at any time, also the most prompt tokens between two chunks of
+        steps: no answer pauses for more of others' prompts.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
@@ -170,9 +174,8 @@ class Overlap:
 
     Attributes:
       num_steps: steps of a chunk; one where a stop string must end a sequence that stays.
-      takes_turns: whether programs of prompts and chunks of steps take turns, so that nobody's
-        answer waits for more than a chunk of another's prompt. Not with a policy that cuts dense
-        prompts, whose steps have page tables of the cut rows alone.
+      takes_turns: whether prompts and chunks of steps take turns, so that nobody's answer waits for
+        more than `prefill_tokens` of others' prompts.
       waits: whether the updates of a chunk are sent before the next one is launched, as a listener
         may cancel, or a stop string ends a sequence that stays.
       hands_over: whether requests may come at any time, so that the last program of each chunk runs
@@ -185,14 +188,14 @@ class Overlap:
     hands_over: bool
 
     @classmethod
-    def of(cls, source: Source, policy: Policy, chunk: int) -> "Overlap":
-        """Returns the most that a source and a policy allow."""
+    def of(cls, source: Source, chunk: int) -> "Overlap":
+        """Returns the most that a source allows."""
         is_open = source.incoming is not None
         by_step = source.keep and bool(source.sampling.stop_strings)
         is_heard = source.on_tokens is not None and not source.late
         return cls(
             num_steps=1 if by_step else chunk,
-            takes_turns=is_open and not policy.shrinks,
+            takes_turns=is_open,
             waits=not is_open and (by_step or is_heard),
             hands_over=is_open,
         )
@@ -209,7 +212,7 @@ class Call:
     def __init__(self, engine: "Engine", source: Source):
         self.source, self.runner, self._given = source, engine.runner, source.given
         self._model = engine.model
-        self.overlap = Overlap.of(source, engine.policy, engine.chunk)
+        self.overlap = Overlap.of(source, engine.chunk)
         self.runner.prefixes.closed = source.incoming is None
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer
@@ -221,6 +224,8 @@ class Call:
         self.scheduler = Scheduler(
             engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
         )
+        self._prefill_tokens = engine.options.prefill_tokens
+        self._steps_between_prompts = engine.steps_between_prompts
         self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
     def step(self) -> bool:
@@ -318,9 +323,15 @@ class Call:
     # -- launch -----------------------------------------------------------------------------------
 
     def _launch_prefill(self) -> None:
-        """Launches the next program of prompts, and the draws behind those that are complete."""
+        """Launches programs of prompts, and the draws behind those that are complete.
+
+        It is one program; but where answers wait for their next steps, as many as have
+        `prefill_tokens` together, or the first whose tokens a policy reads one by one.
+        """
         scheduler, runner = self.scheduler, self.runner
-        while batch := self._prefill.next_batch():
+        fills_turn = self.overlap.takes_turns and bool(scheduler.decoding)
+        room = self._prefill_tokens
+        while batch := self._prefill.next_batch(room if fills_turn else None):
             extra = np.zeros(runner.num_lanes, np.int64)
             for lane, tokens in batch.tokens.items():
                 extra[lane] = len(tokens)
@@ -333,7 +344,9 @@ class Call:
             requests = {lane: scheduler.running[lane] for lane in batch.tokens}
             self.in_flight.add_prefill(extended, requests)
             scheduler.take_prefixes(batch.tokens, self.in_flight.collect_prompts)
-            break
+            room -= batch.shape.most
+            if not (fills_turn and batch.shape.one_pass):
+                break
         if not (source_of := self._prefill.take_complete()):
             return
         shared = {lane: source for lane, source in source_of.items() if lane != source}
@@ -347,7 +360,7 @@ class Call:
             scheduler.fork(shared)
 
     def _reserve_or_preempt(self, extra: np.ndarray, *, prompt: bool) -> bool:
-        """Reserves pages, preempting the youngest until they fit; False if any left its lane."""
+        """Reserves pages, preempting requests until they fit; False if any left its lane."""
         scheduler, reservation = self.scheduler, self.runner.reservation
         before = len(scheduler.running)
         while not reservation.fits(extra, prompt=prompt):
@@ -365,6 +378,8 @@ class Call:
         """Launches a chunk of steps; collects the last one, and what may not stay in flight."""
         scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
         reservation, num_steps = self.runner.reservation, overlap.num_steps
+        if overlap.takes_turns and self._prefill.has_tokens:
+            num_steps = min(num_steps, self._steps_between_prompts)
         extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         if in_flight.programs and not reservation.fits_table(extra):
             self._finish_steps()
@@ -463,10 +478,9 @@ class Engine:
             prefix_cache=self.options.prefix_cache,
         )
         self.end_tokens = model.generation.eos_token_ids
-        self.admission = Admission(
-            self.runner, self.chunk, self.options.prefill_chunk, self.end_tokens
-        )
-        longest = min(self.options.prefill_chunk, max(8, bucket(max_tokens)))
+        prefill_chunk = min(self.options.prefill_chunk, self.options.prefill_tokens)
+        self.admission = Admission(self.runner, self.chunk, prefill_chunk, self.end_tokens)
+        longest = min(prefill_chunk, max(8, bucket(max_tokens)))
         self.shapes = self.runner.prompt_shapes(longest, self.options.prefill_tokens)
         self._lock = threading.Lock()
         self._call: Call | None = None  # the running one, or after an error the last
@@ -554,12 +568,24 @@ class Engine:
         if (call := self._call) is not None:
             call.scheduler.cancelled.update(checked)
 
+    @property
+    def steps_between_prompts(self) -> int:
+        """Steps of a chunk behind which prompts wait, where requests may come at any time.
+
+        It is one, as prompts would otherwise wait for several steps of all who decode after every
+        `prefill_tokens`: of 256 clients with prompts of 8,192 tokens, most of the time would go to
+        steps of few. Where all prompts together have no more tokens than that, none wait.
+        """
+        most = self.options.num_lanes * self.runner.max_tokens
+        return 1 if most > self.options.prefill_tokens else self.chunk
+
     def warm(self) -> int:
         """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
         compilation.check_process()
         with unless_busy(self._lock, "The engine"), self.runner.working():
-            num_steps = InFlight(self.runner, self.end_tokens).steps_a_program(self.chunk)
-            return compile_all(self.runner, self.shapes, num_steps, self.end_tokens)
+            in_flight = InFlight(self.runner, self.end_tokens)
+            sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}
+            return compile_all(self.runner, self.shapes, sizes, self.end_tokens)
 
     @property
     def running(self) -> list[Request]:

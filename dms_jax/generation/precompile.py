@@ -124,14 +124,15 @@ def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tup
 
 
 def compile_all(
-    runner: Runner, shapes: PromptShapes, num_steps: int, end_tokens: tuple[int, ...]
+    runner: Runner, shapes: PromptShapes, num_steps: set[int], end_tokens: tuple[int, ...]
 ) -> int:
     """Compiles whatever requests can need that come during a call; returns how many programs.
 
     They are all shapes of prompts and of steps with all widths of the page table, also for answers
     that are recomputed after a preemption, and the small programs between them.
 
-    See `compile_first`; the maximum length of the runner is that of the longest sequence.
+    See `compile_first`; the maximum length of the runner is that of the longest sequence. Programs
+    of steps have one of the numbers in `num_steps`.
     """
     num_lanes = runner.num_lanes
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
@@ -146,10 +147,15 @@ def compile_all(
         for pages in runner.reservation.table_widths()
     ]
     widths = runner.reservation.table_widths(steps=True)
-    steps = [each for pages in widths for each in calls.steps(pages, num_steps, end_tokens)]
+    steps = [
+        each
+        for size in sorted(num_steps, reverse=True)
+        for pages in widths
+        for each in calls.steps(pages, size, end_tokens)
+    ]
     if grammar.is_served(runner.model):
         for pages in widths:
-            steps += calls.steps(pages, num_steps, end_tokens, masked=True)
+            steps += calls.steps(pages, 1, end_tokens, masked=True)
         steps.append(calls.first_tokens(masked=True))
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]

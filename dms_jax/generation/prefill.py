@@ -10,8 +10,10 @@ The queue (`PrefillQueue`) holds the lanes that do not decode yet:
 A program runs tokens of one class: of prompts or of answers, which attend in one pass or one by
 one, in one width. Where nothing else runs meanwhile, prompts come before answers, what attends in
 one pass before the rest, and wide chunks before narrow ones, whose last parts then share programs.
-Where answers are decoded between two programs, the classes take turns, so that a short prompt does
-not wait for the end of a long one.
+Where answers are decoded meanwhile, every other program is that of the prompt that came first, and
+the ones between are that of the shortest prompt, each with others of its class. So no prompt waits
+for ever, and a short one waits for one program of a longer one between two of its own or of shorter
+ones. Urgent prompts (`Request.priority`) come before all others.
 
 Every shape is a program to compile, so prompts of any number and length run in a few of them. All
 but attention is computed for the places of a program: its tokens stand there without padding
@@ -112,19 +114,26 @@ class Shapes:
         launch = min(max(_LAUNCH // layer_size, 64), 4096)
         return cls(widths, passes, tokens, num_lanes, launch, unpadded, one_pass)
 
-    def next_batch(self, left: Mapping[Any, int]) -> tuple[list[Any], Shape]:
+    def next_batch(
+        self, left: Mapping[Any, int], most: int | None = None
+    ) -> tuple[list[Any], Shape] | None:
         """Returns the lanes that run next, and the shape of their program.
 
         The first of those that have tokens of the widest width is among them.
 
         Args:
           left: lane -> number of its tokens that have not run.
+          most: the most tokens of a program that may run; None for any. If there is no such
+            program, None is returned.
         """
         width_of = {lane: self.width(count) for lane, count in left.items()}
         width = max(width_of.values())
         counts = {lane: min(left[lane], width) for lane, own in width_of.items() if own == width}
         lanes, total = len(counts), sum(counts.values())
-        shape = min(self.of_width(width), key=lambda each: self._cost(lanes, total, each))
+        shapes = [each for each in self.of_width(width) if most is None or each.most <= most]
+        if not shapes:
+            return None
+        shape = min(shapes, key=lambda each: self._cost(lanes, total, each))
         chosen, room = [], shape.most
         for lane, count in counts.items():
             if count <= room and len(chosen) < shape.entries:
@@ -145,7 +154,9 @@ class Shapes:
         left = dict(enumerate(counts))
         found = set[tuple[Shape, bool]]()
         while left:
-            lanes, shape = self.next_batch(left)
+            batch = self.next_batch(left)
+            assert batch is not None, "no program is too large"
+            lanes, shape = batch
             # They run again, and nothing else, until one of them has no whole chunk left.
             times = max(1, min(left[lane] // shape.width for lane in lanes))
             if times > 1:
@@ -285,6 +296,11 @@ class Prefill:
         return self.done < self.whole
 
     @property
+    def rest(self) -> int:
+        """Tokens of its prompt and its answer that were not launched."""
+        return len(self.prompt) + len(self.answer) - self.done
+
+    @property
     def left(self) -> int:
         """Tokens of its prompt, or behind that of its answer, that were not launched.
 
@@ -333,7 +349,7 @@ class PrefillQueue:
     """The lanes that do not decode yet.
 
     Args:
-      takes_turns: whether answers are decoded between two programs.
+      takes_turns: whether answers are decoded meanwhile.
 
     Attributes:
       shapes: the shapes of programs.
@@ -343,7 +359,7 @@ class PrefillQueue:
     def __init__(self, shapes: PromptShapes, *, takes_turns: bool):
         self.items: dict[int, Prefill] = {}
         self.shapes, self._takes_turns = shapes, takes_turns
-        self._last: tuple[bool, bool, int] | None = None  # class of the last program
+        self._shortest_next = False  # whether the next program is that of the shortest prompt
         self._first: dict[Hashable, int] = {}  # the first lane of those that share a prompt
 
     def add(self, lane: int, item: Prefill) -> bool:
@@ -365,8 +381,18 @@ class PrefillQueue:
         found = {each.request.index for lane, each in self.items.items() if lane in sources}
         return found & cancelled
 
-    def next_batch(self) -> PrefillBatch | None:
-        """Returns the next program; None if the queue is empty."""
+    @property
+    def has_tokens(self) -> bool:
+        """Whether anything waits to be read."""
+        return any(each.source == lane and each.left for lane, each in self.items.items())
+
+    def next_batch(self, most: int | None = None) -> PrefillBatch | None:
+        """Returns the next program; None if the queue is empty.
+
+        Args:
+          most: the most tokens of a program that may run; None for any. If the next one is larger,
+            None is returned too, and it stays the next one.
+        """
         left: dict[int, int] = {}
         classes: dict[int, tuple[bool, bool, int]] = {}
         for lane, each in self.items.items():
@@ -375,17 +401,25 @@ class PrefillQueue:
                 classes[lane] = each.in_prompt, one_pass, self.shapes.of(one_pass).width(count)
         if not left:
             return None
-        present = set(classes.values())
-        if self._takes_turns and self._last is not None:
-            present = {each for each in present if each < self._last} or present
-        chosen = max(present)
+        if self._takes_turns:
+            left = dict(sorted(left.items(), key=lambda each: self._urgency(each[0])))
+            chosen = classes[next(iter(left))]
+        else:
+            chosen = max(classes.values())
         prompt, one_pass, _ = chosen
-        lanes, shape = self.shapes.of(one_pass).next_batch(
-            {lane: left[lane] for lane, own in classes.items() if own == chosen}
-        )
+        own = {lane: count for lane, count in left.items() if classes[lane] == chosen}
+        batch = self.shapes.of(one_pass).next_batch(own, most)
+        if batch is None:
+            return None
+        lanes, shape = batch
         tokens = {lane: self.items[lane].next(min(shape.width, left[lane])) for lane in lanes}
         ends = [lane for lane in lanes if prompt and self._ends_prompt(lane, tokens[lane])]
         return PrefillBatch(tokens, shape, prompt, ends)
+
+    def _urgency(self, lane: int) -> tuple[int, int]:
+        """Returns what orders the lanes of a program; among equals the first that came is first."""
+        item = self.items[lane]
+        return item.request.priority, item.rest if self._shortest_next else 0
 
     def _ends_prompt(self, lane: int, tokens: np.ndarray) -> bool:
         item = self.items[lane]
@@ -393,7 +427,7 @@ class PrefillQueue:
 
     def advance(self, batch: PrefillBatch) -> None:
         """Counts the tokens of a program that was launched."""
-        self._last = batch.prompt, batch.shape.one_pass, batch.shape.width
+        self._shortest_next = not self._shortest_next
         for lane, tokens in batch.tokens.items():
             self.items[lane].done += len(tokens)
 

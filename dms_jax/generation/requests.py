@@ -96,6 +96,8 @@ class Request:
       before: tokens before the prompt that are not in the cache yet (the last of a conversation).
       seen: tokens of a conversation's earlier turns, which are in the cache.
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
+      priority: those of a lower number are admitted first, and are the last to be preempted; equal
+        ones in the order in which they come.
       state: where it is.
       given: the whole answer, if it is given and only scored, not drawn.
       matcher: follows the answer through the grammar of its sampling, or its opening, if that has
@@ -125,6 +127,7 @@ class Request:
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
     base: int | None = None
+    priority: int = 0
     given: list[int] | None = None
     matcher: Matcher | OpeningMatcher | None = None
     state: State = State.WAITING
@@ -210,9 +213,16 @@ NOTHING = Past()
 
 
 def make_requests(
-    config: ModelConfig, prompts: Sequence[list[int]], sampling: Sampling, past: Past = NOTHING
+    config: ModelConfig,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    past: Past = NOTHING,
+    *,
+    priority: int = 0,
 ) -> list[Request]:
     """Builds a request from the token ids of each prompt; copies of a prompt draw differently.
+
+    All have one `Request.priority`.
 
     Raises:
       DataError: a prompt leaves no room for an answer.
@@ -228,7 +238,9 @@ def make_requests(
     for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True)):
         equal = seed, number_of[id(tokens)]
         which = dict(index=index, seed=seed, copy=copies[equal])
-        requests.append(make_request(config, tokens, sampling, **which, past=past))
+        requests.append(
+            make_request(config, tokens, sampling, **which, past=past, priority=priority)
+        )
         copies[equal] += 1
     _tell_of_positions(config, requests, sampling)
     return requests
@@ -259,6 +271,7 @@ def make_request(
     seed: int = 0,
     copy: int = 0,
     past: Past = NOTHING,
+    priority: int = 0,
 ) -> Request:
     """Builds a request; see `Request` for its arguments.
 
@@ -293,6 +306,7 @@ def make_request(
         before=list(past.before),
         seen=past.seen,
         base=past.base,
+        priority=priority,
     )
 
 

@@ -315,8 +315,10 @@ class Reservation:
 
     def fits_table(self, extra: Int[np.ndarray, " B"]) -> bool:
         """Returns whether steps keep their page table as it is with `extra` more tokens."""
-        pages = self.allocator.reserved.max(initial=1)
-        widths = [int(pages) * self.page_size, int(self.slots_after(extra).max(initial=1))]
+        lanes = self._in_table(extra > 0)
+        pages = self.allocator.reserved[:, lanes].max(initial=1)
+        after = self.slots_after(extra)[:, lanes].max(initial=1)
+        widths = [int(pages) * self.page_size, int(after)]
         now, then = (self.table_width(each, steps=True) for each in widths)
         return then <= now
 
@@ -345,7 +347,23 @@ class Reservation:
         slots = (*range(1, most, self.page_size), most)
         return sorted({self.table_width(each, steps=steps) for each in slots})
 
-    def table(self, *, steps: bool) -> Int[np.ndarray, "L B K M"]:
-        """Returns the page table for the next program; see `table_width`."""
-        slots = int(self.allocator.reserved.max(initial=1)) * self.page_size
-        return self.allocator.table_of_width(self.table_width(slots, steps=steps))
+    def _in_table(self, stepping: Bool[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
+        """Returns the lanes whose rows the page table of steps has whole.
+
+        Prompts that are read and will be cut have more pages than any row in which steps write.
+        """
+        return stepping if self.shrinks else np.ones_like(stepping)
+
+    def table(
+        self, *, stepping: Bool[np.ndarray, " B"] | None = None
+    ) -> Int[np.ndarray, "L B K M"]:
+        """Returns the page table for the next program; see `table_width`.
+
+        Args:
+          stepping: lanes that take steps in it; None for a program of prompts.
+        """
+        lanes = None if stepping is None else self._in_table(stepping)
+        held = self.allocator.reserved if lanes is None else self.allocator.reserved[:, lanes]
+        slots = int(held.max(initial=1)) * self.page_size
+        width = self.table_width(slots, steps=stepping is not None)
+        return self.allocator.table_of_width(width, lanes)

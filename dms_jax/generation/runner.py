@@ -378,7 +378,7 @@ class Runner:
         cut = ends[lanes] if batch.ends_prompt and cuts_prompts(self.policy, shape) else None
         rows = None if self.fixed_lanes else lanes
         # A copy: the allocator changes its own while the program runs.
-        table = self.reservation.table(steps=False)[:, np.minimum(lanes, num_lanes - 1)]
+        table = self.reservation.table()[:, np.minimum(lanes, num_lanes - 1)]
         table[:, lanes == num_lanes] = self.reservation.allocator.no_page
         given = table, rows, tokens, counts, cut
         cached = self.cached
@@ -427,7 +427,8 @@ class Runner:
           end_tokens: token ids that end an answer.
         """
         cached = self.cached
-        table = self.reservation.table(steps=True).copy()  # pages are released while it runs
+        # A copy: pages are released while it runs.
+        table = self.reservation.table(stepping=remaining > 0).copy()
         given = table, self.everywhere(tokens), remaining.astype(np.int32), seeds
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
@@ -453,7 +454,8 @@ class Runner:
           make_masks: called with the newest tokens while the layers run; see `Filter.allowed`.
         """
         cached, everywhere = self.cached, self.everywhere(tokens)
-        table = self.reservation.table(steps=True).copy()  # pages are released while it runs
+        # A copy: pages are released while it runs.
+        table = self.reservation.table(stepping=remaining > 0).copy()
         given = table, everywhere, remaining.astype(np.int32)
         with use_mesh(self.model.mesh):
             self.cache, step, tail = programs.advance(

@@ -7,19 +7,22 @@ prefilled in chunks, and decodes in chunks until it ends (`requests.State`):
        ^                  |                                   |
        +--preempt, or no room for a copy of a shared prompt---+       cancel: from any to DONE
 
+The queue is ordered by priority (`Request.priority`), and within a priority by arrival. A request
+that finds no room keeps those behind it waiting, so that none that is large waits for ever.
+
 The pages that a program may need are reserved before it runs. If they do not fit, the youngest
-running request is preempted: it returns to the front of the queue with its tokens and is recomputed
-later. Its answer is recomputed as an answer where the policy treats that differently from a prompt,
-so that it decides as before.
+running request of the lowest priority is preempted: it returns to the front of its priority with
+its tokens and is recomputed later. Its answer is recomputed as an answer where the policy treats
+that differently from a prompt, so that it decides as before.
 
 Some requests are known before they run not to fit (`Admission.check`): every row holds the first
 chunk of a prompt, a prompt with full attention is in the pool in full, and a policy without
 eviction holds the answer too.
 """
 
+import bisect
 import collections
 import dataclasses
-import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -271,16 +274,17 @@ class Scheduler:
     ):
         self.admission, self.prefill, self.notifier = admission, prefill, notifier
         self.runner = admission.runner
-        self.waiting = collections.deque(requests)
+        self.waiting = collections.deque(sorted(requests, key=_priority))
         self.running: dict[int, Request] = {}
         self.cancelled: set[int] = set()
         self.held_back = False
         self.seeds = np.zeros((self.runner.num_lanes, 2), np.uint32)
         self._bases = {each.base for each in requests if each.base is not None}
         self._uncopied: dict[int, np.ndarray] = {}  # by lane, slots of a prompt; see `fork`
+        self._left: dict[int, Request] = {}  # by index, those of `waiting` that have left a lane
         self._keep = keep
         for request in requests:
-            self.runner.prefixes.note(request)
+            self._note(request)
 
     @property
     def decoding(self) -> dict[int, Request]:
@@ -291,8 +295,14 @@ class Scheduler:
         """Lets requests wait that came while others run."""
         for request in requests:
             self.runner.reservation.allow_length(request.max_length)
-            self.runner.prefixes.note(request)
-            self.waiting.append(request)
+            self._note(request)
+            bisect.insort_right(self.waiting, request, key=_priority)
+
+    def _note(self, request: Request) -> None:
+        """Notes a request that begins to wait."""
+        if request.slots is not None:
+            self._left[request.index] = request
+        self.runner.prefixes.note(request)
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -339,11 +349,15 @@ class Scheduler:
         Returns:
           The requests to be admitted, and all that were taken out, in order.
         """
-        prefixes = self.runner.prefixes
-        read_now = prefixes.read_now(self.prefill.items.values())
-        chosen, taken = collections.deque[Request](), []
+        prefixes, readers = self.runner.prefixes, list(self.prefill.items.values())
+        read_now, chosen, taken = set(), collections.deque[Request](), []
         while self.waiting and len(chosen) < free and len(taken) < LOOKED_AT * free:
             taken.append(request := self.waiting.popleft())
+            if readers:  # nobody waits for what is read for less urgent requests
+                urgent = [each for each in readers if each.request.priority <= request.priority]
+                if urgent:
+                    read_now |= prefixes.read_now(urgent)
+                    readers = [each for each in readers if each not in urgent]
             if not prefixes.waits(request, read_now):
                 chosen.append(request)
                 read_now |= prefixes.will_read(request)
@@ -387,6 +401,7 @@ class Scheduler:
         if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)
             key = prompt_key(policy, shard, prompt, request.max_length, request.base)
+            key = request.priority, key  # who shares is preempted before who reads
         if policy.parallel == "prompts":
             answer = request.generated[:-1]
         else:
@@ -436,12 +451,15 @@ class Scheduler:
             self.runner.fork(source_of)
 
     def preempt(self) -> int:
-        """Moves the youngest running request back into the queue; returns the lane that it left.
+        """Moves the youngest request of the lowest priority back into the queue.
+
+        Returns:
+          The lane that it left.
 
         Raises:
           CapacityError: it is the only one.
         """
-        lane = next(reversed(self.running))
+        lane = max(reversed(self.running), key=lambda lane: self.running[lane].priority)
         if len(self.running) == 1:
             raise self.admission.too_small(self.running[lane], "the sequence to its end")
         request = self.running.pop(lane)
@@ -454,10 +472,10 @@ class Scheduler:
         return lane
 
     def _put_back(self, request: Request) -> None:
-        """Lets a request that left its lane wait at the front of the queue."""
+        """Lets a request that left its lane wait at the front of its priority."""
         request.state = State.WAITING
-        self.waiting.appendleft(request)
-        self.runner.prefixes.note(request)
+        bisect.insort_left(self.waiting, request, key=_priority)
+        self._note(request)
 
     # -- ends -------------------------------------------------------------------------------------
 
@@ -519,12 +537,14 @@ class Scheduler:
     def _finish_waiting(self, cancelled: set[int]) -> None:
         """Ends and queues updates of those that wait and were cancelled, or have unreported tokens.
 
-        Only requests that left a lane have such tokens. Their `slots` are set, and they come first
-        in the queue, which may hold thousands. Their usage is what they held, or what their copy of
-        a shared prompt would have held.
+        Only requests that left a lane have such tokens: of a queue that may hold thousands no
+        others are looked at. Their usage is what they held, or what their copy of a shared prompt
+        would have held.
         """
-        preempted = itertools.takewhile(lambda each: each.slots is not None, self.waiting)
-        changed = [each for each in preempted if each.has_new_tokens]
+        self._left = {
+            index: each for index, each in self._left.items() if each.state is State.WAITING
+        }
+        changed = [each for each in self._left.values() if each.has_new_tokens]
         asked = [each for each in self.waiting if each.index in cancelled] if cancelled else []
         for request in asked:
             if request.remaining:
@@ -549,6 +569,10 @@ class Scheduler:
         held = self.runner.reservation.cache_bytes()
         for lane, request in self.running.items():
             request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
+
+
+def _priority(request: Request) -> int:
+    return request.priority
 
 
 @dataclasses.dataclass

@@ -29,7 +29,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dms_jax.errors import (
-    BusyError,
     CapacityError,
     ConfigError,
     DataError,
@@ -46,12 +45,12 @@ from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.parsing import SMALL_BODY, Parser, RequestBody
 from dms_jax.serving.refusals import TOO_LONG, RefusalError, unknown_model
 from dms_jax.serving.rpc import EngineClient, ServedModel
-from dms_jax.serving.service import Delta, DrainingError, Snapshot
+from dms_jax.serving.service import Delta, DrainingError, QueueFullError, Snapshot
 
 MAX_BODY_BYTES = 2**24
 MAX_BODIES_BYTES = 2**28  # of all bodies that are not parsed yet
 BODY_TIMEOUT = 60.0  # seconds in which a body comes
-RETRY_FULL = 1  # seconds after which a client of a full server is to try again
+RETRY_FULL = 1  # seconds after which a client is to try again where bodies, or memory, are full
 RETRY_DRAINING = 10  # the same of one that ends, and is to be started again
 OUT_OF_MEMORY = (
     "The server ran out of device memory. This may not be caused by your request. Try again later; "
@@ -160,7 +159,7 @@ class _Api:
             if delta.completion is not None:
                 self._metrics.count_answer(delta.completion, start)
 
-        key = await self._engine.submit(prompts, parsed.sampling, listen)
+        key = await self._engine.submit(prompts, parsed.sampling, listen, parsed.priority)
         make_formatter = APIS[request.url.path].formatter
         assert make_formatter is not None
         formatter = make_formatter(parsed, served)
@@ -384,10 +383,8 @@ def _as_refusal(error: Exception) -> RefusalError:
             return RefusalError(
                 error, status=503, code="server_draining", retry_after=RETRY_DRAINING
             )
-        case BusyError():
-            return RefusalError(
-                error, status=429, code="rate_limit_exceeded", retry_after=RETRY_FULL
-            )
+        case QueueFullError(retry_after=seconds):
+            return RefusalError(error, status=429, code="rate_limit_exceeded", retry_after=seconds)
         case ClientDisconnect():
             return RefusalError("The client disconnected.", status=_CLIENT_CLOSED)
         case OtherProcessError():

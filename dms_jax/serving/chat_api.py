@@ -64,6 +64,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
         output=output,
         output_field=output_field,
         stream=given.get("stream", False),
+        priority=given.get("priority", 0),
         max_field=name,
         details=include_usage(given),
         unknown=unknown,

@@ -61,6 +61,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
         output=output,
         output_field=output_field,
         stream=given.get("stream", False),
+        priority=given.get("priority", 0),
         details=include_usage(given),
         echo=echo,
         unknown=unknown,

@@ -29,6 +29,7 @@ SAMPLING: dict[str, Any] = {
     "top_k": Annotated[int, Range(-1, 2**31 - 1)],
     "min_p": Share,
     "seed": Seed,
+    "priority": Annotated[int, Range(-(2**31), 2**31 - 1)],
 }
 # Of OpenAI's chat and text completions, and of what servers add to them.
 COMPLETING: dict[str, Any] = SAMPLING | {
@@ -112,7 +113,6 @@ IGNORED = frozenset(
         "verbosity",
         "prediction",
         "request_id",
-        "priority",
         "cache_salt",
         "guided_decoding_backend",
     }

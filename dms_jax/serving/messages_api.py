@@ -90,6 +90,7 @@ def _asked(given: Mapping[str, Any], unknown: tuple[str, ...]) -> Asked:
         output=response_format_rule(output, field),
         output_field=field,
         stream=given.get("stream", False),
+        priority=given.get("priority", 0),
         cuts_max=True,
         unknown=(*unknown, *left_out),
     )

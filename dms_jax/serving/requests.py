@@ -41,6 +41,7 @@ class Asked:
         any answer.
       prompt_field: that of the prompts.
       echo: whether the one prompt is scored too, behind its first token.
+      priority: see `Service.submit`.
       details: what the API's formatter needs besides.
       unknown: names of fields that were left out.
     """
@@ -56,6 +57,7 @@ class Asked:
     cuts_max: bool = False
     prompt_field: str = "prompt"
     echo: bool = False
+    priority: int = 0
     details: Any = None
     unknown: tuple[str, ...] = ()
 
@@ -70,7 +72,7 @@ class GenerationRequest:
       sampling: how they are sampled.
       stream: whether tokens are sent as they are generated.
       form: how the text of an answer is read.
-      details, unknown: see `Asked`.
+      priority, details, unknown: see `Asked`.
     """
 
     prompts: list[list[int]]
@@ -78,6 +80,7 @@ class GenerationRequest:
     sampling: Sampling
     stream: bool
     form: AnswerForm = PLAIN
+    priority: int = 0
     details: Any = None
     unknown: tuple[str, ...] = ()
 
@@ -143,7 +146,14 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         grammar=grammar,
     )
     return GenerationRequest(
-        prompts, asked.choices, sampling, asked.stream, form, asked.details, asked.unknown
+        prompts,
+        asked.choices,
+        sampling,
+        asked.stream,
+        form,
+        priority=asked.priority,
+        details=asked.details,
+        unknown=asked.unknown,
     )
 
 

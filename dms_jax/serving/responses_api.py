@@ -112,6 +112,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
         output=response_format_rule(given.get("text", {}).get("format"), "text.format"),
         output_field="text.format",
         stream=given.get("stream", False),
+        priority=given.get("priority", 0),
         max_field="max_output_tokens",
         details=echoed,
         unknown=(*unknown, *left_out),

@@ -103,12 +103,13 @@ class Submit:
 
     Attributes:
       key: a number of the client's, for everything about this submission.
-      prompts, sampling: see `Service.submit`.
+      prompts, sampling, priority: see `Service.submit`.
     """
 
     key: int
     prompts: list[list[int]]
     sampling: Sampling
+    priority: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +273,9 @@ class EngineServer:
             self._deltas.append((call.key, sent))
 
         try:
-            indices = self._service.submit(call.prompts, call.sampling, listen, self._queue_deltas)
+            indices = self._service.submit(
+                call.prompts, call.sampling, listen, self._queue_deltas, call.priority
+            )
         except Exception as error:
             if not isinstance(error, DmsJaxError):
                 _logger.exception("A request failed.")
@@ -344,11 +347,17 @@ class EngineClient:
         self._receiving.cancel()
         self._writer.close()
 
-    async def submit(self, prompts: list[list[int]], sampling: Sampling, listener: Listener) -> int:
+    async def submit(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        listener: Listener,
+        priority: int = 0,
+    ) -> int:
         """Submits prompts; returns a key, with which `cancel` must be called in the end.
 
         Args:
-          prompts, sampling: see `Service.submit`.
+          prompts, sampling, priority: see `Service.submit`.
           listener: called in the loop with each `Delta`, or once with the error that ended a
             request.
 
@@ -359,7 +368,7 @@ class EngineClient:
         key = next(self._keys)
         self._subscriptions[key] = _Subscription(listener, len(prompts))
         try:
-            await self._call(Submit(key, prompts, sampling))
+            await self._call(Submit(key, prompts, sampling, priority))
         except BaseException:
             self._subscriptions.pop(key, None)
             self.cancel(key)

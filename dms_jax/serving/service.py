@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,9 @@ from dms_jax.generation.requests import (
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
+MOST_RETRY_SECONDS = 60  # clients of OpenAI's library wait no longer
+_ENDS = 64  # answers over whose ends a rate is measured
+
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
 _FAILED = "The server's engine has failed, and the server ends. Its log says more."
 
@@ -45,6 +49,58 @@ _logger = logging.getLogger("dms_jax")
 
 class DrainingError(BusyError):
     """The service admits no more requests, because it is about to end."""
+
+
+class QueueFullError(BusyError):
+    """As many requests run or wait as may.
+
+    Args:
+      message: says so.
+      retry_after: seconds after which there is likely to be room; see `Turnover`.
+    """
+
+    def __init__(self, message: object, retry_after: int = 1):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+@dataclasses.dataclass
+class Turnover:
+    """How fast requests end, and so when there is room for those that are refused.
+
+    The rate is that of the last ends since there was work, and one more is counted as if it came
+    now: so something is known before the first, and nothing is expected of answers that hang. Those
+    that are refused one after the other are given times one behind the other, or all of them would
+    come back for the same place.
+
+    Attributes:
+      clock: seconds, from any moment.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self):
+        self._ends = collections.deque[float](maxlen=_ENDS)
+        self._start = self._promised = self.clock()
+
+    def start(self) -> None:
+        """Begins anew: there was nothing to do, and now there is."""
+        self._ends.clear()
+        self._start = self._promised = self.clock()
+
+    def count_end(self) -> None:
+        """Counts a request that has ended."""
+        if len(self._ends) == _ENDS:
+            self._start = self._ends[0]
+        self._ends.append(self.clock())
+
+    def retry_after(self, places: int) -> int:
+        """Returns the seconds after which so many places are likely to be free, from 1 to 60."""
+        now = self.clock()
+        seconds = places * (now - self._start) / (len(self._ends) + 1)
+        promised = max(self._promised, now) + seconds
+        self._promised = min(promised, now + MOST_RETRY_SECONDS)
+        return max(1, math.ceil(self._promised - now))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +186,8 @@ class Service:
       model: the model to run.
       policy: the cache policy; None for the one that the checkpoint declares.
       num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`. Here `max_tokens` is
-        also the most tokens, prompt and answer, that a request may ask for.
+        also the most tokens, prompt and answer, that a request may ask for, and `prefill_tokens`
+        is 2,048 unless it is given: reading prompts then takes about as long as a chunk of steps.
       max_waiting: the most requests that may wait for a lane; more are refused.
 
     Attributes:
@@ -183,6 +240,7 @@ class Service:
         self._changed = threading.Condition()  # of the queue, `_to_cancel` or `draining`
         self._indices = itertools.count()
         self._after_chunk: set[Callable[[], None]] = set()
+        self._turnover = Turnover()
         self._polls = 0
         self._snapshot = Snapshot(pages_free=self._pages)
         self.draining = False
@@ -202,6 +260,7 @@ class Service:
         sampling: Sampling,
         listener: Listener,
         after_chunk: Callable[[], None] = _nothing,
+        priority: int = 0,
     ) -> list[int]:
         """Queues requests, which join those that run; returns their indices.
 
@@ -214,10 +273,11 @@ class Service:
           listener: called in the engine's thread with each `Delta`, or once with the error that
             ended a request.
           after_chunk: called there after the deltas of a chunk, once for all requests that gave it.
+          priority: see `Request.priority`; those of a lower number come first.
 
         Raises:
           DrainingError: no more requests are admitted.
-          BusyError: too many requests run or wait.
+          QueueFullError: too many requests run or wait.
           ConfigError: there are stop strings but no tokenizer, or a grammar is not served.
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
@@ -230,7 +290,7 @@ class Service:
                 f"{len(prompts)} answers are asked for at once, and at most {self.max_requests} "
                 "can run or wait here. Ask for fewer."
             )
-        requests = make_requests(self.engine.model.config, prompts, sampling)
+        requests = make_requests(self.engine.model.config, prompts, sampling, priority=priority)
         for request in requests:
             self._check_fits(request)
         make_matchers(self.engine.model, requests)
@@ -239,10 +299,14 @@ class Service:
                 raise DrainingError(_FAILED)
             if self.draining:
                 raise DrainingError("The server is about to end and takes no more requests.")
-            if len(self._jobs) + len(requests) > self.max_requests:
-                raise BusyError(
+            if not self._jobs:
+                self._turnover.start()
+            if (beyond := len(self._jobs) + len(requests) - self.max_requests) > 0:
+                seconds = self._turnover.retry_after(beyond)
+                raise QueueFullError(
                     f"{len(self._jobs)} requests run or wait already, of at most "
-                    f"{self.max_requests}. Try again later."
+                    f"{self.max_requests}. Try again in {seconds} s.",
+                    seconds,
                 )
             for choice, request in enumerate(requests):
                 request.index = next(self._indices)
@@ -418,6 +482,7 @@ class Service:
         )
         if update.finished:
             del self._jobs[update.index]
+            self._turnover.count_end()
         self._after_chunk.add(job.after_chunk)
         notify(job.listener, delta)
 
@@ -465,6 +530,7 @@ class Service:
                 f"at token {tokens:,} of these. {_SHORTEN}"
             )
         job = self._jobs.pop(request.index)
+        self._turnover.count_end()
         notify(job.listener, error)
         notify(job.after_chunk)
 

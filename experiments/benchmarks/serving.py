@@ -3,15 +3,19 @@ r"""Times what clients of a server of OpenAI's API see when many of them ask at 
 A number of clients each send a streamed completion, and the next one as soon as it has ended, until
 all requests of the load are answered. Prompts are random token ids, drawn anew for every load, so
 that no cache of prefixes helps; lengths of prompts and answers are drawn evenly from ranges. With
---long some prompts are long, and the longest pauses of the answers tell whether these wait for
-them. With --questions they are chats instead, of the questions of a file; with --regex answers
-match a grammar. The server is `dms-jax serve` in a process of its own, with the options that are
-given; or, with --url, whichever listens there, such as another library's.
+--long some prompts are long, or with --readers those of other clients, which ask for one token, and
+the longest pauses of the answers tell how long these wait for them. With --questions they are chats
+instead, of the questions of a file; with --regex answers match a grammar. The server is `dms-jax
+serve` in a process of its own, with the options that are given; or, with --url, whichever listens
+there, such as another library's.
 
     python -m experiments.benchmarks.serving
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
         --prompts 64 512 --answers 64 512 --vocabulary 151643 \
         --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
+    python -m experiments.benchmarks.serving --clients 16 --requests 64 --answers 256 256 \
+        --readers 4 --long 8192 --vocabulary 151643 \
+        --server="--model model.gguf --lanes 32 --max-tokens 9216 --prefill-tokens 2048"
     python -m experiments.benchmarks.serving --clients 256 --requests 1024 --processes 4 \
         --questions gsm8k/train.jsonl --answers 400 400 \
         --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
@@ -68,7 +72,9 @@ class Config:
     prompts: tuple[int, int] = (16, 128)
     """Fewest and most tokens of a prompt."""
     long: int = 0
-    """Tokens of every eighth prompt; 0 makes it as the others."""
+    """Tokens of every eighth prompt, or with --readers of those of the readers; 0 for none."""
+    readers: int = 0
+    """Clients beside those of a load that send prompts of --long tokens until it has ended."""
     answers: tuple[int, int] = (32, 256)
     """Fewest and most tokens of an answer; it ends earlier where the model ends it."""
     vocabulary: int = 512
@@ -85,7 +91,9 @@ class Config:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        check_numbers(self, may_be_zero=("long", "temperature", "seed"))
+        check_numbers(self, may_be_zero=("long", "readers", "temperature", "seed"))
+        if self.readers and not self.long:
+            raise dms_jax.ConfigError(f"--readers {self.readers}: give their prompts --long tokens")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise dms_jax.ConfigError(f"--url {self.url}: it begins with http:// or https://")
         for name in ("prompts", "answers"):
@@ -124,7 +132,7 @@ def make_requests(config: Config, model: str, load: int) -> list[dict[str, Any]]
 
     def prompt(index: int) -> list[int]:
         length = between(config.prompts)
-        if config.long and index % 8 == 7:
+        if config.long and not config.readers and index % 8 == 7:
             length = config.long
         return random.integers(0, config.vocabulary, length).tolist()
 
@@ -152,6 +160,32 @@ def make_requests(config: Config, model: str, load: int) -> list[dict[str, Any]]
         }
         for index in range(config.requests)
     ]
+
+
+def long_requests(config: Config, model: str, load: int, reader: int) -> Iterator[dict[str, Any]]:
+    """Yields the bodies of a reader of a load, by its number: long prompts, all different."""
+    random = np.random.default_rng((config.seed, load, reader))
+    while True:
+        prompt = random.integers(0, config.vocabulary, config.long).tolist()
+        yield {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
+
+
+@contextlib.contextmanager
+def reading(address: str, requests: Sequence[Iterator[dict[str, Any]]]) -> Iterator[list[Answer]]:
+    """Sends requests, as a client for each iterator, until the context ends; yields the answers."""
+    answers, ended = list[Answer](), threading.Event()
+
+    def read(bodies: Iterator[dict[str, Any]]) -> None:
+        while not ended.is_set():
+            answers.append(ask(address, next(bodies)))
+
+    with concurrent.futures.ThreadPoolExecutor(max(len(requests), 1)) as threads:
+        try:
+            for each in requests:
+                threads.submit(read, each)
+            yield answers
+        finally:
+            ended.set()
 
 
 def read_questions(path: pathlib.Path) -> list[str]:
@@ -265,7 +299,8 @@ class Crowd:
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """Returns rates, and percentiles of what the clients waited for.
 
-    The longest pause of an answer lies between two parts of its text.
+    The longest pause of an answer lies between two parts of its text; in tokens, it is so many
+    times what a token of this answer takes on average.
 
     Args:
       answers: what each request was answered with.
@@ -276,7 +311,9 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     # Text comes in parts of several tokens: what lies between the first and the last, over tokens.
     longer = [answer for answer in begun if answer.tokens > 1]
     between = [(each.parts[-1] - each.parts[0]) / (each.tokens - 1) for each in longer]
-    pauses = [float(np.diff(each.parts).max()) for each in begun if len(each.parts) > 1]
+    paused = [each for each in longer if len(each.parts) > 1]
+    pauses = [float(np.diff(each.parts).max()) for each in paused]
+    pace = [(each.tokens - 1) / (each.parts[-1] - each.parts[0]) for each in paused]
     peaks = [answer.peak for answer in whole if answer.peak is not None]
     return {
         "requests": len(answers),
@@ -289,17 +326,18 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "first_part_ms": percentiles([1e3 * answer.parts[0] for answer in begun]),
         "a_token_ms": percentiles([1e3 * each for each in between]),
         "longest_pause_ms": percentiles([1e3 * each for each in pauses]),
+        "longest_pause_tokens": percentiles([a * b for a, b in zip(pauses, pace, strict=True)]),
         "whole_ms": percentiles([1e3 * answer.seconds for answer in whole]),
         "peak_tokens": float(np.mean(peaks)) if peaks else None,
     }
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns the median, the 95th and the 99th percentile; None of nothing."""
+    """Returns the median, the 95th and the 99th percentile and the most; None of nothing."""
     if not values:
         return None
-    found = np.percentile(values, (50, 95, 99))
-    return dict(zip(("median", "p95", "p99"), map(float, found), strict=True))
+    found = np.percentile(values, (50, 95, 99, 100))
+    return dict(zip(("median", "p95", "p99", "most"), map(float, found), strict=True))
 
 
 @contextlib.contextmanager
@@ -352,7 +390,10 @@ def main(config: Config) -> int:
         name, most = config.model or model_name(address), max(config.clients)
         crowd.load(address, make_requests(config, name, 0)[:most], most)  # compiles
         for load, clients in enumerate(config.clients, 1):
-            row = crowd.load(address, make_requests(config, name, load), clients)
+            long = [long_requests(config, name, load, each) for each in range(config.readers)]
+            with reading(address, long) as read:
+                row = crowd.load(address, make_requests(config, name, load), clients)
+                row |= {"read": figures(read, row["seconds"])} if config.readers else {}
             rows.append(row)
             print(describe(row), flush=True)
     # Only now: a card that this process held would be missing to the server.
@@ -360,7 +401,7 @@ def main(config: Config) -> int:
     if config.url:
         about["device"] = None  # of a server elsewhere nothing is known
     write_json(config.out, about | {"loads": rows})
-    return FAILED if any(row["failed"] for row in rows) else 0
+    return FAILED if any(row["failed"] + row.get("read", row)["failed"] for row in rows) else 0
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -375,6 +416,12 @@ def describe(row: dict[str, Any]) -> str:
     for name, what in named:
         if found := row[name]:
             words.append(f"{what} {found['median']:,.1f} ms (95%: {found['p95']:,.1f})")
+    if found := row["longest_pause_tokens"]:
+        words.append(f"as long as {found['median']:.1f} tokens (at most {found['most']:.1f})")
+    if read := row.get("read"):
+        words.append(f"{read['requests']} long prompts meanwhile")
+        if found := read["first_part_ms"]:
+            words.append(f"first text of these after {found['median']:,.0f} ms")
     if row["failed"]:
         words.append(f"{row['failed']} not answered: {'; '.join(row['errors'])}")
     return ", ".join(words)

@@ -25,6 +25,7 @@ from tests.support.fake_programs import ENDS
 
 pytestmark = pytest.mark.usefixtures("fakes")
 CHUNK, WIDTH = SHAPE["chunk"], SHAPE["prefill_chunk"]
+BY_CHUNK = dict(prefill_tokens=WIDTH)  # prompts are read by a chunk of one between two of steps
 ONE = dataclasses.replace(GREEDY, max_new_tokens=1)
 SETTINGS = [
     GREEDY,
@@ -176,7 +177,7 @@ def test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk():
 @pytest.mark.parametrize("listens", [False, True], ids=["incoming", "told"])
 def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens, copies):
     """It is cancelled when its first part was launched behind steps that nobody has read."""
-    engine, (short, long) = host_engine(lanes=4), prompts((5, 30))
+    engine, (short, long) = host_engine(lanes=4, **BY_CHUNK), prompts((5, 30))
     first, other, *copied = requests_of([short, *[long] * copies], GREEDY, copies=True)
     coming = [[first], [other, *copied]]
 
@@ -273,43 +274,36 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
     return [first, *others], told, looks
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts"])
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts", "cuts often"])
 def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
-    requests, _, looks = joined_while_it_decodes(host_engine(name), prompts((5, 30)), [GREEDY] * 2)
+    engine = host_engine(name, **BY_CHUNK)
+    requests, _, looks = joined_while_it_decodes(engine, prompts((5, 30)), [GREEDY] * 2)
     check(requests, name)
-    # A chunk of the answer after each chunk of the prompt, as long as there is one; at each look
-    # half of one still runs.
+    # A step of the answer after each chunk of the prompt, as long as there is one; at the first of
+    # these looks half a chunk still runs.
     read = 1 + CHUNK // 2
     at = looks.index((read, 0))
-    assert looks[at : at + 2] == [(read, 0), (read + CHUNK, WIDTH)]
-
-
-def test_a_policy_that_cuts_prompts_reads_them_first():
-    """Its steps have page tables for the rows that it has cut, and a dense prompt has more."""
-    requests, _, looks = joined_while_it_decodes(
-        host_engine("cuts"), prompts((5, 30)), [GREEDY] * 2
-    )
-    check(requests, "cuts")
-    # Half of a chunk still runs, and no other one is launched until the prompt is read.
-    assert {generated for generated, read in looks if 0 < read < 30} == {1 + CHUNK // 2}
+    there = read + CHUNK // 2
+    assert looks[at : at + 3] == [(read, 0), (there, WIDTH), (there + 1, 2 * WIDTH)]
 
 
 def test_a_request_joins_a_prompt_that_is_half_read():
     first, prompt = prompts((5, 30))
     one, two, three = requests = requests_of([first, prompt, prompt], GREEDY)
-    serve_arrivals(host_engine(lanes=4), [[one], [two], [], [three]], lambda update: None)
+    engine = host_engine(lanes=4, **BY_CHUNK)
+    serve_arrivals(engine, [[one], [two], [], [three]], lambda update: None)
     check(requests)
     assert (two.usage.prefilled_tokens, three.usage.prefilled_tokens) == (30, 0)
 
 
 def test_a_prompt_that_an_answer_leaves_no_room_is_read_again():
     """The answer grows while the prompt is read, and the pool does not hold both to the end."""
-    engine, given = host_engine(), prompts((5, 40))
+    engine, given = host_engine(**BY_CHUNK), prompts((5, 58))
     samplings = [dataclasses.replace(GREEDY, max_new_tokens=most) for most in (58, 4)]
     with squeezed(engine, 6 * 20):
-        requests, *_ = joined_while_it_decodes(engine, given, samplings)
+        requests, *_ = joined_while_it_decodes(engine, given, samplings, after=9)
     check(requests)
-    assert requests[1].usage.prefilled_tokens > 40
+    assert requests[1].usage.prefilled_tokens > 58
 
 
 @pytest.mark.parametrize("reason", ["end", "length"])
@@ -345,7 +339,8 @@ def test_an_answer_of_one_token_makes_room_before_anything_is_put_back(reason):
 
 def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
     """Two come together, and the pool holds one of them beside the answer that grows."""
-    engine = host_engine("evicts", 3, page_size=8, chunk=4, prefill_chunk=16, max_tokens=96)
+    shape = dict(page_size=8, chunk=4, prefill_chunk=16, prefill_tokens=32, max_tokens=96)
+    engine = host_engine("evicts", 3, **shape)
     given = prompts((5, 70, 70))
     samplings = [dataclasses.replace(GREEDY, max_new_tokens=most) for most in (60, 4, 4)]
     first, *others = requests = requests_of(given, samplings)
@@ -364,5 +359,6 @@ def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
     with squeezed(engine, 234):
         engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
     check(requests, "evicts")
-    assert looks == list(range(6))  # a program of prompts at each look, until the older one is read
+    # A program of prompts at each look, until the older one is read; its last two in one turn.
+    assert looks == list(range(5))
     assert others[1].usage.prefilled_tokens > len(given[2])  # the younger one was put back

@@ -71,23 +71,63 @@ def test_prompts_are_read_whole_before_anything_else():
     assert state.next_batch() is None
 
 
-def test_classes_take_turns_where_answers_are_decoded_meanwhile():
+def test_the_first_prompt_and_the_shortest_take_turns_where_answers_are_decoded_meanwhile():
     state = reading(part(0, 300), part(1, 20), part(2, 20, answer=40), takes_turns=True)
     found = [(run(state), state.take_complete()) for _ in range(4)]
     assert found == [
         ((True, 64, [0]), {}),
         ((True, 32, [1, 2]), {1: 1}),
-        ((False, 64, [2]), {2: 2}),
         ((True, 64, [0]), {}),
+        ((False, 64, [2]), {2: 2}),
     ]
     state.add(1, part(3, 70))
     state.add(2, part(4, 10))
     assert [run(state) for _ in range(4)] == [
-        (True, 32, [2]),
         (True, 64, [0, 1]),
-        (True, 32, [1]),
+        (True, 32, [1, 2]),  # of 6 tokens and of 10
+        (True, 64, [0]),
         (True, 64, [0]),
     ]
+
+
+def narrow_queue(*parts, tokens=64):
+    """A queue whose programs have a single long chunk, or two short ones."""
+    shapes = dataclasses.replace(ONE_PASS, tokens=tokens)
+    state = PrefillQueue(PromptShapes(shapes, shapes), takes_turns=True)
+    for lane, each in enumerate(parts):
+        state.add(lane, each)
+    return state
+
+
+def test_a_short_prompt_waits_for_one_program_of_a_longer_one_between_two_of_its_own():
+    state = narrow_queue(part(0, 300), part(1, 300), part(2, 150))
+    lanes = [run(state)[2] for _ in range(10)]
+    assert lanes == [[0], [2], [0], [2], [0], [2], [0], [0], [1], [1]]
+
+
+def test_a_long_prompt_is_read_however_many_short_ones_come():
+    """One comes for every program, and each takes a whole one."""
+    state, ended = narrow_queue(part(0, 640)), []
+    for lane in range(1, 20):
+        state.add(lane, part(lane, 64))
+        run(state)
+        ended += state.take_complete()
+    assert ended.index(0) == 8  # behind eight of them: its last chunk is as short as they are
+
+
+def test_prompts_of_a_lower_number_are_read_before_all_others():
+    later, first, urgent = part(0, 64), part(1, 128), part(2, 192)
+    for item, priority in ((later, 1), (first, 0), (urgent, -1)):
+        item.request.priority = priority
+    state = narrow_queue(later, first, urgent)
+    assert [run(state)[2] for _ in range(6)] == [[2]] * 3 + [[1]] * 2 + [[0]]
+
+
+def test_a_program_that_is_larger_than_what_may_run_stays_the_next_one():
+    state = reading(*(part(index, 64) for index in range(4)), takes_turns=True)
+    assert state.next_batch(63) is None
+    assert len(state.next_batch(255).tokens) == 1  # not the program of four
+    assert len(state.next_batch(256).tokens) == 4
 
 
 def test_tokens_run_in_order_and_end_their_prompts():

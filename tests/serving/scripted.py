@@ -130,6 +130,7 @@ class ScriptedService(Service):
     Attributes:
       prompts: the texts of all prompts, in order.
       samplings: how each was to be sampled.
+      priorities: that of each.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: Script):
@@ -137,12 +138,14 @@ class ScriptedService(Service):
         self._indices, self._random = itertools.count(), random.Random(0)
         self.prompts: list[str] = []
         self.samplings: list[dms_jax.Sampling] = []
+        self.priorities: list[int] = []
 
-    def submit(self, prompts, sampling, listener, after_chunk=lambda: None) -> list[int]:
+    def submit(self, prompts, sampling, listener, after_chunk=lambda: None, priority=0):
         indices = [next(self._indices) for _ in prompts]
         texts = [self._tokenizer.decode(each, skip_special_tokens=False) for each in prompts]
         self.prompts += texts
         self.samplings += [sampling] * len(prompts)
+        self.priorities += [priority] * len(prompts)
 
         def answer():
             for choice, text in enumerate(texts):

@@ -94,12 +94,12 @@ class Client:
         response = connection.getresponse()
         return response.status, response.read().decode()
 
-    def metric(self, name):
-        """The sum of a metric over its labels."""
+    def metric(self, name, label=""):
+        """The sum of a metric over its labels, or over those that have one."""
         lines = self.get("/metrics")[1].splitlines()
         found = [line for line in lines if line.partition(" ")[0].partition("{")[0] == name]
-        assert found, f"there is no {name}"
-        return sum(float(line.rpartition(" ")[2]) for line in found)
+        assert found or label, f"there is no {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in found if label in line)
 
 
 def served(service, access: Access | None = None, **more) -> ServedModel:

@@ -717,6 +717,23 @@ def test_a_key_may_come_as_anthropic_s_clients_send_it():
         access.check(MESSAGES, {"x-api-key": "abd"})
 
 
+ASKED = {
+    "/v1/completions": {"prompt": "Hello"},
+    CHAT: {"messages": [USER]},
+    RESPONSES: {"input": "Hello"},
+    MESSAGES: {"messages": [USER], "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_every_api_takes_a_priority(client, path):
+    for priority in (None, 7, -7):
+        client.post(path, **ASKED[path], priority=priority)
+    assert client.service.priorities[-3:] == [0, 7, -7]
+    error = client.post(path, 400, **ASKED[path], priority=1.5)["error"]
+    assert "priority must be a whole number" in error["message"]
+
+
 def test_an_error_in_a_stream_is_its_last_event_in_each_form():
     from dms_jax.serving.apis import APIS
     from dms_jax.serving.parsing import RequestBody

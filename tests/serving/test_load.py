@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import time
 
 import jax
 import pytest
@@ -64,25 +65,110 @@ def test_a_client_that_goes_away_frees_its_pages(held, stream):
     assert metric_of(client, "cancelled") == before + 1
 
 
-def test_too_many_are_told_to_try_again(held):
+REQUESTS = {
+    "/v1/completions": LONG,
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "stream": True},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9},
+}
+
+
+def test_too_many_are_told_when_to_try_again(held, monkeypatch):
+    """None has ended after 7.5 seconds, so that one more is expected in as many."""
     client, go_on, _ = held
-    answers = []
+    answers, now = [], [100.0]
+    monkeypatch.setattr(client.service._turnover, "clock", lambda: now[0])
     ask = lambda: answers.append(client.ask(**LONG | {"max_tokens": 3}, n=LANES))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
     wait_until(lambda: len(client.service._jobs) == 3 * LANES)
     wait_until(lambda: client.service.snapshot().waiting)
-    response = client.send(LONG)
-    error = json.loads(response.read())["error"]
-    assert (response.status, error["type"]) == (429, "rate_limit_error")
-    assert response.getheader("Retry-After") == "1"
-    assert "12 requests run or wait" in error["message"]
+    refused = client.metric("dms_jax_requests_total", 'status="429"')
+    now[0] += 7.5
+    for (path, body), seconds in zip(REQUESTS.items(), ("8", "15", "23", "30"), strict=True):
+        response = client.send(body, path=path)
+        error = json.loads(response.read())["error"]
+        assert (response.status, error["type"]) == (429, "rate_limit_error")
+        assert error.get("code") == (None if path == "/v1/messages" else "rate_limit_exceeded")
+        assert response.getheader("Retry-After") == seconds
+        assert (
+            f"12 requests run or wait already, of at most 12. Try again in {seconds} s."
+            in (error["message"])
+        )
+    assert client.metric("dms_jax_requests_total", 'status="429"') == refused + len(REQUESTS)
+    assert client.get("/health")[0] == 200
     assert client.ask(**LONG, n=13, status=400)["error"]["message"].startswith("13 answers")
     go_on.set()
     for thread in threads:
         thread.join(60)
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
+
+
+def test_a_client_that_waits_as_it_is_told_is_answered(held):
+    """As OpenAI's library does, though not as often as a slow machine may need."""
+    client, go_on, waits = held
+    thread = threading.Thread(target=lambda: client.ask(**LONG | {"max_tokens": 3}, n=3 * LANES))
+    thread.start()
+    assert waits.wait(60)
+    seen = []
+    while len(seen) < 30:
+        response = client.send(LONG | {"max_tokens": 3})
+        seen.append(response.status)
+        response.read()
+        if response.status == 200:
+            break
+        go_on.set()
+        time.sleep(int(response.getheader("Retry-After")))
+    thread.join(60)
+    assert seen == [429] * (len(seen) - 1) + [200]
+    assert len(seen) > 1
+
+
+def test_when_there_is_room_is_said_from_how_fast_answers_end():
+    now = [10.0]
+    turnover = service_module.Turnover(clock=lambda: now[0])
+    turnover.start()
+    assert turnover.retry_after(1) == 1  # nothing is known, and nobody is told to come at once
+    now[0] = 13.0
+    assert turnover.retry_after(1) == 3
+    turnover.start()
+    for _ in range(9):
+        now[0] += 0.5
+        turnover.count_end()
+    now[0] += 0.5
+    assert turnover.retry_after(4) == 2
+    assert turnover.retry_after(6) == 5  # behind the four
+    now[0] += 4
+    assert turnover.retry_after(1) == 2  # 10 in 9 seconds, and one second of what was promised
+    assert turnover.retry_after(1000) == 60
+    assert turnover.retry_after(1) == 60
+    turnover.start()
+    assert turnover.retry_after(1) == 1
+
+
+def test_only_the_last_ends_say_how_fast_answers_end():
+    now = [0.0]
+    turnover = service_module.Turnover(clock=lambda: now[0])
+    for seconds in (10.0,) * 50 + (0.5,) * 64:
+        now[0] += seconds
+        turnover.count_end()
+    assert turnover.retry_after(65) == 32
+
+
+def test_answers_of_a_lower_priority_number_come_first():
+    service, ended = make_service(num_lanes=1), []
+
+    def listener(name):
+        return lambda delta: delta.completion is not None and ended.append(name)
+
+    sampling = Sampling(temperature=0, max_new_tokens=5)
+    with service._changed:  # so that they are let in together
+        for name, priority in (("later", 3), ("first", 0), ("urgent", -3), ("second", 0)):
+            service.submit([[1, 70, 90]], sampling, listener(name), priority=priority)
+    service.start()
+    assert service.drain(60.0)
+    assert ended == ["urgent", "first", "second", "later"]
 
 
 def test_metrics_say_what_runs_and_what_was_done(idle, monkeypatch):

@@ -18,7 +18,7 @@ from dms_jax.generation.requests import NotNumbersError
 from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.rpc import LENGTH, EngineServer, portable
 from dms_jax.serving.server import _REPEAT_SECONDS, Server, take_address
-from dms_jax.serving.service import DrainingError
+from dms_jax.serving.service import DrainingError, QueueFullError
 from tests.serving.support import Client, hold_steps, make_service, served, wait_until
 from tests.support.instances import further
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fakes")
 PROMPT = dict(prompt="Once upon a time", temperature=0)
 OURS = [
     kind
-    for kind in (*vars(errors).values(), DrainingError)
+    for kind in (*vars(errors).values(), DrainingError, QueueFullError)
     if inspect.isclass(kind) and issubclass(kind, dms_jax.DmsJaxError)
 ]
 
@@ -142,7 +142,7 @@ def test_errors_of_the_engine_keep_their_status(both, monkeypatch):
     for error, status, words in (
         (dms_jax.CapacityError("it is full"), 400, "it is full"),
         (dms_jax.DataError("too long"), 400, "too long"),
-        (dms_jax.BusyError("12 wait"), 429, "12 wait"),
+        (QueueFullError("12 wait"), 429, "12 wait"),
         (DrainingError("it ends"), 503, "it ends"),
         (dms_jax.OutOfMemoryError("5 bytes"), 503, "ran out of device memory"),
         (wrong, 500, "its log says why"),
@@ -172,7 +172,7 @@ def test_every_error_of_ours_is_the_same_on_the_other_side():
         error = kind("what\nwas wrong")
         error.finished = {1: "done"}
         other = pickle.loads(pickle.dumps(portable(error)))
-        assert (type(other), str(other), other.finished) == (kind, str(error), {1: "done"})
+        assert (type(other), str(other), vars(other)) == (kind, str(error), vars(error))
 
 
 def test_errors_that_are_made_otherwise_are_the_same_too():

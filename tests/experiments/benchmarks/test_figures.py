@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,8 @@ def test_figures_of_answers_made_by_hand():
     assert found["first_part_ms"]["median"] == pytest.approx(200)
     assert found["a_token_ms"]["median"] == pytest.approx(150)
     assert found["longest_pause_ms"]["median"] == pytest.approx(300)  # of 200 and 400
+    assert found["longest_pause_ms"]["most"] == pytest.approx(400)
+    assert found["longest_pause_tokens"]["median"] == pytest.approx(2)  # of 100 ms; of 200
     assert found["whole_ms"]["median"] == pytest.approx(500)
     assert found["peak_tokens"] == 20.0
     line = serving.describe({"clients": 2} | found)
@@ -553,3 +556,38 @@ def test_one_system_is_timed_where_the_other_is_missing(tmp_path):
         (False, "vLLM"),
     ] * 2
     assert "vllm" in rows[1]["error"] or "torch" in rows[1]["error"]
+
+
+def test_readers_send_long_prompts_until_the_load_has_ended(monkeypatch):
+    """All prompts are different, and none of the load is long."""
+    config = serving.Config(requests=17, prompts=(3, 9), long=100, readers=2)
+    assert max(len(each["prompt"]) for each in serving.make_requests(config, "stories", 1)) <= 9
+    sent, enough = [], threading.Event()
+    first = [next(serving.long_requests(config, "stories", 1, each)) for each in range(2)]
+
+    def ask(address, body):
+        sent.append((address, body))
+        if len(sent) > 7 and all((address, each) in sent for each in first):
+            enough.set()
+        return Answer(parts=[0.1], seconds=0.2, tokens=1)
+
+    monkeypatch.setattr(serving, "ask", ask)
+    long = [serving.long_requests(config, "stories", 1, reader) for reader in range(2)]
+    with serving.reading("http://here", long) as answers:
+        assert enough.wait(60)
+    assert len(answers) == len(sent) >= 8
+    prompts = [tuple(body["prompt"]) for _, body in sent]
+    assert {len(each) for each in prompts} == {100}
+    assert len(set(prompts)) == len(prompts)
+    assert {(address, body["max_tokens"]) for address, body in sent} == {("http://here", 1)}
+    line = serving.describe(
+        {"clients": 2, "read": serving.figures(answers, 1.0)}
+        | serving.figures([Answer(parts=[0.1, 0.5], seconds=0.6, tokens=5)], 1.0)
+    )
+    assert "as long as 4.0 tokens (at most 4.0)" in line
+    assert f"{len(sent)} long prompts meanwhile, first text of these after 100 ms" in line
+
+
+def test_readers_need_a_length():
+    with pytest.raises(dms_jax.ConfigError, match="--readers 2"):
+        serving.Config(readers=2)

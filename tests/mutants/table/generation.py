@@ -17,6 +17,7 @@ ARRIVALS = "tests/generation/test_arrivals.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 RUNNING_ON = "tests/generation/test_running_on.py"
 READING = "tests/generation/test_reading.py"
+FAIRNESS = "tests/generation/test_fairness.py"
 TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_warming.py"
 TEXT = "tests/generation/test_text.py"
@@ -148,7 +149,7 @@ MUTANTS = [
     Mutant(
         "generation: answers wait while the prompt of another request is read",
         FOLDER + "engine.py",
-        "takes_turns=is_open and not policy.shrinks",
+        "takes_turns=is_open",
         "takes_turns=False",
         (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
     ),
@@ -171,9 +172,51 @@ MUTANTS = [
     Mutant(
         "generation: short prompts wait for the end of long ones",
         FOLDER + "prefill.py",
-        "if self._takes_turns and self._last is not None:",
-        "if False:",
-        (f"{READING}::test_classes_take_turns_where_answers_are_decoded_meanwhile",),
+        "self._shortest_next = not self._shortest_next",
+        "pass",
+        (
+            f"{READING}::test_a_short_prompt_waits_for_one_program_of_a_longer_one_between_two_of_its_own",
+            f"{FAIRNESS}::test_a_short_prompt_behind_a_long_one_is_answered_first",
+        ),
+    ),
+    Mutant(
+        "generation: a long prompt waits for the end of all shorter ones",
+        FOLDER + "prefill.py",
+        "item.rest if self._shortest_next else 0",
+        "item.rest",
+        (f"{READING}::test_a_long_prompt_is_read_however_many_short_ones_come",),
+    ),
+    Mutant(
+        "generation: answers wait for more prompt tokens than they are told",
+        FOLDER + "engine.py",
+        "room -= batch.shape.most",
+        "room -= 0",
+        (f"{FAIRNESS}::test_no_answer_pauses_for_more_prompt_tokens_than_it_is_told",),
+    ),
+    Mutant(
+        "generation: the oldest request of the lowest priority is preempted",
+        FOLDER + "scheduler.py",
+        "max(reversed(self.running), key=",
+        "max(self.running, key=",
+        (
+            f"{FAIRNESS}::test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first",
+        ),
+    ),
+    Mutant(
+        "generation: a preempted request waits behind others of its priority",
+        FOLDER + "scheduler.py",
+        "bisect.insort_left(self.waiting",
+        "bisect.insort_right(self.waiting",
+        (
+            f"{FAIRNESS}::test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first",
+        ),
+    ),
+    Mutant(
+        "generation: urgent requests wait for what is read for others",
+        FOLDER + "scheduler.py",
+        "if each.request.priority <= request.priority]",
+        "if True]",
+        (f"{FAIRNESS}::test_nobody_waits_for_a_prefix_that_is_read_for_less_urgent_requests",),
     ),
     Mutant(
         "generation: an answer takes the position after the last",
@@ -297,7 +340,7 @@ MUTANTS = [
     Mutant(
         "generation: a chain that waits is not told that its first token ended it",
         FOLDER + "scheduler.py",
-        "changed = [each for each in preempted if each.has_new_tokens]",
+        "changed = [each for each in self._left.values() if each.has_new_tokens]",
         "changed = []",
         (f"{SHARED}::test_a_chain_that_its_first_token_ends_waits_for_no_memory",),
     ),

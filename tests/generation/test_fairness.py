@@ -1,0 +1,276 @@
+"""What prompts cost answers that others wait for, and who comes first: in counted tokens."""
+
+import dataclasses
+import random
+
+import pytest
+
+from dms_jax.generation.engine import Engine, Source
+from dms_jax.generation.requests import State, make_request, make_requests
+from dms_jax.generation.scheduler import Scheduler
+from tests.generation.support import (
+    GREEDY,
+    answer,
+    host_engine,
+    prompts,
+    requests_of,
+    serve_arrivals,
+    squeezed,
+    stories,
+    story_tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("fakes")
+CHUNK, WIDTH, POSITIONS = 4, 8, 192
+SHAPE = dict(chunk=CHUNK, prefill_chunk=WIDTH, max_tokens=POSITIONS)
+BY_CHUNK = dict(prefill_tokens=WIDTH)
+
+
+@dataclasses.dataclass
+class Watch:
+    """What an engine launches between two chunks of steps.
+
+    Attributes:
+      turns: prompt tokens of each program that was launched behind the last chunk of steps, which
+        answers wait for: of every such pause.
+      paused: whether answers wait now.
+    """
+
+    turns: list[list[int]] = dataclasses.field(default_factory=list)
+    paused: bool = False
+
+    @classmethod
+    def over(cls, engine: Engine, monkeypatch) -> "Watch":
+        watch, extend, decode = cls(), engine.runner.extend, engine.runner.decode
+
+        def extended(batch):
+            if watch.paused and engine._call.scheduler.decoding:
+                watch.turns[-1].append(sum(map(len, batch.tokens.values())))
+            return extend(batch)
+
+        def decoded(*given, **more):
+            watch.paused = True
+            watch.turns.append([])
+            return decode(*given, **more)
+
+        monkeypatch.setattr(engine.runner, "extend", extended)
+        monkeypatch.setattr(engine.runner, "decode", decoded)
+        return watch
+
+    @property
+    def pauses(self) -> list[int]:
+        """Prompt tokens of every pause."""
+        return list(map(sum, self.turns))
+
+
+def check(requests, name="keeps"):
+    for each in requests:
+        answer(each.prompt, each.sampling, name).check(each)
+
+
+def arrivals_at_random(choose, count):
+    """Returns requests, some of them long, and how many come at each look."""
+    requests = []
+    for index in range(count):
+        length = choose.choice((3, 9, 20, 40, 150))
+        start = choose.randrange(500)
+        most = choose.choice((1, 6, 20))
+        sampling = dataclasses.replace(GREEDY, max_new_tokens=most)
+        prompt = story_tokens()[start : start + length]
+        priority = choose.choice((0, 0, 0, 1, -1))
+        requests.append(
+            make_request(stories().config, prompt, sampling, index=index, priority=priority)
+        )
+    return requests
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
+@pytest.mark.parametrize("bound", [8, 16, 40])
+def test_no_answer_pauses_for_more_prompt_tokens_than_it_is_told(name, bound, monkeypatch):
+    engine = host_engine(name, 6, prefill_tokens=bound, **SHAPE)
+    watch = Watch.over(engine, monkeypatch)
+    for seed in range(6):
+        choose = random.Random(seed)
+        requests = arrivals_at_random(choose, 12)
+        coming = list(requests)
+
+        def incoming(wait, coming=coming, choose=choose):
+            if not coming:
+                return None
+            count = choose.randint(1 if wait else 0, 2)
+            came, coming[:count] = coming[:count], []
+            return came
+
+        watch.paused = False
+        engine.serve(Source([], GREEDY, incoming=incoming))
+        check(requests, name)
+    assert max(watch.pauses) == bound  # it is reached, and never passed
+    assert max(map(len, watch.turns)) == bound // WIDTH  # by one long prompt, too
+
+
+def test_a_list_is_read_as_fast_as_programs_are_large(monkeypatch):
+    """Nobody's answer waits, and a turn of the loop is a program, however large the pause is."""
+    engine = host_engine(lanes=6, prefill_tokens=40, **SHAPE)
+    watch = Watch.over(engine, monkeypatch)
+    given = [story_tokens()[start : start + 40] for start in range(6)]
+    for each, completion in zip(given, engine.generate(given, sampling=GREEDY), strict=True):
+        answer(each).check(completion)
+    assert not any(watch.pauses)
+
+
+def test_while_nobody_decodes_a_prompt_is_read_by_one_program_at_each_look(monkeypatch):
+    """So that those that come meanwhile share the next one."""
+    engine, looks, programs = host_engine(lanes=6, prefill_tokens=40, **SHAPE), [], []
+    extend = engine.runner.extend
+    monkeypatch.setattr(engine.runner, "extend", lambda batch: programs.append(1) or extend(batch))
+    (request,) = requests_of([story_tokens()[:40]], GREEDY)
+    coming = [[request]]
+
+    def incoming(wait):
+        if not request.generated:
+            looks.append(len(programs))
+        return coming.pop() if coming else None
+
+    engine.serve(Source([], GREEDY, incoming=incoming))
+    check([request])
+    assert looks == [0, 1, 2, 3, 4]
+
+
+def test_a_short_prompt_behind_a_long_one_is_answered_first(monkeypatch):
+    """It needs two programs, of 8 tokens as the pause, and the long one has every other."""
+    engine = host_engine(lanes=6, **SHAPE, **BY_CHUNK)
+    watch = Watch.over(engine, monkeypatch)
+    text = story_tokens()
+    samplings = [dataclasses.replace(GREEDY, max_new_tokens=most) for most in (100, 2, 2)]
+    requests = requests_of([text[:5], text[10:160], text[200:213]], samplings)
+    told = []
+    serve_arrivals(engine, [requests[:1], [], requests[1:]], lambda each: told.append(each))
+    check(requests)
+    begun = [each.index for each in told if each.finished]
+    assert begun == [2, 1, 0]
+    behind = next(number for number, each in enumerate(told) if each.index == 2)
+    seen = sum(len(each.tokens) for each in told[:behind] if each.index == 0)
+    assert seen <= 8 * CHUNK
+    assert max(watch.pauses) == WIDTH
+
+
+@pytest.mark.parametrize(("options", "steps"), [(BY_CHUNK, 1), ({}, CHUNK)])
+def test_while_prompts_wait_a_chunk_is_one_step(options, steps, monkeypatch):
+    engine = host_engine(lanes=6, **SHAPE, **options)
+    assert engine.steps_between_prompts == steps  # by whether prompts can wait at all
+    decode, sizes = engine.runner.decode, {True: set(), False: set()}
+
+    def decoded(*given, **more):
+        sizes[engine._call._prefill.has_tokens].add(more["num_steps"])
+        return decode(*given, **more)
+
+    monkeypatch.setattr(engine.runner, "decode", decoded)
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=60)
+    requests = requests_of([story_tokens()[:5], story_tokens()[10:90]], sampling)
+    serve_arrivals(engine, [requests[:1], [], requests[1:]], lambda each: None)
+    check(requests)
+    assert sizes == {True: {1} if steps == 1 else set(), False: {CHUNK}}
+
+
+# -- priorities ----------------------------------------------------------------------------------
+
+
+def with_priorities(given, *priorities):
+    requests = requests_of(given, GREEDY)
+    for request, priority in zip(requests, priorities, strict=True):
+        request.priority = priority
+    return requests
+
+
+def ends_of(engine, looks):
+    """Returns the indices of requests in the order in which they end."""
+    ended = []
+    serve_arrivals(engine, looks, lambda each: ended.append(each.index) if each.finished else None)
+    return ended
+
+
+def test_requests_are_admitted_by_priority_and_then_as_they_come():
+    engine, given = host_engine(lanes=1), prompts((5, 6, 7, 8, 9, 4))
+    requests = with_priorities(given, 1, 5, 0, 5, -2, 0)
+    assert ends_of(engine, [requests[:5], requests[5:]]) == [4, 2, 5, 0, 1, 3]
+    check(requests)
+
+
+def test_a_list_may_have_priorities():
+    engine = host_engine(lanes=1)
+    requests, ended = with_priorities(prompts((5, 6, 7)), 2, 0, 1), []
+    engine.serve(Source(requests, GREEDY, on_tokens=lambda each: ended.append(each.index)))
+    assert list(dict.fromkeys(ended)) == [1, 2, 0]
+    check(requests)
+
+
+def test_all_requests_of_a_call_have_the_priority_that_is_given():
+    made = make_requests(stories().config, prompts((5, 6)), GREEDY, priority=7)
+    assert [each.priority for each in made] == [7, 7]
+    assert [each.priority for each in requests_of(prompts((5,)), GREEDY)] == [0]
+
+
+@pytest.mark.parametrize("priorities", [(1, 0, 0), (0, 0, 0), (0, 0, 1), (1, 1, 0)])
+def test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first(
+    priorities, monkeypatch
+):
+    """Three answers grow, and the pool does not hold them all."""
+    engine, left = host_engine(lanes=3), []
+    preempt = Scheduler.preempt
+
+    def watched(scheduler):
+        running = list(scheduler.running.values())
+        lane = preempt(scheduler)
+        (gone,) = [each for each in running if each.state is State.WAITING]
+        lowest = max(each.priority for each in running)
+        youngest = [each for each in running if each.priority == lowest][-1]
+        assert gone is youngest
+        same = [each for each in scheduler.waiting if each.priority == lowest]
+        assert same[0] is gone
+        left.append(gone.index)
+        return lane
+
+    monkeypatch.setattr(Scheduler, "preempt", watched)
+    requests = with_priorities(prompts((13, 14, 15)), *priorities)
+    waiting = requests_of(prompts((5, 6)), dataclasses.replace(GREEDY, max_new_tokens=4))
+    for each, priority in zip(waiting, (0, 1), strict=True):
+        each.index, each.priority = 3 + each.index, priority
+    with squeezed(engine, 7 * 20):
+        serve_arrivals(engine, [requests, waiting])
+    check([*requests, *waiting])
+    assert left[0] == {(1, 0, 0): 0, (0, 0, 0): 2, (0, 0, 1): 2, (1, 1, 0): 1}[priorities]
+
+
+def test_a_shared_prompt_is_read_anew_for_a_request_of_another_priority():
+    """Who reads it for others would be preempted before them, and they would wait for nobody."""
+    (prompt,) = prompts((30,))
+    requests = with_priorities([prompt] * 3, 1, 0, 0)
+    serve_arrivals(host_engine(lanes=4), [requests])
+    check(requests)
+    assert [each.usage.prefilled_tokens for each in requests] == [30, 30, 0]
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_nobody_waits_for_a_prefix_that_is_read_for_less_urgent_requests(urgent):
+    """It would be read behind all that are urgent. Equals wait, and read the rest alone."""
+    text, engine = story_tokens(), host_engine(lanes=4, prefix_cache=0, **SHAPE, **BY_CHUNK)
+    shared = text[200:264] if urgent else text[:64]
+    given = [shared + text[start : start + 5] for start in (300, 310, 320)]
+    requests = with_priorities(given, 1, 1, 0 if urgent else 1)
+    serve_arrivals(engine, [requests[:2], [], requests[2:]])
+    engine.runner.prefixes.clear()
+    check(requests)
+    assert [each.usage.cached_tokens for each in requests] == [0, 64, 0 if urgent else 64]
+
+
+def test_each_priority_is_served_in_the_order_in_which_its_requests_come():
+    """As many urgent ones as there are lanes come at every look, and then no more."""
+    short = dataclasses.replace(GREEDY, max_new_tokens=3)
+    urgent, others = (requests_of(prompts([length] * 12), short) for length in (5, 6))
+    for each in others:
+        each.index, each.priority = 100 + each.index, 3
+    looks = [urgent[place : place + 2] for place in range(0, 12, 2)]
+    looks[0], looks[3] = others[:6] + looks[0], others[6:] + looks[3]
+    ended = ends_of(host_engine(lanes=2), looks)
+    check([*urgent, *others])
+    assert ended == [*range(12), *range(100, 112)]
