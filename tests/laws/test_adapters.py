@@ -8,17 +8,14 @@ and requests are preempted and recomputed.
 import dataclasses
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-import dms_jax
 from dms_jax.generation import Engine, Sampling
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from dms_jax.model.low_rank import LowRank
-from dms_jax.policies import DMS, KVzap, Policy, Vanilla
+from dms_jax.policies import DMS, Policy, Vanilla
 from tests.generation.support import squeezed
 from tests.support.models import random_model, random_tokens, tiny_config
 
@@ -32,10 +29,8 @@ def with_adapter(
     model: LanguageModel, policy: Policy, seed: int, size: LowRank | None
 ) -> LanguageModel:
     """The model with a head and updates of random numbers."""
-    shape = policy.retrofit.adapter
-    own = random_model(model.config, adapter=shape, seed=seed).layers.adapter
-    transformer = random_model(model.config, adapter=shape)
-    transformer.layers.adapter = own
+    own = random_model(model.config, adapter=policy.retrofit.adapter, seed=seed)
+    transformer = LanguageModel(own).with_parameters(model.transformer).transformer
     random = np.random.default_rng(seed)
     if size is not None:
         factors = {
@@ -59,7 +54,7 @@ def check_each_alone(engine: Engine, alone: dict[str | None, Engine], pages: int
     prompts = [random_tokens(seed, n).tolist() for seed, n in enumerate(lengths)]
     prompts += prompts[:4]  # equal ones, that other adapters read
     names = list(alone)
-    each = [names[(i + i // len(lengths)) % len(names)] for i in range(len(prompts))]
+    each = [names[(i + 2 * (i // len(lengths))) % len(names)] for i in range(len(prompts))]
     before = engine.runner.reservation.epochs.sum()
     with squeezed(engine, pages):
         found = engine.generate(prompts, sampling=SAMPLING, adapter=each)
