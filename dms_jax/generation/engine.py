@@ -511,8 +511,6 @@ class Engine:
                 f"adapter must be a name, or a list of one for each of {len(prompts)} prompts, got "
                 f"{show(adapter)}."
             )
-        for name in each:
-            self.check_adapter(name)
         tokens = encode_prompts(self.model, prompts)
         requests = make_requests(self.model.config, tokens, sampling, adapters=each)
         return self.serve(Source(requests, sampling, on_tokens=on_tokens))
@@ -545,6 +543,8 @@ class Engine:
         compilation.check_process()
         requests, sampling = list(source.requests), source.sampling
         check_stop(self.model, sampling)
+        for adapter in {each.adapter for each in requests}:
+            self.check_adapter(adapter)
         make_matchers(self.model, requests)
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
@@ -578,6 +578,12 @@ class Engine:
         checked = {check("cancel: index", index, Whole) for index in indices}
         if (call := self._call) is not None:
             call.scheduler.cancelled.update(checked)
+
+    @property
+    def adapters(self) -> tuple[str | None, ...]:
+        """The names of its adapters, behind None if the model also runs as it is."""
+        slots = self.runner.slots
+        return (None,) if slots is None else slots.names
 
     def check_adapter(self, name: str | None) -> None:
         """Raises ConfigError if there is no adapter of a name; None is the model as it is."""

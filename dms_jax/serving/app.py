@@ -160,7 +160,8 @@ class _Api:
             if delta.completion is not None:
                 self._metrics.count_answer(delta.completion, start)
 
-        key = await self._engine.submit(prompts, parsed.sampling, listen)
+        adapter = served.models[parsed.model]
+        key = await self._engine.submit(prompts, parsed.sampling, listen, adapter)
         make_formatter = APIS[request.url.path].formatter
         assert make_formatter is not None
         formatter = make_formatter(parsed, served)
@@ -178,15 +179,16 @@ class _Api:
             _logger.warning("Requests have %s, which this server leaves out.", plain(name))
 
     async def get_models(self, request: Request) -> Response:
-        """Lists the one model."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """Lists the model and its adapters."""
+        cards = [self._card(name) for name in self._served.models]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def get_model(self, request: Request) -> Response:
-        """Describes the one model."""
+        """Describes the model, or an adapter."""
         name = request.path_params["name"]
-        if name != self._served.name:
-            return _error_response(unknown_model(name, self._served.name))
-        return JSONResponse(self._card())
+        if name not in self._served.models:
+            return _error_response(unknown_model(name, self._served.models))
+        return JSONResponse(self._card(name))
 
     async def get_health(self, request: Request) -> Response:
         """Tells whether requests are admitted."""
@@ -201,9 +203,9 @@ class _Api:
         text = self._metrics.render(await self._engine.snapshot())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._served.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "dms_jax",

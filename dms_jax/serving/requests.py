@@ -29,6 +29,7 @@ class Asked:
     """What a request asks for.
 
     Attributes:
+      model: name of the model, one of `ServedModel.models`.
       prompts: texts or token ids, or the one conversation to answer.
       sampling: fields of `Sampling`, as far as they are given.
       max_new_tokens: the most tokens of an answer; None for the server's default.
@@ -44,6 +45,7 @@ class Asked:
       unknown: names of fields that were left out.
     """
 
+    model: str
     prompts: Sequence[Any] | Chat
     sampling: Mapping[str, Any]
     max_new_tokens: int | None = None
@@ -63,6 +65,7 @@ class GenerationRequest:
     """A request that is ready to be generated.
 
     Attributes:
+      model: name of the model, one of `ServedModel.models`.
       prompts: token ids, one list for each prompt.
       choices: answers to each.
       sampling: how they are sampled.
@@ -71,6 +74,7 @@ class GenerationRequest:
       details, unknown: see `Asked`.
     """
 
+    model: str
     prompts: list[list[int]]
     choices: int
     sampling: Sampling
@@ -129,7 +133,14 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         grammar=_grammar(asked, form),
     )
     return GenerationRequest(
-        prompts, asked.choices, sampling, asked.stream, form, asked.details, asked.unknown
+        asked.model,
+        prompts,
+        asked.choices,
+        sampling,
+        asked.stream,
+        form,
+        asked.details,
+        asked.unknown,
     )
 
 

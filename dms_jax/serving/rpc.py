@@ -24,7 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from dms_jax.config import ModelConfig
@@ -47,7 +47,8 @@ class ServedModel:
     """What the HTTP process must know of the model behind it.
 
     Attributes:
-      name: of the model, in requests.
+      models: the names of models in requests, and the adapter that each stands for; None for the
+        model as it is. The first is that of requests that name none.
       policy: name of the cache policy.
       config: of the model.
       tokenizer: of the model, with its chat template; None if it has none.
@@ -60,7 +61,7 @@ class ServedModel:
         if it is not known.
     """
 
-    name: str
+    models: Mapping[str, str | None]
     policy: str
     config: ModelConfig
     tokenizer: Any
@@ -81,10 +82,10 @@ class ServedModel:
         access: Access | None = None,
         call_format: str | None = None,
     ) -> "ServedModel":
-        """Describes the model of a service."""
+        """Describes the model of a service, of this name, and its adapters."""
         model = service.engine.model
         return cls(
-            name=name,
+            models={name if each is None else each: each for each in service.engine.adapters},
             policy=service.engine.policy.name,
             config=model.config,
             tokenizer=model.tokenizer,
@@ -103,12 +104,13 @@ class Submit:
 
     Attributes:
       key: a number of the client's, for everything about this submission.
-      prompts, sampling: see `Service.submit`.
+      prompts, sampling, adapter: see `Service.submit`.
     """
 
     key: int
     prompts: list[list[int]]
     sampling: Sampling
+    adapter: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +274,9 @@ class EngineServer:
             self._deltas.append((call.key, sent))
 
         try:
-            indices = self._service.submit(call.prompts, call.sampling, listen, self._queue_deltas)
+            indices = self._service.submit(
+                call.prompts, call.sampling, listen, self._queue_deltas, adapter=call.adapter
+            )
         except Exception as error:
             if not isinstance(error, DmsJaxError):
                 _logger.exception("A request failed.")
@@ -344,11 +348,17 @@ class EngineClient:
         self._receiving.cancel()
         self._writer.close()
 
-    async def submit(self, prompts: list[list[int]], sampling: Sampling, listener: Listener) -> int:
+    async def submit(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        listener: Listener,
+        adapter: str | None = None,
+    ) -> int:
         """Submits prompts; returns a key, with which `cancel` must be called in the end.
 
         Args:
-          prompts, sampling: see `Service.submit`.
+          prompts, sampling, adapter: see `Service.submit`.
           listener: called in the loop with each `Delta`, or once with the error that ended a
             request.
 
@@ -359,7 +369,7 @@ class EngineClient:
         key = next(self._keys)
         self._subscriptions[key] = _Subscription(listener, len(prompts))
         try:
-            await self._call(Submit(key, prompts, sampling))
+            await self._call(Submit(key, prompts, sampling, adapter))
         except BaseException:
             self._subscriptions.pop(key, None)
             self.cancel(key)

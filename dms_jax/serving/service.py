@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Unpack
 
 from dms_jax.checks import Whole, check, require, show_options
@@ -24,6 +24,7 @@ from dms_jax.errors import (
     TooLongError,
 )
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
+from dms_jax.generation.adapters import GivenAdapter
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import GrammarError, make_matchers
 from dms_jax.generation.prefixes import PrefixCounts
@@ -128,7 +129,7 @@ class Service:
 
     Args:
       model: the model to run.
-      policy: the cache policy; None for the one that the checkpoint declares.
+      policy, adapters: see `Engine`.
       num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`. Here `max_tokens` is
         also the most tokens, prompt and answer, that a request may ask for.
       max_waiting: the most requests that may wait for a lane; more are refused.
@@ -148,6 +149,7 @@ class Service:
         model: LanguageModel,
         policy: Policy | str | None = None,
         *,
+        adapters: Mapping[str, GivenAdapter] | None = None,
         num_lanes: int = 8,
         max_tokens: int | None = None,
         memory: float | int | None = None,
@@ -169,7 +171,7 @@ class Service:
             "Service: max_tokens must be at least 2, one of a prompt and one of its answer, got "
             f"{self.max_tokens}.",
         )
-        self.engine = Engine(model, policy, **dataclasses.asdict(limits))
+        self.engine = Engine(model, policy, adapters=adapters, **dataclasses.asdict(limits))
         runner = self.engine.runner
         # Once, for all requests to come: page tables keep their widths, and nothing recompiles.
         runner.reservation.allow_length(self.max_tokens)
@@ -202,6 +204,8 @@ class Service:
         sampling: Sampling,
         listener: Listener,
         after_chunk: Callable[[], None] = _nothing,
+        *,
+        adapter: str | None = None,
     ) -> list[int]:
         """Queues requests, which join those that run; returns their indices.
 
@@ -214,14 +218,17 @@ class Service:
           listener: called in the engine's thread with each `Delta`, or once with the error that
             ended a request.
           after_chunk: called there after the deltas of a chunk, once for all requests that gave it.
+          adapter: name of the adapter that they run with; None for the model as it is.
 
         Raises:
           DrainingError: no more requests are admitted.
           BusyError: too many requests run or wait.
-          ConfigError: there are stop strings but no tokenizer, or a grammar is not served.
+          ConfigError: there are stop strings but no tokenizer, a grammar is not served, or there is
+            no such adapter.
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
+        self.engine.check_adapter(adapter)
         check_stop(self.engine.model, sampling)
         for prompt in prompts:
             self._check_length(len(prompt), sampling.max_new_tokens)
@@ -230,7 +237,9 @@ class Service:
                 f"{len(prompts)} answers are asked for at once, and at most {self.max_requests} "
                 "can run or wait here. Ask for fewer."
             )
-        requests = make_requests(self.engine.model.config, prompts, sampling)
+        adapters = [adapter] * len(prompts)
+        config = self.engine.model.config
+        requests = make_requests(config, prompts, sampling, adapters=adapters)
         for request in requests:
             self._check_fits(request)
         make_matchers(self.engine.model, requests)
@@ -320,7 +329,8 @@ class Service:
             if isinstance(delta, Exception) or delta.completion is not None:
                 done.set()
 
-        self.submit([[0]], Sampling(max_new_tokens=min(2, self.max_tokens - 1)), listen)
+        sampling = Sampling(max_new_tokens=min(2, self.max_tokens - 1))
+        self.submit([[0]], sampling, listen, adapter=self.engine.adapters[0])
         done.wait()
         if isinstance(last[0], Exception):
             raise last[0]
