@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax._src.array import ArrayImpl  # no public name makes an array that is not committed
 from jaxtyping import Array, Float, Int
 
 from dms_jax import compilation, sharding
@@ -265,9 +266,11 @@ class LanguageModel:
 def _placed_as(given: Array | np.ndarray, old: Array) -> Array:
     """Returns an array that a program takes in the place of another without a compilation."""
     new: Any = jax.device_put(jnp.asarray(given, old.dtype), old.sharding)
-    # A program that was compiled for an array that nobody had placed is compiled again for one that
-    # somebody has: through DLPack it is the same memory, placed by nobody.
-    return new if old.committed else jnp.from_dlpack(new)
+    if old.committed:
+        return new
+    # A program that was compiled for an array that nobody has placed is compiled again for one that
+    # somebody has, as trainers do. This is the same memory, placed by nobody.
+    return ArrayImpl(new.aval, new.sharding, new._arrays, committed=False)
 
 
 # Quest's published page size; it has no effect on other policies. `generate` takes it as an option.
