@@ -63,6 +63,9 @@ class Config(Generating):
     """Directory of an adapter that was trained on the model, or one that ships; or name=directory,
     once for each of several adapters that requests choose by name. One without a name is part of
     the model."""
+    allow_adapter_changes: bool = False
+    """Whether clients may replace an adapter by that of another directory of this machine
+    (POST /v1/load_lora_adapter with lora_name and lora_path)."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 for every one of this machine."""
     port: int = 8000
@@ -137,7 +140,15 @@ def main(config: Config) -> None:
             service.smoke_test()
             name = name_of(config)
             calls = call_format_of(config, service.engine.model)
-            served = ServedModel.of(service, name, sampling, config.seed, access, calls)
+            served = ServedModel.of(
+                service,
+                name,
+                sampling,
+                config.seed,
+                access,
+                calls,
+                changes_adapters=config.allow_adapter_changes,
+            )
             host, port = taken.getsockname()[:2]
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
             names = ", ".join(served.models)

@@ -17,8 +17,8 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy, as_policy
 from dms_jax.policies.vanilla import Vanilla
 
-# A directory of an adapter, or a model that has it.
-GivenAdapter = str | pathlib.Path | LanguageModel
+# A directory of an adapter, a model that has it, or what was read of either.
+GivenAdapter = str | pathlib.Path | LanguageModel | AdapterWeights
 
 
 def choose(
@@ -70,9 +70,15 @@ def read(model: LanguageModel, given: Mapping[str, GivenAdapter]) -> dict[str, A
     for name in given:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"The name of an adapter must be a text, got {show(name)}.")
-    paths = {name: each for name, each in given.items() if not isinstance(each, LanguageModel)}
+    paths = {
+        name: each
+        for name, each in given.items()
+        if not isinstance(each, LanguageModel | AdapterWeights)
+    }
     loaded = load_adapters(model, paths)
     for name, each in given.items():
+        if isinstance(each, AdapterWeights):
+            loaded[name] = each
         if not isinstance(each, LanguageModel):
             continue
         if differences := differing_shape(model.config, each.config):

@@ -1,6 +1,6 @@
 """`make_app`: the endpoints of the server, as an ASGI application (Starlette), and its metrics.
 
-    POST    the addresses of `apis.APIS`
+    POST    the addresses of `apis.APIS`   /v1/load_lora_adapter, if it is allowed
     GET     /v1/models   /health   /metrics
 
 A request is parsed and submitted to the engine's process, whose deltas are queued for the coroutine
@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dms_jax.errors import (
     BusyError,
     CapacityError,
+    CheckpointError,
     ConfigError,
     DataError,
     OtherProcessError,
@@ -42,6 +43,7 @@ from dms_jax.generation import Completion
 from dms_jax.generation.requests import FinishReason
 from dms_jax.serving.access import Access
 from dms_jax.serving.apis import APIS, openai_error
+from dms_jax.serving.fields import check_field, parse_object
 from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.parsing import SMALL_BODY, Parser, RequestBody
 from dms_jax.serving.refusals import TOO_LONG, RefusalError, unknown_model
@@ -58,6 +60,8 @@ OUT_OF_MEMORY = (
     "the server's log says more."
 )
 ENDPOINTS = f"POST {', '.join(APIS)}, and GET /v1/models, /health and /metrics"
+_LOAD_FIELDS = "lora_name", "lora_path"
+_LOAD = "/v1/load_lora_adapter"  # as vLLM calls it
 _CLIENT_CLOSED = 499  # for the metrics alone: the client has disconnected
 _FAILED = "failed"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -79,6 +83,7 @@ def make_app(engine: EngineClient, served: ServedModel, parser: Parser) -> Starl
         *(Route(path, api.answer, methods=["POST"]) for path in APIS),
         Route("/v1/models", api.get_models),
         Route("/v1/models/{name:path}", api.get_model),
+        *([Route(_LOAD, api.load_adapter, methods=["POST"])] if served.changes_adapters else []),
         Route("/health", api.get_health),
         Route("/metrics", api.get_metrics),
     ]
@@ -177,6 +182,25 @@ class _Api:
         for name in new[: max(_MOST_NAMES - len(self._unknown), 0)]:
             self._unknown.add(name)
             _logger.warning("Requests have %s, which this server leaves out.", plain(name))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Replaces an adapter by that of a directory of the server's machine."""
+        try:
+            _check_content_type(request.headers.get("content-type"))
+            with self._body_counter() as count:
+                fields = parse_object(await _receive_body(request, count))
+            name, path = (check_field(each, fields.get(each), str) for each in _LOAD_FIELDS)
+            if self._served.models.get(name) is None:
+                adapters = [each for each, own in self._served.models.items() if own is not None]
+                raise unknown_model(name, adapters)
+            await self._engine.replace_adapter(name, path)
+            response = JSONResponse(self._card(name))
+        except CheckpointError as error:
+            response = _error_response(RefusalError(error, param=_LOAD_FIELDS[1]))
+        except Exception as error:
+            response = _error_response(error)
+        self._metrics.count_request(_LOAD, response.status_code)
+        return response
 
     async def get_models(self, request: Request) -> Response:
         """Lists the model and its adapters."""

@@ -6,6 +6,7 @@ and the snapshot that the thread takes at every poll.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import logging
@@ -25,6 +26,7 @@ from dms_jax.errors import (
 )
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
 from dms_jax.generation.adapters import GivenAdapter
+from dms_jax.generation.adapters import read as read_adapters
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import GrammarError, make_matchers
 from dms_jax.generation.prefixes import PrefixCounts
@@ -35,10 +37,12 @@ from dms_jax.generation.requests import (
     completion_of,
     make_requests,
 )
+from dms_jax.model.adapters import AdapterWeights
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
+_ENDS = "The server is about to end and takes no more requests."
 _FAILED = "The server's engine has failed, and the server ends. Its log says more."
 
 _logger = logging.getLogger("dms_jax")
@@ -104,6 +108,14 @@ class _Job:
     listener: Listener
     after_chunk: Callable[[], None]
     choice: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """Another adapter in the place of one, and when it is there."""
+
+    adapter: AdapterWeights
+    done: concurrent.futures.Future[None]
 
 
 def notify(listener: Callable[..., None], *arguments: Delta | Exception) -> None:
@@ -182,7 +194,10 @@ class Service:
         self._queue: collections.deque[Request] = collections.deque()  # not polled yet
         self._to_cancel: set[int] = set()  # indices that the engine has not been given yet
         self._cancelling: set[int] = set()  # indices given to the engine, until they end
-        self._changed = threading.Condition()  # of the queue, `_to_cancel` or `draining`
+        self._changes: dict[str, _Change] = {}  # adapters that are to be replaced, by name
+        self._changed = (
+            threading.Condition()
+        )  # of the queue, `_to_cancel`, `_changes` or `draining`
         self._indices = itertools.count()
         self._after_chunk: set[Callable[[], None]] = set()
         self._polls = 0
@@ -247,7 +262,7 @@ class Service:
             if self.failure is not None:
                 raise DrainingError(_FAILED)
             if self.draining:
-                raise DrainingError("The server is about to end and takes no more requests.")
+                raise DrainingError(_ENDS)
             if len(self._jobs) + len(requests) > self.max_requests:
                 raise BusyError(
                     f"{len(self._jobs)} requests run or wait already, of at most "
@@ -265,6 +280,33 @@ class Service:
         with self._changed:
             self._to_cancel.update(index for index in indices if index in self._jobs)
             self._changed.notify()
+
+    def replace_adapter(self, name: str, adapter: GivenAdapter) -> None:
+        """Puts another adapter in the place of one, and waits until it is there.
+
+        Requests of the one that run come to their end with it; those that come later wait for the
+        other. Nobody else does, and nothing is compiled.
+
+        Args:
+          name: name of the adapter.
+          adapter: see `Engine.update`. It is read in the calling thread.
+
+        Raises:
+          DrainingError: the service is about to end.
+          BusyError: it is being replaced already.
+          ConfigError, CheckpointError: it does not fit; see `Engine.update`. The old one stays.
+        """
+        self.engine.check_adapter(name)
+        (read,) = read_adapters(self.engine.model, {name: adapter}).values()
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._changed:
+            if self.draining:
+                raise DrainingError(_ENDS)
+            if name in self._changes:
+                raise BusyError(f"Adapter {name!r} is being replaced already. Try again later.")
+            self._changes[name] = _Change(read, done)
+            self._changed.notify()
+        done.result()
 
     def close(self) -> None:
         """Admits no more requests; the thread ends when all that were admitted have ended."""
@@ -387,18 +429,37 @@ class Service:
         """
         self._take_snapshot()
         with self._changed:
-            while wait and not (self._queue or self._to_cancel or self.draining):
+            while wait and not (self._queue or self._to_cancel or self._changes or self.draining):
                 self._changed.wait()
             cancelled, self._to_cancel = self._to_cancel, set()
-            admitted = [request for request in self._queue if request.index not in cancelled]
             dropped = [request for request in self._queue if request.index in cancelled]
-            self._queue.clear()
-            last = self.draining and not admitted
+            queued = [request for request in self._queue if request.index not in cancelled]
+            self._replace_adapters(queued)
+            admitted = [each for each in queued if not self._waits_for_adapter(each)]
+            self._queue = collections.deque(filter(self._waits_for_adapter, queued))
+            last = self.draining and not (admitted or self._queue)
         self.engine.cancel(cancelled)
         for request in dropped:
             self._fail(request, DrainingError("The request was cancelled."))
         self._cancelling = (self._cancelling | cancelled) & self._jobs.keys()
         return None if last else admitted
+
+    def _waits_for_adapter(self, request: Request) -> bool:
+        """Whether a request is not to begin before its adapter is replaced."""
+        return request.adapter in self._changes and not request.generated
+
+    def _replace_adapters(self, queued: Sequence[Request]) -> None:
+        """Replaces adapters with which no request runs, or has run and is queued again."""
+        begun = self._jobs.keys() - {each.index for each in queued if not each.generated}
+        in_use = {self._jobs[index].request.adapter for index in begun}
+        for name in [name for name in self._changes if name not in in_use]:
+            change = self._changes.pop(name)
+            try:
+                self.engine.replace(None, {name: change.adapter})
+            except Exception as error:  # it is its caller's
+                change.done.set_exception(error)
+            else:
+                change.done.set_result(None)
 
     def _take_snapshot(self) -> None:
         self._polls += 1
@@ -486,6 +547,9 @@ class Service:
             jobs = list(self._jobs.values())
             self._jobs.clear()
             self._queue.clear()
+            changes, self._changes = self._changes, {}
+        for change in changes.values():
+            change.done.set_exception(DrainingError(_FAILED))
         for job in jobs:
             for call, arguments in (
                 (job.listener, (DrainingError(_FAILED),)),

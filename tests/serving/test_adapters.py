@@ -1,13 +1,16 @@
 """Adapters by name over HTTP: the `model` of a request says which, on every address."""
 
 import concurrent.futures
+import dataclasses
 import json
+import threading
 
 import pytest
 
 import dms_jax
+from dms_jax.serving.service import DrainingError
 from tests.generation.support import adapted
-from tests.serving.support import BOUNDED, serving, stories
+from tests.serving.support import BOUNDED, make_service, serving, stories, wait_until
 from tests.support.fake_programs import answer_of
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -50,23 +53,22 @@ def test_each_request_is_answered_by_the_model_that_it_names(client):
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "said"),
+    ("path", "content"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "model"),
-        ("/v1/responses", {"input": "Hi"}, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
         (
             "/v1/messages",
             {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
-            "model",
         ),
     ],
 )
-def test_every_address_takes_names_and_says_them(client, path, content, said):
+def test_every_address_takes_names_and_says_them(client, path, content):
     for name in MODELS:
         response = client.send(content | {"model": name}, path=path)
         answer = json.loads(response.read())
         assert response.status == 200, answer
-        assert answer[said] == name
+        assert answer["model"] == name
     response = client.send(content | {"model": "c"}, path=path)
     message = json.loads(response.read())["error"]["message"]
     assert response.status == 404
@@ -89,3 +91,94 @@ def test_the_list_of_models_has_the_base_and_its_adapters(client):
     for card in cards:
         assert json.loads(client.get(f"/v1/models/{card['id']}")[1]) == card
     assert client.get("/v1/models/c")[0] == 404
+
+
+# -- changes -------------------------------------------------------------------------------------
+
+
+def tokens() -> list[int]:
+    return stories().tokenizer.encode(PROMPT)
+
+
+def test_an_adapter_is_replaced_between_its_requests():
+    """What runs ends with the old one, what comes waits for the new one, and others go on."""
+    service, new = make_service(adapters={each: adapted(each) for each in "ab"}), adapted("c")
+    old = service.engine.runner.slots
+    threads, log, ends = [], [], {name: threading.Event() for name in ("first", "later", "b")}
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=60)
+
+    def submit(name: str, adapter: str, begun=lambda: None) -> None:
+        def listen(delta):
+            assert not isinstance(delta, Exception)
+            log.append((name, service.engine.runner.slots is old))
+            if len(log) == 1:
+                begun()
+            if delta.completion is not None:
+                ends[name].set()
+
+        service.submit([tokens()], sampling, listen, adapter=adapter)
+
+    def replace():
+        threads.append(threading.Thread(target=service.replace_adapter, args=("a", new)))
+        threads[0].start()
+        wait_until(lambda: "a" in service._changes)
+        with pytest.raises(dms_jax.BusyError, match="'a' is being replaced already"):
+            service.replace_adapter("a", new)
+        submit("later", "a")
+        submit("b", "b")
+
+    service.start()
+    submit("first", "a", begun=replace)
+    try:
+        for each in ends.values():
+            assert each.wait(60)
+        threads[0].join(60)
+    finally:
+        service.drain(0.0)
+    assert {before for name, before in log if name == "first"} == {True}
+    assert {before for name, before in log if name == "later"} == {False}
+    assert ("b", True) in log  # beside the first, not behind the change
+    assert service.engine.runner.slots.adapters[1] is not old.adapters[1]
+    with pytest.raises(DrainingError, match="about to end"):
+        service.replace_adapter("a", new)
+
+
+def test_a_client_may_replace_an_adapter_if_it_is_allowed(tmp_path):
+    base = dms_jax.load(dms_jax.assets.path("stories260k"))
+    base = dataclasses.replace(base, generation=stories().generation)
+    dms_jax.save(
+        dataclasses.replace(adapted("c"), source=base.source),
+        base.policy,
+        tmp_path / "c",
+        adapter_only=True,
+    )
+    adapters = {name: adapted(name) for name in "ab"}
+    with serving(model=base, adapters=adapters, changes_adapters=True) as client:
+
+        def load(status: int, **fields):
+            response = client.send(fields, path="/v1/load_lora_adapter")
+            answer = json.loads(response.read())
+            assert response.status == status, answer
+            return answer
+
+        before = client.service.engine.runner.slots.adapters
+        shipped = str(dms_jax.assets.path("smollm2-135m-instruct-dms"))
+        for status, name, path, said in (
+            (404, "d", "x", "There is no model 'd' here, only 'a', 'b'."),
+            (404, "stories", "x", "There is no model 'stories' here, only 'a', 'b'."),
+            (400, "a", str(tmp_path / "no"), "adapter 'a': there is no directory"),
+            (400, "a", shipped, "trained on another base"),
+            (400, "a", None, "lora_path must be a text, got None"),
+        ):
+            assert said in load(status, lora_name=name, lora_path=path)["error"]["message"]
+        assert client.service.engine.runner.slots.adapters == before
+        assert load(200, lora_name="a", lora_path=str(tmp_path / "c"))["id"] == "a"
+        after = client.service.engine.runner.slots.adapters
+        assert [x is y for x, y in zip(before, after, strict=True)] == [True, False, True]
+        assert client.ask(prompt=PROMPT, model="a", max_tokens=4)["model"] == "a"
+
+
+def test_no_client_may_replace_an_adapter_unless_it_is_allowed(client):
+    response = client.send({"lora_name": "a", "lora_path": "x"}, path="/v1/load_lora_adapter")
+    assert response.status == 404
+    response.read()
