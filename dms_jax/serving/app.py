@@ -142,11 +142,9 @@ class _Api:
 
     async def _answer(self, request: Request) -> Response:
         start, served = time.monotonic(), self._served
-        _check_content_type(request.headers.get("content-type"))
-        seed = self._seeds.getrandbits(32)
         with self._body_counter() as count:
             data = await _receive_body(request, count)
-            body = RequestBody(data, request.url.path, seed)
+            body = RequestBody(data, request.url.path, self._seeds.getrandbits(32))
             parsed = await self._parser.parse(body, request.is_disconnected)
         if isinstance(parsed, dict):
             return JSONResponse(parsed)
@@ -186,7 +184,6 @@ class _Api:
     async def load_adapter(self, request: Request) -> Response:
         """Replaces an adapter by that of a directory of the server's machine."""
         try:
-            _check_content_type(request.headers.get("content-type"))
             with self._body_counter() as count:
                 fields = parse_object(await _receive_body(request, count))
             name, path = (check_field(each, fields.get(each), str) for each in _LOAD_FIELDS)
@@ -316,6 +313,7 @@ def _check_content_type(kind: str | None) -> None:
 
 async def _receive_body(request: Request, count: Callable[[int], None]) -> bytes:
     """Returns the body; `count` is called with the bytes that come, and may refuse them."""
+    _check_content_type(request.headers.get("content-type"))
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
