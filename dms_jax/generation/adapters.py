@@ -54,13 +54,11 @@ def choose(
     policy = as_policy(policy)
     for name, adapter in adapters.items():
         _check(model, name, adapter, policy)
-    all_of_them: dict[str | None, AdapterWeights] = {}
+    alone: dict[str | None, AdapterWeights] = {}
     if _runs_alone(model, own, policy):
-        all_of_them[None] = own
-    all_of_them |= adapters
-    if policy.retrofit.adapter is None:
-        all_of_them = {name: each.without_head() for name, each in all_of_them.items()}
-    return policy, Slots.of(all_of_them)
+        alone[None] = own
+    each = {name: _read_by(policy, adapter) for name, adapter in (alone | adapters).items()}
+    return policy, Slots.of(each)
 
 
 def read(model: LanguageModel, given: Mapping[str, GivenAdapter]) -> dict[str, AdapterWeights]:
@@ -94,7 +92,7 @@ def read(model: LanguageModel, given: Mapping[str, GivenAdapter]) -> dict[str, A
 def replaced(
     model: LanguageModel, slots: Slots | None, policy: Policy, given: Mapping[str, GivenAdapter]
 ) -> Slots | None:
-    """Returns the adapters of an engine with others in the place of some.
+    """Returns the adapters of an engine with others in the place of some, and the model's own.
 
     Raises:
       ConfigError: there is none of a name, or one does not fit in its place.
@@ -102,6 +100,8 @@ def replaced(
     """
     for name in given if isinstance(given, Mapping) else ():
         check_name(slots, name)
+    if slots is not None and None in slots.names:
+        slots = slots.replaced(None, _read_by(policy, AdapterWeights.of(model)))
     for name, adapter in read(model, given).items():
         assert slots is not None
         before = slots.adapters[slots.names.index(name)].policy
@@ -111,9 +111,7 @@ def replaced(
             f"{before}. Make an engine with this one.",
         )
         _check(model, name, adapter, policy)
-        if policy.retrofit.adapter is None:
-            adapter = adapter.without_head()
-        slots = slots.replaced(name, adapter)
+        slots = slots.replaced(name, _read_by(policy, adapter))
     return slots
 
 
@@ -132,6 +130,11 @@ def check_name(slots: Slots | None, name: str | None) -> None:
     elif name not in slots.names:
         meant = guess(name, known) if isinstance(name, str) else ""
         raise ConfigError(f"There is no adapter {show(name)}{meant}: there are {', '.join(known)}.")
+
+
+def _read_by(policy: Policy, adapter: AdapterWeights) -> AdapterWeights:
+    """Returns what a policy reads of an adapter."""
+    return adapter.without_head() if policy.retrofit.adapter is None else adapter
 
 
 def _check(model: LanguageModel, name: str, adapter: AdapterWeights, policy: Policy) -> None:

@@ -74,7 +74,7 @@ from dms_jax.generation.sampling import Filter, LanesFilter, Sampling
 from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
 from dms_jax.generation.text import TextTracker
 from dms_jax.interrupts import keep_finished, unless_busy
-from dms_jax.model.adapters import AdapterWeights, Slots
+from dms_jax.model.adapters import Slots
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
@@ -619,8 +619,6 @@ class Engine:
         """Does so whatever runs: call it between two turns, if no request has what is replaced."""
         runner, slots = self.runner, self.runner.slots
         model = self.model if parameters is None else self.model.with_parameters(parameters)
-        if parameters is not None and slots is not None and None in slots.names:
-            slots = slots.replaced(None, AdapterWeights.of(model))
         slots = replaced(model, slots, self.policy, adapters)
         joined = _with_slots(model, slots)
         if slots is not None:  # of the same shapes and types, and lying where the old ones do

@@ -338,8 +338,6 @@ class Runner:
         """Sets the adapters that lanes have, if the model has several."""
         if self.slots is None:
             return
-        if names and all(self._adapter_of[lane] == name for lane, name in names.items()):
-            return
         for lane, name in names.items():
             self._adapter_of[lane] = name
         place, mesh = None, self.model.mesh

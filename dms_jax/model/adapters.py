@@ -131,8 +131,8 @@ class Slots:
         slot = self.names.index(name)
         if adapter.rank > self.ranks[slot]:
             raise ConfigError(
-                f"its low-rank updates have rank {adapter.rank}, and the engine was made for one "
-                f"of rank {self.ranks[slot]} in its place. Make an engine with this one."
+                f"Adapter {name!r} has low-rank updates of rank {adapter.rank}, and the engine was "
+                f"made for rank {self.ranks[slot]} in its place. Make an engine with this one."
             )
         adapters = (*self.adapters[:slot], adapter, *self.adapters[slot + 1 :])
         return dataclasses.replace(self, adapters=adapters)
@@ -180,28 +180,21 @@ class Slots:
 
     def _stacked(self, path: Path, shape: tuple[int, ...]) -> np.ndarray:
         """Returns a parameter of all slots, on the host; zeros are written where one has none."""
-        if path[:3] == (*_HEAD, "each"):
-            path = (*_HEAD, *path[3:])
+        is_head = path[:2] == _HEAD
+        path = (*_HEAD, *path[3:]) if is_head else path
+        found = [each.arrays.get(path) for each in self.adapters]
+        dtype = jnp.result_type(*(own.dtype for own in found if own is not None))
+        if is_head:
             fresh = np.ones if path[-1] == "scale" else np.zeros  # of a norm
-            own = fresh((shape[0], *shape[2:]), np.float32)
-            parts = [np.asarray(each.arrays.get(path, own)) for each in self.adapters]
-            return _joined(parts, lambda parts: np.stack(parts, axis=1))
-        axis = len(shape) - 1 if path[-1] == "lora_a" else 1
-        parts = []
-        for each, columns in zip(self.adapters, self.ranks, strict=True):
-            part = np.zeros((*shape[:axis], columns, *shape[axis + 1 :]), np.float32)
-            if each.rank:
-                own = np.asarray(each.arrays[path])
-                part = part.astype(own.dtype)
-                part[(slice(None),) * axis + (slice(each.rank),)] = own
-            if columns:
-                parts.append(part)
-        return _joined(parts, lambda parts: np.concatenate(parts, axis=axis))
-
-
-def _joined(parts: Sequence[np.ndarray], join: Any) -> np.ndarray:
-    dtype = jnp.result_type(*(part.dtype for part in parts))
-    return join([part.astype(dtype) for part in parts])
+            none = fresh((shape[0], *shape[2:]), dtype)
+            parts = [none if own is None else np.asarray(own, dtype) for own in found]
+            return np.stack(parts, axis=1)
+        axis, parts = len(shape) - 1 if path[-1] == "lora_a" else 1, []
+        for own, rank in zip(found, self.ranks, strict=True):
+            parts.append(np.zeros((*shape[:axis], rank, *shape[axis + 1 :]), dtype))
+            if own is not None:
+                parts[-1][(slice(None),) * axis + (slice(own.shape[axis]),)] = np.asarray(own)
+        return np.concatenate(parts, axis=axis)
 
 
 def _arrays(transformer: Transformer) -> dict[Path, jax.Array]:

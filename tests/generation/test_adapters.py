@@ -95,6 +95,18 @@ def test_adapters_that_do_not_fit_are_refused(error, adapters, said):
     assert "\n" not in str(raised.value)
 
 
+def test_adapters_of_several_types_are_stacked_in_the_widest():
+    half = tiny(size=LowRank(1))
+    half = dataclasses.replace(
+        half, transformer=jax.tree.map(lambda x: x.astype("bfloat16"), half.transformer)
+    )
+    narrow, wide = slots_of(BASE, None, a=half)[1], slots_of(BASE, None, a=half, b=tiny())[1]
+    for slots, of_heads in ((narrow, "bfloat16"), (wide, "float32")):
+        attention, heads = (slots.join(BASE).layers.attention, slots.join(BASE).layers.adapter)
+        assert attention.qkv_proj.q.lora_a.dtype == "bfloat16"
+        assert heads.each.proj.kernel.dtype == of_heads
+
+
 def test_an_adapter_on_disk_is_of_the_models_checkpoint(tmp_path):
     shipped = dms_jax.assets.path("smollm2-135m-instruct-dms")
     for place, said in ((shipped, "trained on another base"), (tmp_path / "x", "no directory")):
@@ -155,7 +167,11 @@ def test_an_update_that_does_not_fit_changes_nothing():
         (other, None, r"embedding is bfloat16\[512, 64\], and float32\[512, 64\]"),
         (adapted("a").transformer, None, "lora_a is no parameter of this model"),
         (None, {"c": adapted("a")}, "There is no adapter 'c'"),
-        (None, {"b": adapted("b"), "a": large}, "rank 5, and the engine was made for one of rank"),
+        (
+            None,
+            {"b": adapted("b"), "a": large},
+            "'a' has low-rank updates of rank 5, and the engine was made for rank 2",
+        ),
         (None, {"a": dataclasses.replace(adapted("a"), policy=HEAD)}, "trained for DMS"),
     ):
         with pytest.raises(ConfigError, match=said):

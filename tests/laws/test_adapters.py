@@ -120,9 +120,10 @@ def test_replaced_weights_answer_as_an_engine_that_was_made_with_them():
 
     assert Compilations().of(update_adapters) == 0
     assert Compilations().of(update_base) == 0
-    smaller = with_adapter(engine.model, POLICY, 25, LowRank(1, alpha=2.0))
-    engine.update(adapters={"b": smaller})
+    smaller = with_adapter(engine.model, POLICY, 25, LowRank(1, alpha=9.0))
     prompt = [random_tokens(30, 9).tolist()]
+    engine.generate(prompt, sampling=SAMPLING, adapter="b")  # in the same lane, with other scales
+    engine.update(adapters={"b": smaller})
     (found,) = engine.generate(prompt, sampling=SAMPLING, adapter="b")
     (expected,) = Engine(smaller, **SHAPE).generate(prompt, sampling=SAMPLING)
     assert found.tokens == expected.tokens
