@@ -232,6 +232,21 @@ class Pool:
 
 @no_type_check  # jax also builds it from shapes and partitions
 @struct.dataclass
+class LaneAdapters:
+    """The adapter of each sequence, of several that a model has (`dms_jax.model.adapters`).
+
+    Attributes:
+      slots: its number.
+      scales: factors of all columns of low-rank updates, 0 for those of other adapters; None if no
+        adapter has any.
+    """
+
+    slots: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
+    scales: Float[Array, "B R"] | None = struct.field(metadata=axes("sequences"))
+
+
+@no_type_check  # jax also builds it from shapes and partitions
+@struct.dataclass
 class Cache:
     """Everything that generation carries from step to step.
 
@@ -242,6 +257,7 @@ class Cache:
       seen: tokens that each sequence has seen, which is the position of its next token.
       max_lengths: tokens that each sequence can come to, its prompt and its longest answer;
         for policies whose budget is a share of that.
+      adapters: the adapter of each sequence; None if all have that of the model.
       row_state: the policy's state per row, leaves [L, B, K, ...]; the axes after L are those of
         `PolicyState.rows`.
       page_state: the policy's state per page, leaves [N, ...], as in `PolicyState.pages`.
@@ -254,6 +270,7 @@ class Cache:
     lengths: Int[Array, "L B K"] = struct.field(metadata=axes("layers", "sequences", "kv_heads"))
     seen: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
     max_lengths: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
+    adapters: LaneAdapters | None = None
     row_state: Any = ()
     page_state: Any = ()
 

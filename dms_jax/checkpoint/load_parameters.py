@@ -79,6 +79,26 @@ def load_parameters(
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
+def load_head(
+    config: ModelConfig, weights: Tensors, adapter: AdapterShape
+) -> dict[names.Path, jax.Array]:
+    """Read the parameters of the head that makes decisions alone, in the types of the files.
+
+    Raises:
+        CheckpointError: as `load_parameters`, which all of the tensors are checked as for.
+    """
+    abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
+    state = nnx.to_flat_state(nnx.state(abstract))
+    shapes = {path: param.get_value() for path, param in state}
+    _check(config, weights, shapes)
+    pieces_of = names.pieces_of(config)
+    return {
+        path: _read_parameter(weights, pieces_of[path], value.shape, dtype=None, place=None)
+        for path, value in shapes.items()
+        if names.is_adapter(pieces_of[path])
+    }
+
+
 def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) -> None:
     """Raise a single error that names all missing, unexpected and mis-shaped tensors."""
     expected: dict[str, tuple[int, ...]] = {}

@@ -42,6 +42,24 @@ def attach_factors(
     Raises:
         CheckpointError: the tensors are not those of such updates of this transformer.
     """
+    factors, expected = {}, low_rank.factor_parameters(transformer, size)
+    for path, value in read_factors(transformer, size, weights).items():
+        place = None
+        if mesh is not None:
+            axes = expected[path].get_metadata("axes")
+            place = sharding.parameter_sharding(mesh, axes, value.shape)
+        factors[path] = processes.put(value, place)
+    return low_rank.add_factors(transformer, size, factors)
+
+
+def read_factors(
+    transformer: Transformer, size: LowRank, weights: Weights
+) -> dict[Path, np.ndarray]:
+    """Read the factors of a file for a transformer, in the file's type.
+
+    Raises:
+        CheckpointError: the tensors are not those of such updates of this transformer.
+    """
     expected = low_rank.factor_parameters(transformer, size)
     shapes = {
         layout.tensor_name(layer): layout.tensor_shape(param.get_value().shape[1:])
@@ -63,17 +81,13 @@ def attach_factors(
     factors = {}
     for path, param in expected.items():
         layout, shape = _layout(path), param.get_value().shape
-        value = np.stack(
+        factors[path] = np.stack(
             [
                 layout.to_parameter(_read(weights, layout.tensor_name(layer)), shape[1:])
                 for layer in range(shape[0])
             ]
         )
-        place = None
-        if mesh is not None:
-            place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), shape)
-        factors[path] = processes.put(value, place)
-    return low_rank.add_factors(transformer, size, factors)
+    return factors
 
 
 def _read(weights: Weights, name: str) -> np.ndarray:

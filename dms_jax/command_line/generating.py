@@ -65,10 +65,15 @@ class Generating:
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
 
+    @property
+    def own_adapter(self) -> str | None:
+        """The adapter that is part of the model."""
+        return self.adapter
+
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
         variables = read_options(self.template, "--template")
-        model = load_model(self.model, self.adapter, self.dtype)
+        model = load_model(self.model, self.own_adapter, self.dtype)
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:

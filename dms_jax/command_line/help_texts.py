@@ -85,9 +85,11 @@ def _explained(field: StructFieldSpec) -> StructFieldSpec:
     told: dict[str, Any] = {}
     if field.default in ((), "", None):
         told["help_behavior_hint"] = "(default: none)"
-    takes = _takes(field.type, field.default)
-    if tyro.conf.Positional in getattr(field.type, "__metadata__", ()):
+    takes, marks = _takes(field.type, field.default), getattr(field.type, "__metadata__", ())
+    if tyro.conf.Positional in marks:
         takes = f"[{field.name.upper().removesuffix('S')} ...]"
+    if takes is not None and tyro.conf.UseAppendAction in marks:  # the option is given again
+        takes = takes.removesuffix(" ...")
     if takes is not None:
         told["metavar"] = takes
     kind: Any = Annotated[field.type, tyro.conf.arg(**told)] if told else field.type

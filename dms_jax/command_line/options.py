@@ -97,14 +97,19 @@ def load_model(name: str, adapter: str | None, dtype: str | None) -> dms_jax.Lan
     """Loads what --model and --adapter name; that it stayed short of its ratio is a warning."""
     found, beside = find_model(name), find_adapter(adapter)
     for each in filter(None, (found, beside)):
-        if (short := short_of_target(pathlib.Path(each).expanduser())) is not None:
-            warnings.warn(
-                f"{each} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
-                f"{short[1]:.2f}, so that the cache holds more. Train it on: dms-jax retrofit with "
-                "more --steps.",
-                stacklevel=2,
-            )
+        tell_if_short(each)
     return dms_jax.load(found, dtype=dtype, adapter=beside)
+
+
+def tell_if_short(place: str | pathlib.Path) -> None:
+    """Warns that a model or an adapter stayed short of its ratio."""
+    if (short := short_of_target(pathlib.Path(place).expanduser())) is not None:
+        warnings.warn(
+            f"{place} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
+            f"{short[1]:.2f}, so that the cache holds more. Train it on: dms-jax retrofit with "
+            "more --steps.",
+            stacklevel=2,
+        )
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:

@@ -4,12 +4,18 @@ r"""Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a tim
     dms-jax serve --model path/to/model --policy TOVA --options budget=1024
     dms-jax serve --model nvidia/Qwen3-8B-DMS-8x --lanes 64 --memory-gb 40 \
         --host 0.0.0.0 --port 8000
+    dms-jax serve --model path/to/model --adapter math=runs/math --adapter code=runs/code
 
 Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions and
 responses, streamed or whole, with tools; clients of Anthropic's API at http://HOST:PORT. Requests
 join those that run. The sampling options are the defaults of requests that give none. /metrics is
 for Prometheus, /health for what starts and stops the server. Needs the extra `serve`
 (pip install 'dms-jax[serve]').
+
+The `model` of a request is the name of an adapter (--adapter NAME=DIRECTORY), or that of the base,
+which is also that of requests without one. Adapters share the base and one cache, and so one
+policy: that which they were trained for, or --policy. Those that were trained for different ones
+need a server each.
 
 Where others reach the server, give it a key: --api-key FILE or the variable DMS_JAX_API_KEY. It
 answers to localhost, to IP addresses and to --allowed-hosts. Web pages of other servers may use it
@@ -28,13 +34,15 @@ import time
 import warnings
 from typing import Annotated, Any, Literal
 
+import tyro
 from rich.console import Console
 
 import dms_jax
 from dms_jax import compilation
+from dms_jax.checkpoint.adapter import read_adapter
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.options import read_bytes
+from dms_jax.command_line.options import find_adapter, read_bytes, tell_if_short
 from dms_jax.serving import Service
 from dms_jax.serving.access import Access, is_loopback, is_name, read_keys
 from dms_jax.serving.call_formats import format_of
@@ -44,12 +52,20 @@ from dms_jax.serving.server import Server, take_address
 
 INTERRUPTED = "The server has ended."
 SequenceTokens = Annotated[int, Range(2)]  # one of a prompt, and one of its answer
+Adapters = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Generating):
     """Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a time."""
 
+    adapter: Adapters = ()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Directory of an adapter that was trained on the model, or one that ships; or name=directory,
+    once for each of several adapters that requests choose by name. One without a name is part of
+    the model."""
+    allow_adapter_changes: bool = False
+    """Whether clients may replace an adapter by that of another directory of this machine
+    (POST /v1/load_lora_adapter with lora_name and lora_path)."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 for every one of this machine."""
     port: int = 8000
@@ -88,6 +104,17 @@ class Config(Generating):
     """Web pages that may send requests and read the answers (CORS): https://example.org, or * for
     all."""
 
+    @property
+    def own_adapter(self) -> str | None:
+        """The adapter that has no name."""
+        own = [each for each in self.adapter if split_adapter(each)[0] is None]
+        if len(own) > 1:
+            raise dms_jax.ConfigError(
+                f"--adapter: {' and '.join(own)} have no names, and the model has one adapter. "
+                "Name the others: --adapter name=directory."
+            )
+        return own[0] if own else None
+
 
 def main(config: Config) -> None:
     """Serves until a signal ends it."""
@@ -118,10 +145,19 @@ def main(config: Config) -> None:
             service.smoke_test()
             name = name_of(config)
             calls = call_format_of(config, service.engine.model)
-            served = ServedModel.of(service, name, sampling, config.seed, access, calls)
+            served = ServedModel.of(
+                service,
+                name,
+                sampling,
+                config.seed,
+                access,
+                calls,
+                changes_adapters=config.allow_adapter_changes,
+            )
             host, port = taken.getsockname()[:2]
             address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            console.print(f"{name} with {served.policy} at {address}", soft_wrap=True)
+            names = ", ".join(served.models)
+            console.print(f"{names} with {served.policy} at {address}", soft_wrap=True)
             drained = server.serve(service, served, drain_seconds=seconds)
         finally:
             service.drain(0.0)  # its thread ends after at most one chunk
@@ -149,6 +185,8 @@ def make_access(config: Config) -> Access:
 def make_service(config: Config) -> Service:
     """Returns a service of the model that has not started."""
     config.make_policy()  # first, because its errors come before a long load
+    adapters = find_adapters(config)
+    policies = [read_adapter(place).policy for place in adapters.values()]
     limits: dict[str, Any] = dict(
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
@@ -157,9 +195,52 @@ def make_service(config: Config) -> Service:
         prefix_cache=read_bytes("--prefix-cache", config.prefix_cache),
     )
     limits |= config.cache()
+    for place in adapters.values():
+        tell_if_short(place)
     model = config.load()
     model = with_shown_markers(model, call_format_of(config, model))
-    return Service(model, config.make_policy(model), **limits)
+    declared = model
+    if policies and model.policy == dms_jax.Vanilla():
+        declared = dataclasses.replace(model, policy=policies[0])
+    return Service(model, config.make_policy(declared), adapters=adapters, **limits)
+
+
+def find_adapters(config: Config) -> dict[str, str | pathlib.Path]:
+    """Returns the adapters that have names.
+
+    Raises:
+      ConfigError: two have one name, or that of the model; or a name is malformed.
+    """
+    found: dict[str, str | pathlib.Path] = {}
+    for given in config.adapter:
+        name, place = split_adapter(given)
+        if name is None:
+            continue
+        if name == name_of(config):
+            raise dms_jax.ConfigError(
+                f"--adapter {given}: {name!r} is the name of the model. Give the adapter another "
+                "one, or the model (--name)."
+            )
+        if name in found:
+            raise dms_jax.ConfigError(f"--adapter {given}: there are two adapters {name!r}.")
+        beside = find_adapter(place)
+        assert beside is not None
+        found[name] = beside
+    return found
+
+
+def split_adapter(given: str) -> tuple[str | None, str]:
+    """Returns the name and the directory of an adapter; a directory's own name may have a "=".
+
+    Raises:
+      ConfigError: the name or the directory is empty.
+    """
+    name, separator, place = given.partition("=")
+    if not separator or set(name) & set("/\\") or pathlib.Path(given).expanduser().is_dir():
+        return None, given
+    if not name or not place:
+        raise dms_jax.ConfigError(f"--adapter takes a directory or name=directory, got {given!r}.")
+    return name, place
 
 
 def name_of(config: Config) -> str:

@@ -28,10 +28,11 @@ that is read, and continue from there (`prefixes`).
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
+from flax import nnx
 
 from dms_jax import compilation
 from dms_jax.cache.quantization import KV_DTYPES, format_of
@@ -43,9 +44,11 @@ from dms_jax.checks import (
     Positive,
     Whole,
     check,
+    show,
     show_options,
 )
 from dms_jax.errors import ConfigError
+from dms_jax.generation.adapters import GivenAdapter, check_name, choose, replaced
 from dms_jax.generation.grammar import make_matchers
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.memory import pool_pages
@@ -71,7 +74,9 @@ from dms_jax.generation.sampling import Filter, LanesFilter, Sampling
 from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
 from dms_jax.generation.text import TextTracker
 from dms_jax.interrupts import keep_finished, unless_busy
+from dms_jax.model.adapters import Slots
 from dms_jax.model.language_model import LanguageModel, check_model
+from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 
 # Returns the requests that came since it was last called, or None when no more will come. If it is
@@ -423,7 +428,10 @@ class Engine:
 
     Args:
       model: the model to run.
-      policy: the cache policy; None for the one that the checkpoint declares.
+      policy: the cache policy; None for the one that the checkpoint declares, or that the adapters
+        were trained for.
+      adapters: adapters of the model by name, as directories or as models that have them. Each
+        request runs with one of them, or with the model as it is, where it runs under the policy.
       num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`.
 
     Attributes:
@@ -433,7 +441,8 @@ class Engine:
       end_tokens: token ids that end an answer.
 
     Raises:
-      ConfigError: an option is malformed, or the policy does not fit the model.
+      ConfigError: an option is malformed, or the policy does not fit the model or an adapter.
+      CheckpointError: an adapter cannot be read, or was trained on another checkpoint.
       CapacityError: the memory does not hold the first page of each row of a single sequence, or
         what so many lanes take besides their pages.
     """
@@ -444,6 +453,7 @@ class Engine:
         model: LanguageModel,
         policy: Policy | str | None = None,
         *,
+        adapters: Mapping[str, GivenAdapter] | None = None,
         num_lanes: int = 8,
         max_tokens: int | None = None,
         memory: float | int | None = None,
@@ -454,7 +464,9 @@ class Engine:
         compilation.prepare()
         self.options = EngineOptions(num_lanes, max_tokens, memory, chunk, **options)
         num_lanes, page_size = self.options.num_lanes, self.options.page_size
-        self.model, self.policy = model, model.resolve_policy(policy)
+        self.model = model
+        self.policy, slots = choose(model, policy, adapters)
+        model = _with_slots(model, slots)
         positions = model.config.max_position_embeddings
         max_tokens = min(self.options.max_tokens or positions, positions)
         self.chunk = min(self.options.chunk, bucket(max_tokens))  # no answer has more steps
@@ -476,6 +488,7 @@ class Engine:
             table_width=self.options.table_width,
             kv_dtype=self.options.kv_dtype,
             prefix_cache=self.options.prefix_cache,
+            slots=slots,
         )
         self.end_tokens = model.generation.eos_token_ids
         prefill_chunk = min(self.options.prefill_chunk, self.options.prefill_tokens)
@@ -498,12 +511,22 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         on_tokens: OnTokens | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
-        """Completes prompts as `dms_jax.generate` does."""
+        """Completes prompts as `dms_jax.generate` does.
+
+        `adapter` names the adapter of all prompts, or of each; None stands for the model as it is.
+        """
         check_list(prompts)
         sampling = check_call(sampling, on_tokens)
+        each = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
+        if not isinstance(each, Sequence) or len(each) != len(prompts):
+            raise ConfigError(
+                f"adapter must be a name, or a list of one for each of {len(prompts)} prompts, got "
+                f"{show(adapter)}."
+            )
         tokens = encode_prompts(self.model, prompts)
-        requests = make_requests(self.model.config, tokens, sampling)
+        requests = make_requests(self.model.config, tokens, sampling, adapters=each)
         return self.serve(Source(requests, sampling, on_tokens=on_tokens))
 
     def serve(self, source: Source) -> list[Completion]:
@@ -534,6 +557,8 @@ class Engine:
         compilation.check_process()
         requests, sampling = list(source.requests), source.sampling
         check_stop(self.model, sampling)
+        for adapter in {each.adapter for each in requests}:
+            self.check_adapter(adapter)
         make_matchers(self.model, requests)
         done = keep_finished(lambda: finished(requests, sampling))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
@@ -579,6 +604,54 @@ class Engine:
         most = self.options.num_lanes * self.runner.max_tokens
         return 1 if most > self.options.prefill_tokens else self.chunk
 
+    @property
+    def adapters(self) -> tuple[str | None, ...]:
+        """The names of its adapters, behind None if the model also runs as it is."""
+        slots = self.runner.slots
+        return (None,) if slots is None else slots.names
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raises ConfigError if there is no adapter of a name; None is the model as it is."""
+        check_name(self.runner.slots, name)
+
+    def update(
+        self,
+        parameters: Transformer | nnx.State | None = None,
+        *,
+        adapters: Mapping[str, GivenAdapter] | None = None,
+    ) -> None:
+        """Replaces weights; nothing is compiled, and no memory of the cache is given up.
+
+        No request sees both: while a call runs, its requests included that wait, it is refused.
+        Cached prefixes of what is replaced are dropped. If anything does not fit, nothing changes.
+
+        Args:
+          parameters: those of the model, or of parts of it (`LanguageModel.with_parameters`).
+          adapters: adapters of the engine by name, as it was made with.
+
+        Raises:
+          BusyError: it is serving a call.
+          ConfigError: a parameter has another shape or type than the one in its place, whose name
+            is said; or an adapter has another policy or a larger rank.
+          CheckpointError: an adapter cannot be read, or was trained on another checkpoint.
+        """
+        with unless_busy(self._lock, "The engine"):
+            self.replace(parameters, adapters or {})
+
+    def replace(
+        self, parameters: Transformer | nnx.State | None, adapters: Mapping[str, GivenAdapter]
+    ) -> None:
+        """Does so whatever runs: call it between two turns, if no request has what is replaced."""
+        runner, slots = self.runner, self.runner.slots
+        model = self.model if parameters is None else self.model.with_parameters(parameters)
+        slots = replaced(model, slots, self.policy, adapters)
+        joined = _with_slots(model, slots)
+        if slots is not None:  # of the same shapes and types, and lying where the old ones do
+            joined = runner.model.with_parameters(joined.transformer)
+        self.model, runner.model, runner.slots = model, joined, slots
+        for name in (*adapters,) if parameters is None else runner.prefixes.adapters:
+            runner.prefixes.drop(name)
+
     def warm(self) -> int:
         """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
         compilation.check_process()
@@ -604,3 +677,10 @@ class Engine:
         longest = max((request.max_length for request in requests), default=1)
         self.runner.reservation.allow_length(longest)
         self.admission.check(requests)
+
+
+def _with_slots(model: LanguageModel, slots: Slots | None) -> LanguageModel:
+    """Returns the model with several adapters in place of its own, if there are any."""
+    if slots is None:
+        return model
+    return dataclasses.replace(model, transformer=slots.join(model))

@@ -62,8 +62,8 @@ def compile_first(
         return
     num_lanes = runner.num_lanes
     # Equal prompts are prefilled once; those of chains are mostly one list.
-    first = {id(request.prompt): request for request in requests[:num_lanes]}
-    unique = {tuple(request.prompt): request for request in first.values()}
+    first = {(each.adapter, id(each.prompt)): each for each in requests[:num_lanes]}
+    unique = {(each.adapter, tuple(each.prompt)): each for each in first.values()}
     refilled = len(requests) > num_lanes
 
     # Of each prompt, in parts where others begin alike, the tokens that attend in one pass, and

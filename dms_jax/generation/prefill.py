@@ -459,7 +459,12 @@ class PrefillQueue:
 
 
 def prompt_key(
-    policy: Policy, shard: int, tokens: Sequence[int], max_length: int, base: int | None = None
+    policy: Policy,
+    shard: int,
+    tokens: Sequence[int],
+    max_length: int,
+    base: int | None = None,
+    adapter: str | None = None,
 ) -> Hashable:
     """Returns what makes the prefill of a prompt in a lane the same as in another lane.
 
@@ -471,6 +476,7 @@ def prompt_key(
       tokens: the prompt.
       max_length: length that the sequence can reach.
       base: the lane whose sequence it continues, if any.
+      adapter: name of the adapter that reads it.
     """
     limited = policy.for_length(1) is not policy
-    return base, shard, max_length if limited else None, tuple(tokens)
+    return adapter, base, shard, max_length if limited else None, tuple(tokens)

@@ -70,6 +70,15 @@ class Node:
             stack.extend(each for each in node.children.values() if each.states)
         return None
 
+    def all_states(self) -> Iterator[Any]:
+        """Yields the states of this node and of those behind it."""
+        stack: list[Node] = [self]
+        while stack:
+            node = stack.pop()
+            if node.state is not None:
+                yield node.state
+            stack.extend(each for each in node.children.values() if each.states)
+
     def leaves(self) -> Iterator["Node"]:
         """Yields the ends of what comes behind this node."""
         stack: list[Node] = [self]
@@ -84,11 +93,12 @@ class PrefixTree:
     """The tree; see the module.
 
     Attributes:
+      root: the node of no tokens.
       size: tokens of all edges.
     """
 
     def __init__(self):
-        self._root = Node(np.zeros(0, np.int32), None)
+        self.root = Node(np.zeros(0, np.int32), None)
         self._clock = 0
         self.size = 0
 
@@ -100,7 +110,7 @@ class PrefixTree:
           and the node whose edge was followed last, perhaps not to its end.
         """
         self._clock += 1
-        node, path, known = self._root, [], 0
+        node, path, known = self.root, [], 0
         while known < len(tokens):
             child = node.children.get(int(tokens[known]))
             if child is None:
@@ -117,7 +127,7 @@ class PrefixTree:
     def insert(self, tokens: Int[np.ndarray, " n"]) -> Node:
         """Returns the node at the end of these tokens, which are added if they are new."""
         path, known, last = self.walk(tokens)
-        node = path[-1] if path else self._root
+        node = path[-1] if path else self.root
         if last is not node:  # the edge parts here
             node = self._split(last, known - node.depth)
         if known < len(tokens):
@@ -145,8 +155,8 @@ class PrefixTree:
         while self.size > MOST_TOKENS // 2:
             leaves = [
                 node
-                for node in self._root.leaves()
-                if node.state is None and node not in (kept, self._root)
+                for node in self.root.leaves()
+                if node.state is None and node not in (kept, self.root)
             ]
             if not leaves:
                 return

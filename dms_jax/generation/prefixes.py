@@ -36,15 +36,16 @@ bytes, from where they come back when they are used; beyond it they are dropped.
 later one of the same session replaces goes first, unless another request parts from it: an agent
 holds one state, not one a turn.
 
-A tree belongs to one engine, so that model, adapter, dtype, policy and cache format are those of
-its states; its tokens are those behind the chat template. A policy whose decisions depend on the
-longest length of a request has a tree for each. Caches on a mesh keep no prefixes.
+A tree belongs to one engine and one of its adapters, so that model, adapter, dtype, policy and
+cache format are those of its states; its tokens are those behind the chat template. A policy whose
+decisions depend on the longest length of a request has a tree for each. With other weights
+(`Engine.update`) there are other trees. Caches on a mesh keep no prefixes.
 """
 
 import collections
 import dataclasses
 import weakref
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -136,7 +137,7 @@ class Prefixes:
         for state in (*self._on_device, *self._on_host):
             state.rows = None  # what they hold of the device's memory goes now
             state.node.state = None
-        self._trees: dict[Hashable, PrefixTree] = {}
+        self._trees: dict[tuple[str | None, int | None], PrefixTree] = {}
         self._on_device.clear()
         self._on_host.clear()
         # By lane, what its request continues: the tokens, and whether they end in an answer.
@@ -156,6 +157,19 @@ class Prefixes:
         self.reset()
 
     @property
+    def adapters(self) -> set[str | None]:
+        """The names of the adapters that have read prefixes; None is the model as it is."""
+        return {adapter for adapter, _ in self._trees}
+
+    def drop(self, adapter: str | None) -> None:
+        """Drops the prefixes that an adapter has read, and frees their pages."""
+        for key in [key for key in self._trees if key[0] == adapter]:
+            for state in list(self._trees.pop(key).root.all_states()):
+                held: Any = self._allocator if state in self._on_device else self._host
+                self._remove(state)
+                held.drop(state.pages)
+
+    @property
     def counts(self) -> PrefixCounts:
         """The cached prefixes and the bytes of their pages, on the device and on the host."""
         host = 0 if self._host is None else self._host.used
@@ -171,11 +185,12 @@ class Prefixes:
     def _allocator(self) -> Any:
         return self._runner.reservation.allocator
 
-    def _tree(self, max_length: int) -> PrefixTree:
-        """Returns the tree of requests that can reach a length."""
+    def _tree(self, request: "Request") -> PrefixTree:
+        """Returns the tree of requests whose states depend on their tokens as this one's do."""
         policy = self._policy
         by_length = policy.parallel == "never" and policy.for_length(1) is not policy
-        return self._trees.setdefault(max_length if by_length else None, PrefixTree())
+        key = request.adapter, request.max_length if by_length else None
+        return self._trees.setdefault(key, PrefixTree())
 
     def _whole(self, tokens: int) -> int:
         """Returns the tokens of the whole pages of so many."""
@@ -193,14 +208,14 @@ class Prefixes:
     def note(self, request: "Request") -> None:
         """Adds the prompt of a request that waits to the tree."""
         if self.serves(request):
-            node = self._tree(request.max_length).insert(request.prompt_array)
+            node = self._tree(request).insert(request.prompt_array)
             node.ends, node.waiting = True, node.waiting + 1
 
     def begin(self, lane: int, request: "Request") -> None:
         """Notes that a request waits no more, but has a lane."""
         self._continued.pop(lane, None)
         if self.serves(request):
-            self._tree(request.max_length).insert(request.prompt_array).waiting -= 1
+            self._tree(request).insert(request.prompt_array).waiting -= 1
 
     def read_now(self, prefills: Collection["Prefill"]) -> set[Node]:
         """Returns the prefixes that become states soon, and the ends of prompts that are read."""
@@ -211,12 +226,12 @@ class Prefixes:
         """Returns the same of a request that is admitted next."""
         if not self.serves(request):
             return set()
-        found = self._find(request.max_length, *self._readable(request))
+        found = self._find(request, *self._readable(request))
         return self._nodes(request, self.stops(request, found[1] if found else 0, 1))
 
     def _nodes(self, request: "Request", stops: Collection[int]) -> set[Node]:
         """Returns the nodes at some tokens of a request, and at the end of its prompt."""
-        tree, tokens = self._tree(request.max_length), request.prompt_array
+        tree, tokens = self._tree(request), request.prompt_array
         return {tree.insert(tokens[:each]) for each in (*stops, len(tokens))}
 
     def waits(self, request: "Request", read_now: set[Node]) -> bool:
@@ -227,13 +242,13 @@ class Prefixes:
         if not read_now or request.generated or not self.serves(request):
             return False
         tokens = request.prompt_array
-        path, _, last = self._tree(request.max_length).walk(tokens)
+        path, _, last = self._tree(request).walk(tokens)
         if last.depth == len(tokens) and last in read_now:
             return False
         coming = max((node.depth for node in path if node in read_now), default=0)
         if coming >= len(tokens):
             return False
-        found = self._find(request.max_length, tokens, len(tokens) - 1)
+        found = self._find(request, tokens, len(tokens) - 1)
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
     def stops(self, request: "Request", start: int, admitted: int = 0) -> tuple[int, ...]:
@@ -247,7 +262,7 @@ class Prefixes:
         if not self.serves(request):
             return ()
         most = len(request.prompt) - 1
-        path, _, _ = self._tree(request.max_length).walk(request.prompt_array)
+        path, _, _ = self._tree(request).walk(request.prompt_array)
         parts = {
             node.depth
             for node in path
@@ -262,7 +277,7 @@ class Prefixes:
         """Returns the slots of each row that a request shares with running ones at once."""
         if not (self._runner.appends and self.serves(request)):
             return 0
-        found = self._find(request.max_length, *self._readable(request))
+        found = self._find(request, *self._readable(request))
         if found is None or found[0] not in self._on_device:
             return 0
         state, count = found
@@ -285,10 +300,10 @@ class Prefixes:
         return request.prompt_array, len(request.prompt) - 1
 
     def _find(
-        self, max_length: int, tokens: Int[np.ndarray, " n"], most: int
+        self, request: "Request", tokens: Int[np.ndarray, " n"], most: int
     ) -> tuple[PrefixState, int] | None:
         """Returns the state that serves the longest prefix of at most so many tokens, and that."""
-        path, known, last = self._tree(max_length).walk(tokens)
+        path, known, last = self._tree(request).walk(tokens)
         stated = (node for node in path[::-1] if node.state is not None and node.depth <= most)
         found = next(((node.state, node.depth) for node in stated), None)
         if not self._runner.appends:
@@ -306,7 +321,7 @@ class Prefixes:
         """Puts the longest cached prefix of a request into an empty lane; returns its tokens."""
         if not self.serves(request):
             return 0
-        found = self._find(request.max_length, *self._readable(request))
+        found = self._find(request, *self._readable(request))
         if found is None or not found[1]:
             return 0
         state, count = found
@@ -400,7 +415,7 @@ class Prefixes:
             lengths = np.full_like(lengths, len(tokens))
         if len(tokens) < self._runner.page_size:
             return
-        node = self._tree(request.max_length).insert(tokens)
+        node = self._tree(request).insert(tokens)
         if node.state is not None:
             if node.state in self._on_device:
                 self._touch(node.state)

@@ -441,6 +441,7 @@ def extend(
         lengths=lengths,
         seen=take(cache.seen[None])[0],
         max_lengths=take(cache.max_lengths[None])[0],
+        adapters=jax.tree.map(lambda x: take(x[None])[0], cache.adapters),
         row_state=jax.tree.map(take, cache.row_state),
     )
     some = attach_tail(some, host, tokens.shape[1])
@@ -467,6 +468,7 @@ def extend(
         lengths=put(cache.lengths, after.lengths),
         seen=put(cache.seen[None], after.seen[None])[0],
         max_lengths=cache.max_lengths,
+        adapters=cache.adapters,
         row_state=jax.tree.map(put, cache.row_state, after.row_state),
     )
     before = lengths.sum((0, 2), dtype=jnp.int32)

@@ -93,6 +93,7 @@ class Request:
       meter: counts its use of the cache.
       max_length: length that the sequence can reach: its past, its prompt and its longest answer.
       sampling: how its tokens are drawn and when it ends.
+      adapter: name of the adapter that it runs with, of those of the engine; None for the model.
       before: tokens before the prompt that are not in the cache yet (the last of a conversation).
       seen: tokens of a conversation's earlier turns, which are in the cache.
       base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
@@ -124,6 +125,7 @@ class Request:
     max_length: int
     meter: Meter
     sampling: Sampling
+    adapter: str | None = None
     before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
     base: int | None = None
@@ -217,12 +219,14 @@ def make_requests(
     prompts: Sequence[list[int]],
     sampling: Sampling,
     past: Past = NOTHING,
+    adapters: Sequence[str | None] | None = None,
     *,
     priority: int = 0,
 ) -> list[Request]:
     """Builds a request from the token ids of each prompt; copies of a prompt draw differently.
 
-    All have one `Request.priority`.
+    Prompts with different adapters (None for the model in all) are no copies. All have one
+    `Request.priority`.
 
     Raises:
       DataError: a prompt leaves no room for an answer.
@@ -235,12 +239,13 @@ def make_requests(
     same = {id(tokens): tuple(tokens) for tokens in prompts}
     numbers: dict[tuple[int, ...], int] = {}
     number_of = {each: numbers.setdefault(same[each], len(numbers)) for each in same}
-    for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        equal = seed, number_of[id(tokens)]
-        which = dict(index=index, seed=seed, copy=copies[equal])
-        requests.append(
-            make_request(config, tokens, sampling, **which, past=past, priority=priority)
-        )
+    adapters = [None] * len(prompts) if adapters is None else adapters
+    each = zip(prompts, seeds, adapters, strict=True)
+    for index, (tokens, seed, adapter) in enumerate(each):
+        equal = seed, number_of[id(tokens)], adapter
+        which: dict[str, Any] = dict(index=index, seed=seed, copy=copies[equal], adapter=adapter)
+        which |= dict(past=past, priority=priority)
+        requests.append(make_request(config, tokens, sampling, **which))
         copies[equal] += 1
     _tell_of_positions(config, requests, sampling)
     return requests
@@ -270,6 +275,7 @@ def make_request(
     index: int = 0,
     seed: int = 0,
     copy: int = 0,
+    adapter: str | None = None,
     past: Past = NOTHING,
     priority: int = 0,
 ) -> Request:
@@ -303,6 +309,7 @@ def make_request(
         max_length=held + len(prompt) + max_new_tokens,
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
         sampling=sampling,
+        adapter=adapter,
         before=list(past.before),
         seen=past.seen,
         base=past.base,

@@ -44,6 +44,7 @@ from dms_jax.generation.programs import Packed, Steps
 from dms_jax.generation.reservation import PromptsInFlight, Reservation
 from dms_jax.generation.sampling import Filter, Given
 from dms_jax.interrupts import Working
+from dms_jax.model.adapters import Slots
 from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
@@ -140,6 +141,7 @@ class Runner:
 
     Attributes:
       num_lanes: number of lanes (B).
+      slots: the adapters that the model has in place of one; None if it has one at most.
       traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
       num_shards: number of devices with pages of their own.
@@ -164,8 +166,10 @@ class Runner:
         table_width: int | None = None,
         kv_dtype: str | None = None,
         prefix_cache: float | int | None = None,
+        slots: Slots | None = None,
     ):
         self.model, self.policy, self.page_size = model, policy, page_size
+        self.slots = slots
         self.traced_policy = jax.tree.map(self.everywhere, jax.device_put(policy))
         self.num_lanes, self._kv_dtype = num_lanes, kv_dtype
         positions = model.config.max_position_embeddings
@@ -261,6 +265,7 @@ class Runner:
                 head_dim=self.cache.k_pages.shape[-1],
                 dtype=self.cache.k_pages.dtype,
             )
+        self.set_adapters({})
         self.hidden = self.everywhere(
             np.zeros((self.num_lanes, config.hidden_size), self.model.dtype)
         )
@@ -280,6 +285,7 @@ class Runner:
         self.prefixes.reset()
         self.seen = np.zeros(self._shape[0], np.int64)
         self._max_lengths = np.zeros(self._shape[0], np.int32)
+        self._adapter_of = list(self.slots.names[:1]) * self._shape[0] if self.slots else []
 
     def _set_shards(self) -> None:
         """Counts the devices with lanes and pages of their own under the model's mesh."""
@@ -327,6 +333,20 @@ class Runner:
         self._max_lengths[list(tokens)] = list(tokens.values())
         with use_mesh(self.model.mesh):
             self.cache = programs.set_max_lengths(self.cache, self._max_lengths.copy())
+
+    def set_adapters(self, names: dict[int, str | None]) -> None:
+        """Sets the adapters that lanes have, if the model has several."""
+        if self.slots is None:
+            return
+        for lane, name in names.items():
+            self._adapter_of[lane] = name
+        place, mesh = None, self.model.mesh
+        if mesh is not None:
+            with use_mesh(mesh):
+                data, _ = sharding.row_axes(self.num_lanes, self.model.config.num_kv_heads)
+            place = NamedSharding(mesh, PartitionSpec(data))
+        adapters = jax.device_put(self.slots.lanes(self._adapter_of), place)
+        self.cache = dataclasses.replace(self.cache, adapters=adapters)
 
     def everywhere(self, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         """Returns what a program gave or the host has as every device of a mesh has it.

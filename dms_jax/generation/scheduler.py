@@ -387,6 +387,7 @@ class Scheduler:
         self.seeds = self.seeds.copy()  # a program in flight may use the old
         self.seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
         self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
+        self.runner.set_adapters({lane: each.adapter for lane, each in started.items()})
         if continued:
             self.runner.fork(continued)
 
@@ -400,7 +401,9 @@ class Scheduler:
         key = None  # what has no prompt, or an answer behind it, shares it with none
         if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)
-            key = prompt_key(policy, shard, prompt, request.max_length, request.base)
+            key = prompt_key(
+                policy, shard, prompt, request.max_length, request.base, request.adapter
+            )
             key = request.priority, key  # who shares is preempted before who reads
         if policy.parallel == "prompts":
             answer = request.generated[:-1]

@@ -65,12 +65,23 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(shape, dtype), axes=axes) if config.sinks else None
 
     def project(
-        self, x: Float[Array, "B T E"]
+        self, x: Float[Array, "B T E"], scales: Float[Array, "B T R"] | None = None
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-        """Returns queries, keys and values before rotation."""
-        grouped = self._normed(self.qkv_proj(x))
+        """Returns queries, keys and values before rotation.
+
+        Args:
+          x: the inputs.
+          scales: of each token, where several adapters have low-rank updates (`model.adapters`).
+        """
+        grouped = self._normed(_product(self.qkv_proj, x, scales))
         q = grouped[..., :-2, :].reshape(*x.shape[:2], -1, grouped.shape[-1])
         return q, grouped[..., -2, :], grouped[..., -1, :]
+
+    def output(
+        self, x: Float[Array, "B T H D"], scales: Float[Array, "B T R"] | None = None
+    ) -> Float[Array, "B T E"]:
+        """Returns the output projection; see `project`."""
+        return _product(self.o_proj, x, scales)
 
     def _normed(self, grouped: Float[Array, "B T K n D"]) -> Float[Array, "B T K n D"]:
         """Applies the norms of queries and keys, if there are any.
@@ -91,6 +102,11 @@ class Attention(nnx.Module):
         scale = jnp.where(head < group, self.q_norm.scale[...], self.k_norm.scale[...])
         normed = rms_norm(grouped, scale, self.q_norm.epsilon, offset=self.q_norm.offset)
         return jnp.where(head <= group, normed, grouped)
+
+
+def _product(projection: Any, x: Array, scales: Array | None) -> Array:
+    """Returns a projection; only one with low-rank updates takes scales."""
+    return projection(x) if scales is None else projection(x, scales)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax._src.array import ArrayImpl  # no public name makes an array that is not committed
 from jaxtyping import Array, Float, Int
 
 from dms_jax import compilation, sharding
@@ -111,6 +112,37 @@ class LanguageModel:
             placed, self.transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
         return dataclasses.replace(self, transformer=placed_transformer)
+
+    def with_parameters(self, parameters: "Transformer | nnx.State") -> "LanguageModel":
+        """Returns the model with other numbers in its parameters, or in some of them.
+
+        What was compiled for the model serves this one. Arrays that lie where those do that they
+        replace are shared, not copied: who donates them later must give copies.
+
+        Args:
+          parameters: a transformer, or the state of parts of one.
+
+        Raises:
+          ConfigError: the model has no such parameter, or one of another shape or type; names the
+            first.
+        """
+        graph, state = nnx.split(self.transformer)
+        held = dict(nnx.to_flat_state(state))
+        given = parameters if isinstance(parameters, nnx.State) else nnx.state(parameters)
+        for path, param in nnx.to_flat_state(given):
+            name, new = ".".join(map(str, path)), param.get_value()
+            if path not in held:
+                raise ConfigError(f"{name} is no parameter of this model.")
+            old = held[path].get_value()
+            if (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise ConfigError(
+                    f"{name} is {new.dtype}{list(new.shape)}, and {old.dtype}{list(old.shape)} in "
+                    "this model, for which its programs were compiled. Give it so, or make another "
+                    "engine."
+                )
+            held[path] = held[path].replace(_placed_as(new, old))
+        transformer = nnx.merge(graph, nnx.from_flat_state(list(held.items())))
+        return dataclasses.replace(self, transformer=transformer)
 
     def resolve_policy(self, policy: Policy | str | None) -> Policy:
         """Returns the policy to run: the checkpoint's own unless another, or its name, is given.
@@ -229,6 +261,16 @@ class LanguageModel:
             pages, most = (-(-count // QUEST_PAGE_SIZE) for count in (slots, num_tokens))
             width = min(few_sizes(pages), most)
             return _logits_through_cache(self.transformer, tokens, prompts, policy, width=width)
+
+
+def _placed_as(given: Array | np.ndarray, old: Array) -> Array:
+    """Returns an array that a program takes in the place of another without a compilation."""
+    new: Any = jax.device_put(jnp.asarray(given, old.dtype), old.sharding)
+    if old.committed:
+        return new
+    # A program that was compiled for an array that nobody has placed is compiled again for one that
+    # somebody has, as trainers do. This is the same memory, placed by nobody.
+    return ArrayImpl(new.aval, new.sharding, new._arrays, committed=False)
 
 
 # Quest's published page size; it has no effect on other policies. `generate` takes it as an option.

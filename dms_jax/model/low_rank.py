@@ -66,8 +66,12 @@ class Factors(nnx.Module):
             jnp.zeros((*stack, rank, *outputs.values()), dtype), axes=(*layers, "rank", *outputs)
         )
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def __call__(
+        self, x: Float[Array, "..."], scales: Float[Array, "B T R"] | None = None
+    ) -> Float[Array, "..."]:
         narrow = jnp.tensordot(x, self.lora_a[...].astype(x.dtype), axes=self.num_inputs)
+        if scales is not None:  # what is of others may be infinite
+            narrow = jnp.where(scales > 0, narrow * scales.astype(x.dtype), 0)
         return jnp.tensordot(narrow, self.lora_b[...].astype(x.dtype), axes=1)
 
     def product(self) -> Float[Array, "L ..."]:
@@ -103,8 +107,11 @@ class LowRankQKV(Linear):
             Factors(embed, shapes[name], low_rank.rank, stack, dtype) for name in sizes
         )
 
-    def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T K parts D"]:
-        update = jnp.concatenate([part(x) for part in (self.q, self.k, self.v)], axis=-2)
+    def __call__(
+        self, x: Float[Array, "B T E"], scales: Float[Array, "B T R"] | None = None
+    ) -> Float[Array, "B T K parts D"]:
+        parts = [part(x, scales) for part in (self.q, self.k, self.v)]
+        update = jnp.concatenate(parts, axis=-2)
         return super().__call__(x) + self.low_rank.scale * update
 
     def product(self) -> Float[Array, "L E K parts D"]:
@@ -126,8 +133,10 @@ class LowRankOutput(Linear):
         self.low_rank = low_rank
         self.o = Factors(queries, embed, low_rank.rank, stack, dtype)
 
-    def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T E"]:
-        return super().__call__(x) + self.low_rank.scale * self.o(x)
+    def __call__(
+        self, x: Float[Array, "B T H D"], scales: Float[Array, "B T R"] | None = None
+    ) -> Float[Array, "B T E"]:
+        return super().__call__(x) + self.low_rank.scale * self.o(x, scales)
 
     @property
     def matrix(self) -> Float[Array, "H D E"]:

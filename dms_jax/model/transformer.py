@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
+from dms_jax.cache.pool import LaneAdapters
 from dms_jax.config import LayerKind, ModelConfig
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import attend_cached, in_use, plan_steps
@@ -71,15 +72,24 @@ class Layer(nnx.Module):
         return x if self.attention_norm is None else self.attention_norm(x)
 
     def projections(
-        self, x: Float[Array, "B T E"], policy: Policy, positions: Array, index: Array
+        self,
+        x: Float[Array, "B T E"],
+        policy: Policy,
+        positions: Array,
+        index: Array,
+        own: LaneAdapters | None = None,
     ) -> Tokens:
-        """Returns the layer's tokens as a policy sees them: projections and adapter logits."""
+        """Returns the layer's tokens as a policy sees them: projections and adapter logits.
+
+        Each has the adapter of its `own`, [B, T, ...], if the model has several.
+        """
         logits = late = None
         if policy.retrofit.adapter:
             check_adapter(policy, None if self.adapter is None else self.adapter.shape)
             assert self.adapter is not None
-            logits, late = self.adapter(x)
-        q, k, v = self.attention.project(self.inputs(x))
+            head: Any = self.adapter
+            logits, late = head(x) if own is None else head(x, own.slots)
+        q, k, v = self.attention.project(self.inputs(x), None if own is None else own.scales)
         return Tokens(
             q=q,
             k=k,
@@ -90,9 +100,14 @@ class Layer(nnx.Module):
             layer=index,
         )
 
-    def finish(self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"]) -> Array:
+    def finish(
+        self,
+        x: Float[Array, "B T E"],
+        attended: Float[Array, "B T H D"],
+        own: LaneAdapters | None = None,
+    ) -> Array:
         """Applies the output projection, the feed-forward and both residual connections."""
-        y = self.attention.o_proj(attended.astype(x.dtype))
+        y = self.attention.output(attended.astype(x.dtype), None if own is None else own.scales)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
         x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
@@ -354,13 +369,14 @@ class Transformer(nnx.Module):
             ends_prompt=ends_prompt,
             static=self._static(self.config.kinds[0], cache.page_size),
         )
+        own_adapters = _of_tokens(cache.adapters, tokens.shape[1], line)
         each = self._stretches(policy)
         by_itself = len({id(role) for stretch in each for role in stretch.group}) == 1
 
         def body(carry, layer, index, role, rows):
             x, pool, page_state = carry
             page_table, lengths, row_state, plan = rows
-            projected = layer.projections(x, role.policy, in_line, numbers(index))
+            projected = layer.projections(x, role.policy, in_line, numbers(index), own_adapters)
             own = dataclasses.replace(
                 shared,
                 page_table=page_table,
@@ -379,7 +395,8 @@ class Transformer(nnx.Module):
                 host=host if role.group.host_values else None,
             )
             layer_cache = attended.cache
-            x = layer.finish(x, attended.out if line is None else line.unpad(attended.out))
+            out = attended.out if line is None else line.unpad(attended.out)
+            x = layer.finish(x, out, own_adapters)
             carry = (x, layer_cache.pool, layer_cache.state.pages)
             row_state = layer_cache.state.rows
             if has_windows:
@@ -465,3 +482,17 @@ class Transformer(nnx.Module):
             return False, lambda index: index
         before = np.cumsum(np.logical_not(windowed)) - np.logical_not(windowed)
         return True, lambda index: jnp.asarray(before, jnp.int32)[index]
+
+
+def _of_tokens(
+    lanes: LaneAdapters | None, num_tokens: int, line: Unpadded | None
+) -> LaneAdapters | None:
+    """Returns the adapter of each token, of [B, T] or in line, given those of sequences."""
+    if lanes is None:
+        return None
+
+    def of_tokens(x: Array) -> Array:
+        x = jnp.broadcast_to(x[:, None], (len(x), num_tokens, *x.shape[1:]))
+        return x if line is None else line.unpad(x)
+
+    return jax.tree.map(of_tokens, lanes)

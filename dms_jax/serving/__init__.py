@@ -33,7 +33,9 @@ between two chunks of steps, and notifies listeners while the next programs run.
 appends to a list: the send thread pickles, and the engine never waits for HTTP.
 
 Cancelling goes the same way: a client disconnects, `app` calls `EngineClient.cancel`, the receive
-thread `Service.cancel`, and the engine thread hands it over at the next poll.
+thread `Service.cancel`, and the engine thread hands it over at the next poll. An adapter is
+replaced so, too: it is read in a thread of its own, and put in its place at a poll at which no
+request runs with the old one.
 
     service.py         Service: submit, cancel, drain; knows nothing of HTTP
     rpc.py             the messages between the processes, EngineServer and EngineClient

@@ -1,6 +1,6 @@
 """`make_app`: the endpoints of the server, as an ASGI application (Starlette), and its metrics.
 
-    POST    the addresses of `apis.APIS`
+    POST    the addresses of `apis.APIS`   /v1/load_lora_adapter, if it is allowed
     GET     /v1/models   /health   /metrics
 
 A request is parsed and submitted to the engine's process, whose deltas are queued for the coroutine
@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dms_jax.errors import (
     CapacityError,
+    CheckpointError,
     ConfigError,
     DataError,
     OtherProcessError,
@@ -41,6 +42,7 @@ from dms_jax.generation import Completion
 from dms_jax.generation.requests import FinishReason
 from dms_jax.serving.access import Access
 from dms_jax.serving.apis import APIS, openai_error
+from dms_jax.serving.fields import check_field, parse_object
 from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.parsing import SMALL_BODY, Parser, RequestBody
 from dms_jax.serving.refusals import TOO_LONG, RefusalError, unknown_model
@@ -57,6 +59,8 @@ OUT_OF_MEMORY = (
     "the server's log says more."
 )
 ENDPOINTS = f"POST {', '.join(APIS)}, and GET /v1/models, /health and /metrics"
+_LOAD_FIELDS = "lora_name", "lora_path"
+_LOAD = "/v1/load_lora_adapter"  # as vLLM calls it
 _CLIENT_CLOSED = 499  # for the metrics alone: the client has disconnected
 _FAILED = "failed"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -78,6 +82,7 @@ def make_app(engine: EngineClient, served: ServedModel, parser: Parser) -> Starl
         *(Route(path, api.answer, methods=["POST"]) for path in APIS),
         Route("/v1/models", api.get_models),
         Route("/v1/models/{name:path}", api.get_model),
+        *([Route(_LOAD, api.load_adapter, methods=["POST"])] if served.changes_adapters else []),
         Route("/health", api.get_health),
         Route("/metrics", api.get_metrics),
     ]
@@ -136,11 +141,9 @@ class _Api:
 
     async def _answer(self, request: Request) -> Response:
         start, served = time.monotonic(), self._served
-        _check_content_type(request.headers.get("content-type"))
-        seed = self._seeds.getrandbits(32)
         with self._body_counter() as count:
             data = await _receive_body(request, count)
-            body = RequestBody(data, request.url.path, seed)
+            body = RequestBody(data, request.url.path, self._seeds.getrandbits(32))
             parsed = await self._parser.parse(body, request.is_disconnected)
         if isinstance(parsed, dict):
             return JSONResponse(parsed)
@@ -159,7 +162,10 @@ class _Api:
             if delta.completion is not None:
                 self._metrics.count_answer(delta.completion, start)
 
-        key = await self._engine.submit(prompts, parsed.sampling, listen, parsed.priority)
+        adapter = served.models[parsed.model]
+        key = await self._engine.submit(
+            prompts, parsed.sampling, listen, adapter=adapter, priority=parsed.priority
+        )
         make_formatter = APIS[request.url.path].formatter
         assert make_formatter is not None
         formatter = make_formatter(parsed, served)
@@ -176,16 +182,35 @@ class _Api:
             self._unknown.add(name)
             _logger.warning("Requests have %s, which this server leaves out.", plain(name))
 
+    async def load_adapter(self, request: Request) -> Response:
+        """Replaces an adapter by that of a directory of the server's machine."""
+        try:
+            with self._body_counter() as count:
+                fields = parse_object(await _receive_body(request, count))
+            name, path = (check_field(each, fields.get(each), str) for each in _LOAD_FIELDS)
+            if self._served.models.get(name) is None:
+                adapters = [each for each, own in self._served.models.items() if own is not None]
+                raise unknown_model(name, adapters)
+            await self._engine.replace_adapter(name, path)
+            response = JSONResponse(self._card(name))
+        except CheckpointError as error:
+            response = _error_response(RefusalError(error, param=_LOAD_FIELDS[1]))
+        except Exception as error:
+            response = _error_response(error)
+        self._metrics.count_request(_LOAD, response.status_code)
+        return response
+
     async def get_models(self, request: Request) -> Response:
-        """Lists the one model."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """Lists the model and its adapters."""
+        cards = [self._card(name) for name in self._served.models]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def get_model(self, request: Request) -> Response:
-        """Describes the one model."""
+        """Describes the model, or an adapter."""
         name = request.path_params["name"]
-        if name != self._served.name:
-            return _error_response(unknown_model(name, self._served.name))
-        return JSONResponse(self._card())
+        if name not in self._served.models:
+            return _error_response(unknown_model(name, self._served.models))
+        return JSONResponse(self._card(name))
 
     async def get_health(self, request: Request) -> Response:
         """Tells whether requests are admitted."""
@@ -200,9 +225,9 @@ class _Api:
         text = self._metrics.render(await self._engine.snapshot())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._served.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "dms_jax",
@@ -289,6 +314,7 @@ def _check_content_type(kind: str | None) -> None:
 
 async def _receive_body(request: Request, count: Callable[[int], None]) -> bytes:
     """Returns the body; `count` is called with the bytes that come, and may refuse them."""
+    _check_content_type(request.headers.get("content-type"))
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT):

@@ -53,10 +53,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def read(body: bytes, served: ServedModel) -> Asked:
     """Returns what a body asks for; raises RefusalError."""
-    given, unknown = _FIELDS.read(body, served.name)
+    given, unknown = _FIELDS.read(body, served.models)
     output, output_field = output_rule(given)
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     return Asked(
+        model=given["model"],
         prompts=read_chat(given),
         sampling=sampling_of(given) | {"logprobs": given.get("logprobs", False)},
         max_new_tokens=given.get(name),

@@ -43,7 +43,7 @@ FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 def read(body: bytes, served: ServedModel) -> Asked:
     """Returns what a body asks for; raises RefusalError."""
-    given, unknown = _FIELDS.read(body, served.name)
+    given, unknown = _FIELDS.read(body, served.models)
     if given.get("logprobs", 0) > 1:
         raise RefusalError(
             "logprobs: only the log-probability of the chosen token is known; ask for 0 or 1.",
@@ -54,6 +54,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
     if echo:
         _check_echo(given, prompts, output)
     return Asked(
+        model=given["model"],
         prompts=prompts,
         sampling=sampling_of(given) | {"logprobs": "logprobs" in given},
         max_new_tokens=given.get("max_tokens"),
@@ -232,6 +233,6 @@ class CompletionFormatter(Formatter):
             "id": f"{self.names[0]}-{self.id}",
             "object": kind,
             "created": self.created,
-            "model": self.served.name,
+            "model": self.request.model,
             "choices": choices,
         }

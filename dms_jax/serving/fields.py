@@ -9,7 +9,7 @@ a slip, and refused: the answer would not be what was asked for.
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 from dms_jax.checks import Count, Number, Range, Seed, Share, check, show
@@ -135,20 +135,23 @@ class Table:
     why: Mapping[str, str] = dataclasses.field(default_factory=lambda: WHY)
     ignored: frozenset[str] = IGNORED
 
-    def read(self, body: bytes, model: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def read(self, body: bytes, models: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Returns the fields that are served, checked by their kinds, and names of unknown ones.
+
+        `model` is among the former, the first of all unless it is given.
 
         Args:
           body: JSON.
-          model: name of the model that is served.
+          models: names of the models that are served.
 
         Raises:
           RefusalError: the body is no JSON object, asks for another model, or has a field that is
             not served or of another kind.
         """
         fields = parse_object(body)
-        if fields.get("model", model) != model:
-            raise unknown_model(fields["model"], model)
+        fields.setdefault("model", next(iter(models)))
+        if fields["model"] not in [*models]:
+            raise unknown_model(fields["model"], models)
         unknown = []
         for name, value in fields.items():
             if name in self.served or name in self.ignored:

@@ -60,7 +60,7 @@ _KINDS = {
 
 def read(body: bytes, served: ServedModel) -> Asked:
     """Returns what a body asks for; raises RefusalError."""
-    given, unknown = _FIELDS.read(body, served.name)
+    given, unknown = _FIELDS.read(body, served.models)
     if "max_tokens" not in given:
         raise RefusalError("max_tokens is missing.", param="max_tokens")
     return _asked(given, unknown)
@@ -68,7 +68,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
 
 def read_to_count(body: bytes, served: ServedModel) -> Asked:
     """Returns what a body for /v1/messages/count_tokens asks for; raises RefusalError."""
-    return _asked(*_FIELDS.read(body, served.name))
+    return _asked(*_FIELDS.read(body, served.models))
 
 
 def _asked(given: Mapping[str, Any], unknown: tuple[str, ...]) -> Asked:
@@ -84,6 +84,7 @@ def _asked(given: Mapping[str, Any], unknown: tuple[str, ...]) -> Asked:
     field = "output_format" if "output_format" in given else "output_config"
     output = given.get("output_format", given.get("output_config", {}).get("format"))
     return Asked(
+        model=given["model"],
         prompts=Chat(_messages(given), _with_choice(tools, choice), variables),
         sampling=sampling_of(given, stop="stop_sequences"),
         max_new_tokens=given.get("max_tokens"),
@@ -284,7 +285,7 @@ class MessageFormatter(Formatter):
             "id": f"msg_{self.id}",
             "type": "message",
             "role": "assistant",
-            "model": self.served.name,
+            "model": self.request.model,
             "content": content,
             "usage": usage,
         }

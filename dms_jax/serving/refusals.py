@@ -1,7 +1,7 @@
 """`RefusalError`: a request that is refused, and the HTTP response to it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dms_jax.checks import show
@@ -54,10 +54,10 @@ class RefusalError(DmsJaxError):
         return {"error": error}
 
 
-def unknown_model(asked: Any, name: str) -> RefusalError:
-    """Returns the error of a request for another model than the one of this name."""
+def unknown_model(asked: Any, names: Iterable[str]) -> RefusalError:
+    """Returns the error of a request for another model than those of these names."""
     return RefusalError(
-        f"There is no model {show(asked)} here, only {name!r}.",
+        f"There is no model {show(asked)} here, only {', '.join(map(repr, names))}.",
         status=404,
         param="model",
         code="model_not_found",

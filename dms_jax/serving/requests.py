@@ -29,6 +29,7 @@ class Asked:
     """What a request asks for.
 
     Attributes:
+      model: name of the model, one of `ServedModel.models`.
       prompts: texts or token ids, or the one conversation to answer.
       sampling: fields of `Sampling`, as far as they are given.
       max_new_tokens: the most tokens of an answer; None for the server's default.
@@ -46,6 +47,7 @@ class Asked:
       unknown: names of fields that were left out.
     """
 
+    model: str
     prompts: Sequence[Any] | Chat
     sampling: Mapping[str, Any]
     max_new_tokens: int | None = None
@@ -67,6 +69,7 @@ class GenerationRequest:
     """A request that is ready to be generated.
 
     Attributes:
+      model: name of the model, one of `ServedModel.models`.
       prompts: token ids, one list for each prompt.
       choices: answers to each.
       sampling: how they are sampled.
@@ -75,6 +78,7 @@ class GenerationRequest:
       priority, details, unknown: see `Asked`.
     """
 
+    model: str
     prompts: list[list[int]]
     choices: int
     sampling: Sampling
@@ -146,6 +150,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         grammar=grammar,
     )
     return GenerationRequest(
+        asked.model,
         prompts,
         asked.choices,
         sampling,

@@ -82,7 +82,7 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 
 def read(body: bytes, served: ServedModel) -> Asked:
     """Returns what a body asks for; raises RefusalError."""
-    given, unknown = _FIELDS.read(body, served.name)
+    given, unknown = _FIELDS.read(body, served.models)
     tools, left_out = _tools(given.get("tools", []))
     choice, named = _choice(given, bool(tools))
     parallel = given.get("parallel_tool_calls", True)
@@ -106,6 +106,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
         "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
     }
     return Asked(
+        model=given["model"],
         prompts=chat,
         sampling=sampling_of(given),
         max_new_tokens=given.get("max_output_tokens"),
@@ -408,7 +409,7 @@ class ResponseFormatter(Formatter):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self.served.name,
+            "model": self.request.model,
             "output": [item.written("completed") for item in self._items],
             "previous_response_id": None,
             "store": False,

@@ -1,6 +1,6 @@
 """The calls between a server's processes: `EngineServer` and `EngineClient`, over one socket pair.
 
-    client to server (HTTP to engine)     Submit, Cancel, GetSnapshot
+    client to server (HTTP to engine)     Submit, Cancel, GetSnapshot, ReplaceAdapter
     server to client (engine to HTTP)     ServedModel (first of all), Reply, Deltas, Stop
 
 A message is its length in eight bytes and then its pickle. The messages of a direction keep their
@@ -24,7 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from dms_jax.config import ModelConfig
@@ -47,7 +47,8 @@ class ServedModel:
     """What the HTTP process must know of the model behind it.
 
     Attributes:
-      name: of the model, in requests.
+      models: the names of models in requests, and the adapter that each stands for; None for the
+        model as it is. The first is that of requests that name none.
       policy: name of the cache policy.
       config: of the model.
       tokenizer: of the model, with its chat template; None if it has none.
@@ -58,9 +59,10 @@ class ServedModel:
       access: who may use the server.
       call_format: name of the form in which the model writes calls (`call_formats.FORMATS`); None
         if it is not known.
+      changes_adapters: whether clients may replace adapters.
     """
 
-    name: str
+    models: Mapping[str, str | None]
     policy: str
     config: ModelConfig
     tokenizer: Any
@@ -70,6 +72,7 @@ class ServedModel:
     seed: int
     access: Access = dataclasses.field(default_factory=Access)
     call_format: str | None = None
+    changes_adapters: bool = False
 
     @classmethod
     def of(
@@ -80,11 +83,13 @@ class ServedModel:
         seed: int,
         access: Access | None = None,
         call_format: str | None = None,
+        *,
+        changes_adapters: bool = False,
     ) -> "ServedModel":
-        """Describes the model of a service."""
+        """Describes the model of a service, of this name, and its adapters."""
         model = service.engine.model
         return cls(
-            name=name,
+            models={name if each is None else each: each for each in service.engine.adapters},
             policy=service.engine.policy.name,
             config=model.config,
             tokenizer=model.tokenizer,
@@ -94,6 +99,7 @@ class ServedModel:
             seed=seed,
             access=Access() if access is None else access,
             call_format=call_format,
+            changes_adapters=changes_adapters,
         )
 
 
@@ -103,12 +109,13 @@ class Submit:
 
     Attributes:
       key: a number of the client's, for everything about this submission.
-      prompts, sampling, priority: see `Service.submit`.
+      prompts, sampling, adapter, priority: see `Service.submit`.
     """
 
     key: int
     prompts: list[list[int]]
     sampling: Sampling
+    adapter: str | None
     priority: int
 
 
@@ -124,6 +131,18 @@ class GetSnapshot:
     """Asks for the `Snapshot` of the service."""
 
     key: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaceAdapter:
+    """Replaces an adapter by that of a directory; the `Reply` is None, or the error.
+
+    See `Service.replace_adapter`.
+    """
+
+    key: int
+    name: str
+    path: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +277,7 @@ class EngineServer:
         self._outbox.put(None)
         self._on_disconnect()
 
-    def _handle(self, message: Submit | Cancel | GetSnapshot) -> None:
+    def _handle(self, message: Submit | Cancel | GetSnapshot | ReplaceAdapter) -> None:
         match message:
             case Submit(key):
                 self._outbox.put(Reply(key, self._submit(message)))
@@ -266,6 +285,16 @@ class EngineServer:
                 self._service.cancel(self._indices.pop(key, ()))
             case GetSnapshot(key):
                 self._outbox.put(Reply(key, self._service.snapshot()))
+            case ReplaceAdapter():  # waits for requests, whose messages are received meanwhile
+                threading.Thread(target=self._replace_adapter, args=(message,), daemon=True).start()
+
+    def _replace_adapter(self, call: ReplaceAdapter) -> None:
+        error = None
+        try:
+            self._service.replace_adapter(call.name, call.path)
+        except Exception as raised:
+            error = _logged(raised)
+        self._outbox.put(Reply(call.key, error))
 
     def _submit(self, call: Submit) -> Exception | None:
         def listen(delta: Delta | Exception) -> None:
@@ -274,12 +303,15 @@ class EngineServer:
 
         try:
             indices = self._service.submit(
-                call.prompts, call.sampling, listen, self._queue_deltas, call.priority
+                call.prompts,
+                call.sampling,
+                listen,
+                self._queue_deltas,
+                adapter=call.adapter,
+                priority=call.priority,
             )
         except Exception as error:
-            if not isinstance(error, DmsJaxError):
-                _logger.exception("A request failed.")
-            return portable(error)
+            return _logged(error)
         self._indices[call.key] = indices
         return None
 
@@ -301,6 +333,13 @@ class EngineServer:
     def _disconnect(self) -> None:
         with contextlib.suppress(OSError):  # the client has disconnected already
             self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _logged(error: Exception) -> Exception:
+    """Returns what HTTP is told of an error; what is none of the library's is logged."""
+    if not isinstance(error, DmsJaxError):
+        _logger.error("A request failed.", exc_info=error)
+    return portable(error)
 
 
 # -- in the HTTP process -------------------------------------------------------------------------
@@ -352,12 +391,14 @@ class EngineClient:
         prompts: list[list[int]],
         sampling: Sampling,
         listener: Listener,
+        *,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> int:
         """Submits prompts; returns a key, with which `cancel` must be called in the end.
 
         Args:
-          prompts, sampling, priority: see `Service.submit`.
+          prompts, sampling, adapter, priority: see `Service.submit`.
           listener: called in the loop with each `Delta`, or once with the error that ended a
             request.
 
@@ -368,7 +409,7 @@ class EngineClient:
         key = next(self._keys)
         self._subscriptions[key] = _Subscription(listener, len(prompts))
         try:
-            await self._call(Submit(key, prompts, sampling, priority))
+            await self._call(Submit(key, prompts, sampling, adapter, priority))
         except BaseException:
             self._subscriptions.pop(key, None)
             self.cancel(key)
@@ -388,7 +429,11 @@ class EngineClient:
         """
         return await self._call(GetSnapshot(next(self._keys)))
 
-    async def _call(self, message: Submit | GetSnapshot) -> Any:
+    async def replace_adapter(self, name: str, path: str) -> None:
+        """Replaces an adapter, and waits until it is; raises the errors of the service."""
+        await self._call(ReplaceAdapter(next(self._keys), name, path))
+
+    async def _call(self, message: Submit | GetSnapshot | ReplaceAdapter) -> Any:
         """Sends a message and returns the value of its reply, or raises it."""
         if self._disconnected:
             raise _disconnected_error()

@@ -6,13 +6,14 @@ and the snapshot that the thread takes at every poll.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Unpack
 
 from dms_jax.checks import Whole, check, require, show_options
@@ -25,6 +26,8 @@ from dms_jax.errors import (
     TooLongError,
 )
 from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions, Sampling, Update
+from dms_jax.generation.adapters import GivenAdapter
+from dms_jax.generation.adapters import read as read_adapters
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import GrammarError, make_matchers
 from dms_jax.generation.prefixes import PrefixCounts
@@ -35,6 +38,7 @@ from dms_jax.generation.requests import (
     completion_of,
     make_requests,
 )
+from dms_jax.model.adapters import AdapterWeights
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
@@ -42,6 +46,7 @@ MOST_RETRY_SECONDS = 60  # clients of OpenAI's library wait no longer
 _ENDS = 64  # answers over whose ends a rate is measured
 
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
+_ENDING = "The server is about to end and takes no more requests."
 _FAILED = "The server's engine has failed, and the server ends. Its log says more."
 
 _logger = logging.getLogger("dms_jax")
@@ -161,6 +166,14 @@ class _Job:
     choice: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """Another adapter in the place of one, and when it is there."""
+
+    adapter: AdapterWeights
+    done: concurrent.futures.Future[None]
+
+
 def notify(listener: Callable[..., None], *arguments: Delta | Exception) -> None:
     """Calls a listener; logs what it raises, which must not end the answers of others."""
     try:
@@ -184,10 +197,9 @@ class Service:
 
     Args:
       model: the model to run.
-      policy: the cache policy; None for the one that the checkpoint declares.
+      policy, adapters: see `Engine`.
       num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`. Here `max_tokens` is
-        also the most tokens, prompt and answer, that a request may ask for, and `prefill_tokens`
-        is 2,048 unless it is given: reading prompts then takes about as long as a chunk of steps.
+        also the most tokens, prompt and answer, that a request may ask for.
       max_waiting: the most requests that may wait for a lane; more are refused.
 
     Attributes:
@@ -205,6 +217,7 @@ class Service:
         model: LanguageModel,
         policy: Policy | str | None = None,
         *,
+        adapters: Mapping[str, GivenAdapter] | None = None,
         num_lanes: int = 8,
         max_tokens: int | None = None,
         memory: float | int | None = None,
@@ -226,7 +239,7 @@ class Service:
             "Service: max_tokens must be at least 2, one of a prompt and one of its answer, got "
             f"{self.max_tokens}.",
         )
-        self.engine = Engine(model, policy, **dataclasses.asdict(limits))
+        self.engine = Engine(model, policy, adapters=adapters, **dataclasses.asdict(limits))
         runner = self.engine.runner
         # Once, for all requests to come: page tables keep their widths, and nothing recompiles.
         runner.reservation.allow_length(self.max_tokens)
@@ -237,7 +250,10 @@ class Service:
         self._queue: collections.deque[Request] = collections.deque()  # not polled yet
         self._to_cancel: set[int] = set()  # indices that the engine has not been given yet
         self._cancelling: set[int] = set()  # indices given to the engine, until they end
-        self._changed = threading.Condition()  # of the queue, `_to_cancel` or `draining`
+        self._changes: dict[str, _Change] = {}  # adapters that are to be replaced, by name
+        self._changed = (
+            threading.Condition()
+        )  # of the queue, `_to_cancel`, `_changes` or `draining`
         self._indices = itertools.count()
         self._after_chunk: set[Callable[[], None]] = set()
         self._turnover = Turnover()
@@ -260,6 +276,8 @@ class Service:
         sampling: Sampling,
         listener: Listener,
         after_chunk: Callable[[], None] = _nothing,
+        *,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> list[int]:
         """Queues requests, which join those that run; returns their indices.
@@ -273,15 +291,18 @@ class Service:
           listener: called in the engine's thread with each `Delta`, or once with the error that
             ended a request.
           after_chunk: called there after the deltas of a chunk, once for all requests that gave it.
+          adapter: name of the adapter that they run with; None for the model as it is.
           priority: see `Request.priority`; those of a lower number come first.
 
         Raises:
           DrainingError: no more requests are admitted.
           QueueFullError: too many requests run or wait.
-          ConfigError: there are stop strings but no tokenizer, or a grammar is not served.
+          ConfigError: there are stop strings but no tokenizer, a grammar is not served, or there is
+            no such adapter.
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
+        self.engine.check_adapter(adapter)
         check_stop(self.engine.model, sampling)
         for prompt in prompts:
             self._check_length(len(prompt), sampling.max_new_tokens)
@@ -290,7 +311,9 @@ class Service:
                 f"{len(prompts)} answers are asked for at once, and at most {self.max_requests} "
                 "can run or wait here. Ask for fewer."
             )
-        requests = make_requests(self.engine.model.config, prompts, sampling, priority=priority)
+        adapters = [adapter] * len(prompts)
+        config = self.engine.model.config
+        requests = make_requests(config, prompts, sampling, adapters=adapters, priority=priority)
         for request in requests:
             self._check_fits(request)
         make_matchers(self.engine.model, requests)
@@ -298,7 +321,7 @@ class Service:
             if self.failure is not None:
                 raise DrainingError(_FAILED)
             if self.draining:
-                raise DrainingError("The server is about to end and takes no more requests.")
+                raise DrainingError(_ENDING)
             if not self._jobs:
                 self._turnover.start()
             if (beyond := len(self._jobs) + len(requests) - self.max_requests) > 0:
@@ -320,6 +343,33 @@ class Service:
         with self._changed:
             self._to_cancel.update(index for index in indices if index in self._jobs)
             self._changed.notify()
+
+    def replace_adapter(self, name: str, adapter: GivenAdapter) -> None:
+        """Puts another adapter in the place of one, and waits until it is there.
+
+        Requests of the one that run come to their end with it; those that come later wait for the
+        other. Nobody else does, and nothing is compiled.
+
+        Args:
+          name: name of the adapter.
+          adapter: see `Engine.update`. It is read in the calling thread.
+
+        Raises:
+          DrainingError: the service is about to end.
+          BusyError: it is being replaced already.
+          ConfigError, CheckpointError: it does not fit; see `Engine.update`. The old one stays.
+        """
+        self.engine.check_adapter(name)
+        (read,) = read_adapters(self.engine.model, {name: adapter}).values()
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._changed:
+            if self.draining:
+                raise DrainingError(_ENDING)
+            if name in self._changes:
+                raise BusyError(f"Adapter {name!r} is being replaced already. Try again later.")
+            self._changes[name] = _Change(read, done)
+            self._changed.notify()
+        done.result()
 
     def close(self) -> None:
         """Admits no more requests; the thread ends when all that were admitted have ended."""
@@ -384,7 +434,8 @@ class Service:
             if isinstance(delta, Exception) or delta.completion is not None:
                 done.set()
 
-        self.submit([[0]], Sampling(max_new_tokens=min(2, self.max_tokens - 1)), listen)
+        sampling = Sampling(max_new_tokens=min(2, self.max_tokens - 1))
+        self.submit([[0]], sampling, listen, adapter=self.engine.adapters[0])
         done.wait()
         if isinstance(last[0], Exception):
             raise last[0]
@@ -441,18 +492,37 @@ class Service:
         """
         self._take_snapshot()
         with self._changed:
-            while wait and not (self._queue or self._to_cancel or self.draining):
+            while wait and not (self._queue or self._to_cancel or self._changes or self.draining):
                 self._changed.wait()
             cancelled, self._to_cancel = self._to_cancel, set()
-            admitted = [request for request in self._queue if request.index not in cancelled]
             dropped = [request for request in self._queue if request.index in cancelled]
-            self._queue.clear()
-            last = self.draining and not admitted
+            queued = [request for request in self._queue if request.index not in cancelled]
+            self._replace_adapters(queued)
+            admitted = [each for each in queued if not self._waits_for_adapter(each)]
+            self._queue = collections.deque(filter(self._waits_for_adapter, queued))
+            last = self.draining and not (admitted or self._queue)
         self.engine.cancel(cancelled)
         for request in dropped:
             self._fail(request, DrainingError("The request was cancelled."))
         self._cancelling = (self._cancelling | cancelled) & self._jobs.keys()
         return None if last else admitted
+
+    def _waits_for_adapter(self, request: Request) -> bool:
+        """Whether a request is not to begin before its adapter is replaced."""
+        return request.adapter in self._changes and not request.generated
+
+    def _replace_adapters(self, queued: Sequence[Request]) -> None:
+        """Replaces adapters with which no request runs, or has run and is queued again."""
+        begun = self._jobs.keys() - {each.index for each in queued if not each.generated}
+        in_use = {self._jobs[index].request.adapter for index in begun}
+        for name in [name for name in self._changes if name not in in_use]:
+            change = self._changes.pop(name)
+            try:
+                self.engine.replace(None, {name: change.adapter})
+            except Exception as error:  # it is its caller's
+                change.done.set_exception(error)
+            else:
+                change.done.set_result(None)
 
     def _take_snapshot(self) -> None:
         self._polls += 1
@@ -542,6 +612,9 @@ class Service:
             jobs = list(self._jobs.values())
             self._jobs.clear()
             self._queue.clear()
+            changes, self._changes = self._changes, {}
+        for change in changes.values():
+            change.done.set_exception(DrainingError(_FAILED))
         for job in jobs:
             for call, arguments in (
                 (job.listener, (DrainingError(_FAILED),)),

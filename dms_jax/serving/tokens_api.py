@@ -29,7 +29,7 @@ _DETOKENIZE = Table({"model": str, "tokens": list}, {})
 
 def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     """Returns the answer to a body for /tokenize; raises RefusalError."""
-    given, _ = _TOKENIZE.read(body, served.name)
+    given, _ = _TOKENIZE.read(body, served.models)
     if ("prompt" in given) == ("messages" in given):
         raise RefusalError("Send either prompt, a text, or messages.", param="prompt")
     _check_tokenizer(served)
@@ -54,7 +54,7 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
 
 def detokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     """Returns the answer to a body for /detokenize; raises RefusalError."""
-    given, _ = _DETOKENIZE.read(body, served.name)
+    given, _ = _DETOKENIZE.read(body, served.models)
     if "tokens" not in given:
         raise RefusalError("tokens is missing.", param="tokens")
     _check_tokenizer(served)

@@ -123,9 +123,8 @@ class Tokenizer:
 class DmsJaxRollout(BaseRollout):
     """A rollout worker that generates with `dms_jax.Engine` under the actor's cache policy.
 
-    It has parameters of its own, in place of which `update_params` puts those of the trainer: they
-    lie where the first ones lay, so that nothing is compiled again. Nothing of the cache outlives
-    a call of `generate`, because it is of the weights that wrote it.
+    It has parameters of its own, in place of which `update_params` puts those of the trainer
+    (`Engine.update`): nothing is compiled again.
 
     Args:
       rollout_actor, tokenizer, mesh, rollout_config: given by tunix's RLCluster. The mesh has one
@@ -256,20 +255,24 @@ class DmsJaxRollout(BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Puts parameters in the place of those that have the same names.
 
+        They are rounded to the type of the rollout's.
+
         Raises:
           ConfigError: there is no such parameter, or it has another shape.
         """
-        for path, param in nnx.to_flat_state(params):
-            new, held = param[...], self._actor
-            for name in path:
-                held = getattr(held, str(name), None)
-            if not isinstance(held, nnx.Variable) or held.shape != new.shape:
-                raise dms_jax.ConfigError(
-                    f"update_params: {'.'.join(map(str, path))} of shape {list(new.shape)} is no "
-                    "parameter of this rollout. Its actor and the trainer's are one `Actor`."
-                )
-            old = held[...]
-            held.set_value(jax.device_put(new.astype(old.dtype), old.sharding))
+        own = dict(nnx.to_flat_state(nnx.state(self._actor)))
+        given = dict(nnx.to_flat_state(params))
+        if unknown := [path for path in given if path not in own]:
+            raise dms_jax.ConfigError(
+                f"update_params: {'.'.join(map(str, unknown[0]))} is no parameter of this rollout. "
+                "Its actor and the trainer's are one `Actor`."
+            )
+        rounded = {
+            path[1:]: param.replace(param[...].astype(own[path].get_value().dtype))
+            for path, param in given.items()  # ("transformer", "layers", ...)
+        }
+        self._engine.update(nnx.from_flat_state(list(rounded.items())))
+        self._actor.transformer = self._engine.model.transformer
 
     def pad_id(self) -> int:
         return self._tokenizer.pad_id()

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -91,13 +92,43 @@ def test_it_answers_until_it_is_told_to_end(stories, monkeypatch, capsys):
         (["--max-tokens", "1"], "--max-tokens must be a whole number of at least 2"),
         (["--drain-seconds", "-1"], "--drain-seconds must be"),
         (["--temperature", "-1"], "temperature"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter a=y: there are two adapters 'a'."),
+        (["--adapter", "stories260k=x"], "'stories260k' is the name of the model"),
+        (["--adapter", "a="], "--adapter takes a directory or name=directory, got 'a='"),
+        (["--adapter", "a=/nowhere"], "there is no directory /nowhere of an adapter"),
+        (
+            ["--adapter", "a=smollm2-135m-instruct-dms"],
+            "adapter 'a': the adapter in",  # was trained on another base
+        ),
         (["--prefix-cache", "much"], "--prefix-cache takes bytes (500MB, 4GB) or off, got 'much'"),
     ],
 )
 def test_wrong_settings_end_with_2(options, said, stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     assert main(["serve", "--port", str(free_port()), *options]) == 2
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert said in told
+    errors = [line for line in told.splitlines() if not line.startswith("Warning: ")]
+    assert len(errors) == 1
+
+
+def test_an_adapter_has_a_name_or_is_part_of_the_model(tmp_path, monkeypatch):
+    (tmp_path / "run=3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (
+        ("a=b", ("a", "b")),
+        ("a=b=c", ("a", "b=c")),
+        ("runs/a", (None, "runs/a")),
+        ("./run=4", (None, "./run=4")),
+        ("run=3", (None, "run=3")),  # it is there
+        ("a=/x/run=3", ("a", "/x/run=3")),
+    ):
+        assert serve.split_adapter(given) == expected
+    config = serve.Config(adapter=("a=x", "y", "b=z"))
+    assert config.own_adapter == "y"
+    assert serve.find_adapters(config) == {"a": "x", "b": "z"}
+    with pytest.raises(dms_jax.ConfigError, match="y and w have no names"):
+        dataclasses.replace(config, adapter=("y", "w")).own_adapter  # noqa: B018
 
 
 @pytest.mark.parametrize(

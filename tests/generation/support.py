@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 import dms_jax
@@ -19,7 +20,9 @@ from dms_jax.generation.engine import Source
 from dms_jax.generation.prefill import Shape, Shapes
 from dms_jax.generation.requests import Request, make_request
 from dms_jax.generation.sampling import Sampling
+from dms_jax.model import low_rank
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
+from dms_jax.model.low_rank import LowRank
 from tests.support.fake_programs import Answer, answer_of
 
 BY_TOKEN: Any = dict(prefill="evict_past_budget")
@@ -84,6 +87,25 @@ def host_engine(
     model = dataclasses.replace(stories(), generation=GenerationDefaults(eos_token_ids=ends))
     shape = SHAPE | dict(num_lanes=lanes, max_tokens=64) | options
     HOST_ENGINES.append(Engine(model, ROWS_OF[name], **shape))
+    return HOST_ENGINES[-1]
+
+
+@functools.cache
+def adapted(name: str) -> LanguageModel:
+    """Returns the shipped model with low-rank updates, of other ranks for other names."""
+    transformer, size = stories().transformer, LowRank(rank=1 + ord(name) % 2)
+    factors = low_rank.initial_factors(transformer, size, jax.random.key(ord(name)))
+    transformer = low_rank.add_factors(transformer, size, factors)
+    return dataclasses.replace(stories(), transformer=transformer)
+
+
+@functools.cache
+def adapted_engine(name: str = "keeps", lanes: int = 2, **options) -> Engine:
+    """Returns an engine for the fakes that has two adapters beside the model."""
+    adapters = {each: adapted(each) for each in "ab"}
+    shape = SHAPE | dict(num_lanes=lanes, max_tokens=64) | options
+    model = dataclasses.replace(stories(), generation=GenerationDefaults())
+    HOST_ENGINES.append(Engine(model, ROWS_OF[name], adapters=adapters, **shape))
     return HOST_ENGINES[-1]
 
 

@@ -49,11 +49,11 @@ def test_random_sequences(seed):
         assert state in (behind & deep if behind & deep else {None}) or found == 0
     size = sum(len(node.tokens) for node in nodes_of(tree))
     assert tree.size == size
-    assert tree._root.states == sum(node.state is not None for node in known.values())
+    assert tree.root.states == sum(node.state is not None for node in known.values())
 
 
 def nodes_of(tree: PrefixTree) -> list:
-    found, stack = [], [tree._root]
+    found, stack = [], [tree.root]
     while stack:
         found.append(stack.pop())
         stack.extend(found[-1].children.values())

@@ -26,6 +26,8 @@ from tests.generation.support import (
     GREEDY,
     ROWS_OF,
     SHAPE,
+    adapted,
+    adapted_engine,
     answer,
     host_engine,
     model_for,
@@ -110,6 +112,47 @@ def test_what_fits_a_budget_continues_although_prompts_are_cut():
             first = engine.generate([given], sampling=SHORT)[0]
             again = engine.generate([given + first.tokens + [5]], sampling=SHORT)[0]
             assert again.usage.cached_tokens == most
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
+def test_no_prefix_is_shared_between_adapters(name):
+    """Not in one call, where equal prompts are read once each, nor in later ones."""
+    engine, (prompt,) = adapted_engine(name, 4, page_size=PAGE, prefix_cache=1e6), prompts((29,))
+    engine.runner.recover()
+    engine.runner.prefixes.clear()
+
+    def ask(*names: str | None) -> list[int]:
+        found = engine.generate([prompt] * len(names), sampling=SHORT, adapter=names)
+        for one, adapter in zip(found, names, strict=True):
+            slot = engine.runner.slots.names.index(adapter)
+            answer(prompt, SHORT, name, slot=slot).check(one)
+        return [one.usage.prefilled_tokens for one in found]
+
+    assert ask("a", None, "a", "b") == [29, 29, 0, 29]
+    assert ask("b") == ask("a") == ask(None) == [5]
+    engine.update(adapters={"a": adapted("a")})
+    assert ask("a", "b", None) == [29, 5, 5]
+    assert ask("a") == [5]
+    engine.update(stories().transformer)
+    assert ask("a", "b", None) == [29, 29, 29]
+    assert engine.runner.prefixes.counts.states > 0
+    engine.update(stories().transformer)
+    assert engine.runner.prefixes.counts == type(engine.runner.prefixes.counts)()
+    assert engine.runner.reservation.allocator.pages_of_prefixes == 0
+
+
+def test_prefixes_in_host_memory_are_dropped_with_their_adapter():
+    engine, given = adapted_engine("evicts", 2, page_size=PAGE, prefix_cache=1e6), prompts((29,))
+    engine.runner.recover()
+    engine.runner.prefixes.clear()
+    for adapter in ("a", "b"):
+        engine.generate(given, sampling=SHORT, adapter=adapter)
+    prefixes = engine.runner.prefixes
+    prefixes._reclaim(0, prefixes._allocator.pages_of_prefixes)
+    before = prefixes.counts
+    engine.update(adapters={"a": adapted("a")})
+    assert 0 < prefixes.counts.host_states < before.host_states
+    assert 0 < prefixes.counts.host_bytes < before.host_bytes
 
 
 def test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes(monkeypatch):

@@ -39,7 +39,7 @@ def served(model, variables):
     body = RequestBody(json.dumps(fields).encode(), "/v1/chat/completions", seed=0)
     parsed = body.parse(
         ServedModel(
-            name="m",
+            models={"m": None},
             policy="Vanilla",
             config=model.config,
             tokenizer=model.tokenizer,

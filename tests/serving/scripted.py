@@ -140,7 +140,9 @@ class ScriptedService(Service):
         self.samplings: list[dms_jax.Sampling] = []
         self.priorities: list[int] = []
 
-    def submit(self, prompts, sampling, listener, after_chunk=lambda: None, priority=0):
+    def submit(
+        self, prompts, sampling, listener, after_chunk=lambda: None, *, adapter=None, priority=0
+    ) -> list[int]:
         indices = [next(self._indices) for _ in prompts]
         texts = [self._tokenizer.decode(each, skip_special_tokens=False) for each in prompts]
         self.prompts += texts
@@ -230,7 +232,7 @@ class ScriptedClient(Client):
 def served_model(template: str, **more) -> ServedModel:
     """What HTTP knows of a model with one of the templates."""
     options = dict(
-        name="scripted",
+        models={"scripted": None},
         policy="Vanilla",
         config=dataclasses.replace(_config(), vocab_size=200_000),
         tokenizer=tokenizer(template),

@@ -108,7 +108,13 @@ def served(service, access: Access | None = None, **more) -> ServedModel:
 
 
 @contextlib.contextmanager
-def serving(access: Access | None = None, call_format: str | None = None, warm=False, **more):
+def serving(
+    access: Access | None = None,
+    call_format: str | None = None,
+    warm=False,
+    changes_adapters=False,
+    **more,
+):
     """A client of a server, which ends in order."""
     service, gone = make_service(**more), threading.Event()
     if warm:
@@ -118,7 +124,7 @@ def serving(access: Access | None = None, call_format: str | None = None, warm=F
         taken.listen()
         port = taken.getsockname()[1]
         ours, theirs = socket.socketpair()
-        known = served(service, access, call_format=call_format)
+        known = served(service, access, call_format=call_format, changes_adapters=changes_adapters)
         engine = EngineServer(service, ours, known, gone.set)
         engine.start()
         thread = threading.Thread(target=lambda: asyncio.run(serve_http(taken, theirs)))

@@ -134,7 +134,7 @@ def test_errors_of_the_engine_keep_their_status(both, monkeypatch):
     client, _ = both
     raised: list[Exception] = []
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise raised[0]
 
     monkeypatch.setattr(client.service, "submit", refuse)

@@ -128,6 +128,8 @@ def test_a_body_in_many_parts_is_copied_once():
     from dms_jax.serving.app import MAX_BODY_BYTES, _receive_body
 
     class Parts:
+        headers = {}  # noqa: RUF012
+
         async def stream(self):
             for _ in range(MAX_BODY_BYTES // 1024):
                 yield b"a" * 1024

@@ -90,7 +90,7 @@ def test_whole_and_streamed_answers_tell_the_same_places():
     found = encoded(TEXTS[0], own)
     assert found is not None
     prompt, tokens, text = found
-    ask = GenerationRequest([prompt], 1, Sampling(logprobs=True), stream=False)
+    ask = GenerationRequest("stories", [prompt], 1, Sampling(logprobs=True), stream=False)
     served = served_model("plain", tokenizer=own)
 
     def told(*pieces):

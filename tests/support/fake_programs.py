@@ -4,7 +4,8 @@ They stand for `dms_jax.generation.programs.extend`, `first_tokens` and `decode`
 host (the scheduler, the pages, streams, the server) and in the benchmark of its own time:
 
     write   a token goes to one slot of each row of its lane, through the page table; whether the
-            row grows for it is a hash of the row and the position, as far as the policy evicts
+            row grows for it is a hash of the row and the position, as far as the policy evicts;
+            another adapter writes another number
     read    each row reads one of its slots, that a hash chooses, through the page table
     state   a row's first number of the policy's state becomes a hash of all tokens so far
     draw    the next token is a hash of what was read, the position, and the request's seed, number
@@ -47,6 +48,7 @@ ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
 BROKEN_TOKEN, BREAKS = 3, 2**30
 GREEDY = Sampling(temperature=0, logprobs=True).filter
 _HALF_OF_DMS = 0.5
+_OF_ADAPTER = 97
 _MANTISSA = 2**20  # a hash that float32 holds exactly
 
 
@@ -87,9 +89,9 @@ def _grows(policy: Policy, length: Any, chance: Any) -> Any:
 # -- the programs ------------------------------------------------------------------------------
 
 
-def _entry(tokens, positions, vocabulary: int):
-    """What is written of a token: a whole number that float32 holds."""
-    return positions * vocabulary + tokens
+def _entry(tokens, positions, vocabulary: int, slot):
+    """What an adapter writes of a token: a whole number that float32 holds."""
+    return positions * vocabulary + (tokens + _OF_ADAPTER * slot) % vocabulary
 
 
 def _append(transformer, cache, table, tokens, active, policy: Policy):
@@ -106,7 +108,8 @@ def _append(transformer, cache, table, tokens, active, policy: Policy):
         return jnp.take_along_axis(table, slots[..., None] // page_size, -1, mode="clip")[..., 0]
 
     pages = jnp.where(active[:, None], page_of(slots), len(cache.k_pages))
-    entries = _entry(tokens, cache.seen, transformer.config.vocab_size)[:, None]
+    slot = 0 if cache.adapters is None else cache.adapters.slots
+    entries = _entry(tokens, cache.seen, transformer.config.vocab_size, slot)[:, None]
     entries = jnp.broadcast_to(entries, pages.shape).astype(cache.k_pages.dtype)
     k_pages = cache.k_pages.at[pages, slots % page_size, 0].set(entries, mode="drop")
     slots = (_mix(rows, positions, 1) % jnp.maximum(lengths, 1).astype(jnp.uint32)).astype(int)
@@ -172,6 +175,7 @@ def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy,
         cache,
         lengths=lengths,
         seen=cache.seen.at[lanes].get(mode="clip"),
+        adapters=jax.tree.map(lambda x: x.at[lanes].get(mode="clip"), cache.adapters),
         row_state=jax.tree.map(lambda x: x.at[:, lanes].get(mode="clip"), cache.row_state),
     )
 
@@ -295,6 +299,7 @@ def answer_of(
     policy: Policy = Vanilla(),
     *,
     copy: int = 0,
+    slot: int = 0,
     ends: Sequence[int] = (),
     num_rows: int = 20,
     vocabulary: int = 512,
@@ -306,7 +311,8 @@ def answer_of(
       prompt: token ids.
       sampling: of the request, with its own seed.
       policy: the cache policy.
-      copy: number of equal prompts before it in the call.
+      copy: number of equal prompts before it in the call, under the same adapter.
+      slot: that of its adapter.
       ends: end tokens of the model.
       num_rows: layers x KV heads.
       vocabulary: size of the vocabulary.
@@ -325,10 +331,10 @@ def answer_of(
         for number, row in enumerate(rows):
             if _grows(rule, len(row), _mix_of(number, position) % 16):
                 row.append(None)
-                slot = len(row) - 1
+                place = len(row) - 1
             else:
-                slot = position % len(row)
-            row[slot] = position * vocabulary + newest
+                place = position % len(row)
+            row[place] = _entry(newest, position, vocabulary, slot)
             read += _mix_of(number, row[_mix_of(number, position, 1) % len(row)])
         if has_state:
             state = _mix_of(*([] if state is None else [state]), newest) % _MANTISSA

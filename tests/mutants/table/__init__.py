@@ -1,6 +1,7 @@
 """The mutants, by area."""
 
 from tests.mutants.table import (
+    adapters,
     cache,
     checkpoint,
     evaluation,
@@ -26,6 +27,7 @@ MUTANTS = [
     *checkpoint.MUTANTS,
     *generation.MUTANTS,
     *prefixes.MUTANTS,
+    *adapters.MUTANTS,
     *prompts.MUTANTS,
     *launches.MUTANTS,
     *evaluation.MUTANTS,

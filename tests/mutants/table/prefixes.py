@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "prefixes: a longest length is not part of the key",
         FOLDER + "prefixes.py",
-        "self._trees.setdefault(max_length if by_length else None, PrefixTree())",
-        "self._trees.setdefault(by_length, PrefixTree())",
+        "key = request.adapter, request.max_length if by_length else None",
+        "key = request.adapter, None",
         (f"{PREFIXES}::test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes",),
     ),
     Mutant(

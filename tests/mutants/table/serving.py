@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "serving: the type of a body is not looked at",
         FOLDER + "app.py",
-        '        _check_content_type(request.headers.get("content-type"))\n',
+        '    _check_content_type(request.headers.get("content-type"))\n',
         "",
         (f"{ACCESS}::test_bodies_that_any_page_may_send_are_refused",),
     ),

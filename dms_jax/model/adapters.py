@@ -1,0 +1,246 @@
+"""Several adapters beside one model, of which each sequence has its own.
+
+An adapter is a decision head (`layers.Adapter`), low-rank updates (`low_rank`), or both. Those of a
+model are stacked, and every token has the number of its own (its slot):
+
+    decision heads      layers.adapter.each.*                  [L, slots, ...]
+    low-rank updates    layers.attention.qkv_proj.q.lora_a     [L, E, R]        R = all ranks
+                        layers.attention.qkv_proj.q.lora_b     [L, R, K, G, D]  (k, v, o alike)
+
+    y = x W + (s * x A) B        s [R] is a token's own: alpha / r in the columns of its adapter,
+                                 and 0 in those of the others
+
+So updates of any ranks are one of their sum, and a product has the shape of one for any number of
+adapters: nothing is gathered by token, and weights are read once for all lanes of a step. The time
+of these products grows with the number of adapters; a rank of 16 of a width of 2,048 is 1% of a
+projection. Heads have all their logits computed, of which each token takes its own.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dms_jax import processes, sharding
+from dms_jax.cache.pool import LaneAdapters
+from dms_jax.config import ModelConfig
+from dms_jax.errors import ConfigError
+from dms_jax.model import low_rank
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.layers import Adapter, Linear, Stack, rms_norm
+from dms_jax.model.low_rank import LowRank, Path
+from dms_jax.model.transformer import Transformer
+from dms_jax.policies.base import Policy
+from dms_jax.policies.dms import DMS
+from dms_jax.policies.values import AdapterShape
+
+_HEAD = ("layers", "adapter")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter without the model that it belongs to.
+
+    Attributes:
+      policy: the policy that it was trained for.
+      shape: the shape of its decision head; None if it has none.
+      low_rank: the size of its low-rank updates; None if it has none.
+      arrays: its parameters, by their paths in a transformer that has this adapter alone.
+    """
+
+    policy: Policy
+    shape: AdapterShape | None
+    low_rank: LowRank | None
+    arrays: Mapping[Path, Any]
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> "AdapterWeights":
+        """Returns the adapter of a model, as `load(..., adapter=...)` or `retrofit` gives one."""
+        arrays = _arrays(model.transformer)
+        return cls(
+            model.policy,
+            model.transformer.adapter_shape,
+            low_rank.low_rank_of(model.transformer),
+            {path: array for path, array in arrays.items() if is_of_adapter(path)},
+        )
+
+    def without_head(self) -> "AdapterWeights":
+        """Returns its low-rank updates alone, for a policy that reads no head."""
+        left = {path: array for path, array in self.arrays.items() if path[:2] != _HEAD}
+        return dataclasses.replace(self, shape=None, arrays=left)
+
+    @property
+    def rank(self) -> int:
+        """Columns of its low-rank updates; 0 if it has none."""
+        return 0 if self.low_rank is None else self.low_rank.rank
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither a head nor an update."""
+        return self.shape is None and self.low_rank is None
+
+
+def is_of_adapter(path: Path) -> bool:
+    """Whether the parameter at this path is of a decision head or of a low-rank update."""
+    return path[:2] == _HEAD or low_rank.is_factor(path)
+
+
+def zeros_keep_all(policy: Policy) -> bool:
+    """Whether a decision head of zeros evicts nothing: a model without one can take its part."""
+    return isinstance(policy, DMS) and policy.decisions == "threshold" and policy.alpha_offset >= 0
+
+
+def check_policy(model: LanguageModel, adapter: AdapterWeights, policy: Policy) -> None:
+    """Raises ConfigError if a model with an adapter cannot run a policy: see `resolve_policy`."""
+    transformer = low_rank.skeleton(model.config, adapter=adapter.shape, low_rank=adapter.low_rank)
+    own = dataclasses.replace(model, transformer=transformer, policy=adapter.policy)
+    own.resolve_policy(policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The adapters of a model, by slot.
+
+    Attributes:
+      names: their names; None for the model as it is.
+      adapters: those in the slots; an empty one leaves the model as it is.
+      ranks: columns that each slot has, at least as many as its adapter.
+    """
+
+    names: tuple[str | None, ...]
+    adapters: tuple[AdapterWeights, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, adapters: Mapping[str | None, AdapterWeights]) -> "Slots":
+        """Returns slots as large as their adapters."""
+        each = tuple(adapters.values())
+        return cls(tuple(adapters), each, tuple(one.rank for one in each))
+
+    def replaced(self, name: str | None, adapter: AdapterWeights) -> "Slots":
+        """Returns the slots with another adapter in the place of one.
+
+        Raises:
+          ConfigError: it does not fit, which would take other programs.
+        """
+        slot = self.names.index(name)
+        if adapter.rank > self.ranks[slot]:
+            raise ConfigError(
+                f"Adapter {name!r} has low-rank updates of rank {adapter.rank}, and the engine was "
+                f"made for rank {self.ranks[slot]} in its place. Make an engine with this one."
+            )
+        adapters = (*self.adapters[:slot], adapter, *self.adapters[slot + 1 :])
+        return dataclasses.replace(self, adapters=adapters)
+
+    def lanes(self, names: Sequence[str | None]) -> LaneAdapters:
+        """Returns what programs are told of lanes with adapters of these names."""
+        slots = np.array([self.names.index(name) for name in names], np.int32)
+        ends = np.cumsum([0, *self.ranks])
+        scales = np.zeros((len(self.ranks), ends[-1]), jax.dtypes.canonicalize_dtype(float))
+        for row, start, each in zip(scales, ends, self.adapters, strict=False):
+            if each.low_rank is not None:
+                row[start : start + each.rank] = each.low_rank.scale
+        lanes: Any = slots, scales[slots] if ends[-1] else None
+        return LaneAdapters(*lanes)
+
+    def join(self, model: LanguageModel) -> Transformer:
+        """Returns the transformer of a model with these adapters in place of its own."""
+        arrays = {
+            path: array
+            for path, array in _arrays(model.transformer).items()
+            if not is_of_adapter(path)
+        }
+        config, mesh, rank = model.config, model.mesh, sum(self.ranks)
+        shape = next((each.shape for each in self.adapters if each.shape is not None), None)
+        of_all = LowRank(rank, alpha=float(rank)) if rank else None  # scales are the lanes'
+        abstract = low_rank.skeleton(config, adapter=shape, low_rank=of_all)
+        if shape is not None:
+            options = dict(stack=(config.num_layers,), dtype=jnp.float32)
+            count = len(self.adapters)
+            layers: Any = abstract.layers
+            layers.adapter = nnx.eval_shape(
+                lambda: Heads(config, shape, count, **options, rngs=nnx.Rngs(0))
+            )
+        graph, state = nnx.split(abstract)
+        filled = []
+        for path, param in nnx.to_flat_state(state):
+            if path not in arrays:
+                value, place = self._stacked(path, param.get_value().shape), None
+                if mesh is not None:
+                    axes = param.get_metadata("axes")
+                    place = sharding.parameter_sharding(mesh, axes, value.shape)
+                arrays[path] = processes.put(value, place)
+            filled.append((path, param.replace(arrays[path])))
+        return nnx.merge(graph, nnx.from_flat_state(filled))
+
+    def _stacked(self, path: Path, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns a parameter of all slots, on the host; zeros are written where one has none."""
+        is_head = path[:2] == _HEAD
+        path = (*_HEAD, *path[3:]) if is_head else path
+        found = [each.arrays.get(path) for each in self.adapters]
+        dtype = jnp.result_type(*(own.dtype for own in found if own is not None))
+        if is_head:
+            fresh = np.ones if path[-1] == "scale" else np.zeros  # of a norm
+            none = fresh((shape[0], *shape[2:]), dtype)
+            parts = [none if own is None else np.asarray(own, dtype) for own in found]
+            return np.stack(parts, axis=1)
+        axis, parts = len(shape) - 1 if path[-1] == "lora_a" else 1, []
+        for own, rank in zip(found, self.ranks, strict=True):
+            parts.append(np.zeros((*shape[:axis], rank, *shape[axis + 1 :]), dtype))
+            if own is not None:
+                parts[-1][(slice(None),) * axis + (slice(own.shape[axis]),)] = np.asarray(own)
+        return np.concatenate(parts, axis=axis)
+
+
+def _arrays(transformer: Transformer) -> dict[Path, jax.Array]:
+    return {
+        path: param.get_value()
+        for path, param in nnx.to_flat_state(nnx.state(transformer, nnx.Param))
+    }
+
+
+class Heads(nnx.Module):
+    """The decision heads of several adapters; see `layers.Adapter`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shape: AdapterShape,
+        count: int,
+        *,
+        stack: Stack,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.shape = shape
+        self.each = Adapter(config, shape, stack=(*stack, count), dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, residual: Float[Array, "B T E"], slots: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B K T"], Float[Array, "B K T"] | None]:
+        """Returns the logits of each token's own head, and the late ones if there are any."""
+        each, x = self.each, residual.astype(jnp.promote_types(residual.dtype, jnp.float32))
+        x = rms_norm(x, each.norm.scale[...][slots], each.norm.epsilon)
+        if each.hidden is not None:
+            x = jax.nn.gelu(_own(each.hidden, x, slots))
+        late = None if each.late is None else jnp.swapaxes(_own(each.late, x, slots), 1, 2)
+        return jnp.swapaxes(_own(each.proj, x, slots), 1, 2), late
+
+
+def _own(
+    linear: Linear, x: Float[Array, "B T n"], slots: Int[Array, "B T"]
+) -> Float[Array, "B T m"]:
+    """Returns each token's product with the matrix [slots, n, m] of its own."""
+    kernel = linear.kernel[...].astype(x.dtype)
+    if x.shape[1] > 1:
+        y = jnp.einsum("BTn,snm->BTsm", x, kernel)
+    else:  # see `layers.Adapter`: a sum, which a library is slow at
+        y = (x[..., None, None, :] * jnp.swapaxes(kernel, 1, 2)).sum(-1)
+    if linear.bias is not None:
+        y += linear.bias[...].astype(x.dtype)
+    return jnp.take_along_axis(y, slots[..., None, None], axis=2)[:, :, 0]

@@ -1,0 +1,202 @@
+"""An engine's adapters: the policy that it runs, the programs it has, and what it refuses."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import dms_jax
+from dms_jax.errors import BusyError, CheckpointError, ConfigError
+from dms_jax.generation import Engine
+from dms_jax.generation.adapters import choose
+from dms_jax.model import low_rank
+from dms_jax.model.adapters import Slots
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.low_rank import LowRank
+from dms_jax.policies import DMS, KVzap, Policy, Vanilla
+from tests.generation.support import (
+    GREEDY,
+    ROWS_OF,
+    adapted,
+    adapted_engine,
+    answer,
+    prompts,
+    stories,
+)
+from tests.support.models import random_model, tiny_config
+
+HEAD = DMS(window=4, source="adapter")
+SHORT = dataclasses.replace(GREEDY, max_new_tokens=6)
+BASE = LanguageModel(random_model(tiny_config(), dtype="float32"))
+
+
+def tiny(policy: Policy = HEAD, size: LowRank | None = None, **config) -> LanguageModel:
+    """A tiny model with what a policy reads and with low-rank updates."""
+    shape = policy.retrofit.adapter
+    transformer = random_model(tiny_config(**config), adapter=shape, dtype="float32")
+    if size is not None:
+        factors = low_rank.initial_factors(transformer, size, jax.random.key(0))
+        transformer = low_rank.add_factors(transformer, size, factors)
+    return LanguageModel(transformer, policy=policy)
+
+
+def slots_of(model: LanguageModel, policy: Policy | None, **adapters) -> tuple[Policy, Slots]:
+    policy, slots = choose(model, policy, adapters)
+    assert slots is not None
+    return policy, slots
+
+
+def test_the_policy_is_that_of_the_adapters_and_the_base_runs_under_it():
+    policy, slots = slots_of(BASE, None, a=tiny(), b=tiny(size=LowRank(3)))
+    assert (policy, slots.names, slots.ranks) == (HEAD, (None, "a", "b"), (0, 0, 3))
+    own = tiny(size=LowRank(2))
+    assert slots_of(own, None, a=tiny())[1].ranks == (2, 0)  # the model has an adapter of its own
+
+
+def test_a_base_that_the_policy_would_evict_from_is_not_served():
+    """Only a head of zeros that evicts nothing can stand for none."""
+    for policy in (
+        dataclasses.replace(HEAD, alpha_offset=-1.0),
+        dataclasses.replace(HEAD, decisions="bernoulli"),
+        KVzap(),
+    ):
+        assert slots_of(BASE, None, a=tiny(policy))[1].names == ("a",)
+
+
+def test_a_policy_that_is_given_runs_all_and_heads_that_it_does_not_read_are_left_out():
+    window = dataclasses.replace(HEAD, window=9)
+    assert slots_of(BASE, window, a=tiny(), b=tiny(window))[0] == window
+    tova = dms_jax.TOVA(budget=8)
+    policy, slots = slots_of(BASE, tova, a=tiny(), b=tiny(KVzap(), LowRank(2)))
+    assert (policy, slots.names) == (tova, (None, "a", "b"))
+    transformer = slots.join(BASE)
+    assert transformer.adapter_shape is None
+    assert low_rank.low_rank_of(transformer) == LowRank(2, alpha=2.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "adapters", "said"),
+    [
+        (ConfigError, ["a"], r"adapters must be a dict, name -> adapter, got \['a'\]"),
+        (ConfigError, {"": tiny()}, "name of an adapter must be a text, got ''"),
+        (ConfigError, {"a": tiny(num_layers=3)}, "Adapter 'a' is of another model: num_layers"),
+        (ConfigError, {"a": BASE}, "Adapter 'a': this model has neither a decision head nor"),
+        (CheckpointError, {"a": "x"}, "adapter 'a': its base is not known"),
+        (
+            ConfigError,
+            {"a": tiny(), "b": tiny(dataclasses.replace(HEAD, window=9))},
+            r"one policy: adapter 'a' was trained for DMS\(window=4.*, and adapter 'b' for DMS\(",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(error, adapters, said):
+    with pytest.raises(error, match=said) as raised:
+        choose(BASE, None, adapters)
+    assert "\n" not in str(raised.value)
+
+
+def test_adapters_of_several_types_are_stacked_in_the_widest():
+    half = tiny(size=LowRank(1))
+    half = dataclasses.replace(
+        half, transformer=jax.tree.map(lambda x: x.astype("bfloat16"), half.transformer)
+    )
+    narrow, wide = slots_of(BASE, None, a=half)[1], slots_of(BASE, None, a=half, b=tiny())[1]
+    for slots, of_heads in ((narrow, "bfloat16"), (wide, "float32")):
+        attention, heads = (slots.join(BASE).layers.attention, slots.join(BASE).layers.adapter)
+        assert attention.qkv_proj.q.lora_a.dtype == "bfloat16"
+        assert heads.each.proj.kernel.dtype == of_heads
+
+
+def test_an_adapter_on_disk_is_of_the_models_checkpoint(tmp_path):
+    shipped = dms_jax.assets.path("smollm2-135m-instruct-dms")
+    for place, said in ((shipped, "trained on another base"), (tmp_path / "x", "no directory")):
+        with pytest.raises(CheckpointError, match=f"adapter 'a': .*{said}"):
+            choose(stories(), None, {"a": place})
+
+
+def test_an_adapter_under_a_policy_that_reads_another_head_is_refused():
+    with pytest.raises(ConfigError, match=r"Adapter 'a': .*reads its decisions from"):
+        choose(BASE, HEAD, {"a": tiny(KVzap())})
+
+
+def test_an_engine_without_adapters_runs_the_model_as_it_is():
+    """Its programs take what they took: the arrays of the model, and a cache without a slot."""
+    engine = Engine(stories(), num_lanes=1, max_tokens=32, page_size=16, chunk=8)
+    assert engine.adapters == (None,)
+    assert engine.runner.model is engine.model
+    assert engine.runner.cache.adapters is None
+    with pytest.raises(ConfigError, match="There is no adapter 'a': this engine has none"):
+        engine.generate(["Once"], adapter="a")
+
+
+@pytest.mark.usefixtures("fakes")
+def test_requests_name_an_adapter_that_there_is():
+    engine, (prompt,) = adapted_engine(), prompts((5,))
+    for adapter, said in (
+        ("c", "There is no adapter 'c': there are a, b"),
+        (["a", "c"], "There is no adapter 'c'"),
+        (["a"], "a list of one for each of 2 prompts, got"),
+        (7, "adapter must be a name, or a list"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            engine.generate([prompt] * 2, sampling=SHORT, adapter=adapter)
+    assert engine.adapters == (None, "a", "b")
+
+
+@pytest.mark.usefixtures("fakes")
+def test_equal_prompts_of_several_adapters_are_no_copies():
+    """Each draws as the first of its adapter does."""
+    engine, (prompt,) = adapted_engine(), prompts((5,))
+    sampling = dataclasses.replace(SHORT, temperature=1.0)
+    found = engine.generate([prompt] * 4, sampling=sampling, adapter=["a", "b", "a", "b"])
+    for one, copy, slot in zip(found, (0, 0, 1, 1), (1, 2, 1, 2), strict=True):
+        answer(prompt, sampling, copy=copy, slot=slot).check(one)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_an_update_that_does_not_fit_changes_nothing():
+    engine, (prompt,) = adapted_engine(), prompts((5,))
+    model, joined = engine.model, engine.runner.model
+    small = random_model(tiny_config(), dtype="float32")
+    other = jax.tree.map(lambda x: x.astype("bfloat16"), stories().transformer)
+    large = low_rank.initial_factors(stories().transformer, LowRank(5), jax.random.key(0))
+    large = low_rank.add_factors(stories().transformer, LowRank(5), large)
+    large = dataclasses.replace(stories(), transformer=large)
+    for given, adapters, said in (
+        (small, None, r"embedding is float32\[31, 16\], and float32\[512, 64\] in this model"),
+        (other, None, r"embedding is bfloat16\[512, 64\], and float32\[512, 64\]"),
+        (adapted("a").transformer, None, "lora_a is no parameter of this model"),
+        (None, {"c": adapted("a")}, "There is no adapter 'c'"),
+        (
+            None,
+            {"b": adapted("b"), "a": large},
+            "'a' has low-rank updates of rank 5, and the engine was made for rank 2",
+        ),
+        (None, {"a": dataclasses.replace(adapted("a"), policy=HEAD)}, "trained for DMS"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            engine.update(given, adapters=adapters)
+        assert engine.model is model
+        assert engine.runner.model is joined
+
+    def update(_) -> None:
+        engine.update(stories().transformer)
+
+    with pytest.raises(BusyError, match="The engine is busy"):
+        engine.generate([prompt], sampling=SHORT, on_tokens=update)
+    assert engine.model is model
+
+
+def test_low_rank_updates_of_a_checkpoint_are_read_without_its_weights(tmp_path):
+    """From its directory an adapter is what the model that was saved has."""
+    path = dms_jax.assets.path("stories260k")
+    base = dms_jax.load(path)
+    trained = dataclasses.replace(adapted("a"), source=base.source)
+    dms_jax.save(trained, Vanilla(), tmp_path / "a", adapter_only=True)
+    slots = {
+        name: slots_of(base, ROWS_OF["evicts"], a=each)[1]
+        for name, each in (("disk", tmp_path / "a"), ("model", trained))
+    }
+    assert slots["disk"].ranks == slots["model"].ranks == (0, 2)
+    joined = [jax.tree.leaves(each.join(base)) for each in slots.values()]
+    assert all((a == b).all() for a, b in zip(*joined, strict=True))

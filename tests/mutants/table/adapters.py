@@ -1,0 +1,97 @@
+"""Mistakes with several adapters in one batch, and where weights are replaced."""
+
+from tests.mutants.mutant import Mutant
+
+FOLDER = "dms_jax/generation/"
+LAW = "tests/laws/test_adapters.py"
+ALONE = f"{LAW}::test_a_batch_of_adapters_answers_each_request_as_its_own_alone"
+PREFIXES = "tests/generation/test_prefixes.py::test_no_prefix_is_shared_between_adapters"
+ADAPTERS = "tests/generation/test_adapters.py"
+SERVING = "tests/serving/test_adapters.py"
+
+MUTANTS = [
+    Mutant(
+        "adapters: a prefix is continued under another one",
+        FOLDER + "prefixes.py",
+        "key = request.adapter, request.max_length if by_length else None",
+        "key = None, request.max_length if by_length else None",
+        (PREFIXES,),
+    ),
+    Mutant(
+        "adapters: equal prompts of two are read once",
+        FOLDER + "prefill.py",
+        "return adapter, base, shard,",
+        "return base, shard,",
+        (PREFIXES,),
+    ),
+    Mutant(
+        "adapters: prefixes of old weights stay",
+        FOLDER + "engine.py",
+        "            runner.prefixes.drop(name)\n",
+        "            pass\n",
+        (PREFIXES,),
+    ),
+    Mutant(
+        "adapters: equal prompts of two are copies of each other",
+        FOLDER + "requests.py",
+        "equal = seed, number_of[id(tokens)], adapter",
+        "equal = seed, number_of[id(tokens)]",
+        (f"{ADAPTERS}::test_equal_prompts_of_several_adapters_are_no_copies",),
+    ),
+    Mutant(
+        "adapters: a lane keeps that of its last request",
+        FOLDER + "runner.py",
+        "            self._adapter_of[lane] = name\n",
+        "            self._adapter_of[lane] = name or self._adapter_of[lane]\n",
+        (f"{SERVING}::test_each_request_is_answered_by_the_model_that_it_names",),
+    ),
+    Mutant(
+        "adapters: a program of some lanes takes those of the first ones",
+        FOLDER + "programs.py",
+        "adapters=jax.tree.map(lambda x: take(x[None])[0], cache.adapters)",
+        "adapters=jax.tree.map(lambda x: x[: len(page_table[0])], cache.adapters)",
+        (ALONE,),
+    ),
+    Mutant(
+        "adapters: low-rank updates of others are added",
+        "dms_jax/model/low_rank.py",
+        "narrow = jnp.where(scales > 0, narrow * scales.astype(x.dtype), 0)",
+        "narrow = narrow * scales.max()",
+        (ALONE,),
+    ),
+    Mutant(
+        "adapters: the columns of all are those of the first",
+        "dms_jax/model/adapters.py",
+        "row[start : start + each.rank] = each.low_rank.scale",
+        "row[: each.rank] = each.low_rank.scale",
+        (ALONE,),
+    ),
+    Mutant(
+        "adapters: new weights have other programs",
+        "dms_jax/model/language_model.py",
+        "    if old.committed:\n",
+        "    if True:\n",
+        (f"{LAW}::test_replaced_weights_answer_as_an_engine_that_was_made_with_them",),
+    ),
+    Mutant(
+        "adapters: a base is served from which the policy would evict",
+        "dms_jax/model/adapters.py",
+        'policy.decisions == "threshold" and policy.alpha_offset >= 0',
+        'policy.decisions == "threshold"',
+        (f"{ADAPTERS}::test_a_base_that_the_policy_would_evict_from_is_not_served",),
+    ),
+    Mutant(
+        "adapters: a request begins with one that is about to be replaced",
+        "dms_jax/serving/service.py",
+        "return request.adapter in self._changes and not request.generated",
+        "return False",
+        (f"{SERVING}::test_an_adapter_is_replaced_between_its_requests",),
+    ),
+    Mutant(
+        "adapters: one is replaced while its requests run",
+        "dms_jax/serving/service.py",
+        "for name in [name for name in self._changes if name not in in_use]:",
+        "for name in list(self._changes):",
+        (f"{SERVING}::test_an_adapter_is_replaced_between_its_requests",),
+    ),
+]

@@ -1,0 +1,184 @@
+"""Adapters by name over HTTP: the `model` of a request says which, on every address."""
+
+import concurrent.futures
+import dataclasses
+import json
+import threading
+
+import pytest
+
+import dms_jax
+from dms_jax.serving.service import DrainingError
+from tests.generation.support import adapted
+from tests.serving.support import BOUNDED, make_service, serving, stories, wait_until
+from tests.support.fake_programs import answer_of
+
+pytestmark = pytest.mark.usefixtures("fakes")
+MODELS = ["stories", "a", "b"]  # in slots 0, 1 and 2
+PROMPT = "Once upon a time there was a girl who had a dog and a red ball, and then"
+
+
+@pytest.fixture
+def client():
+    with serving(adapters={name: adapted(name) for name in "ab"}, prefix_cache=1e6) as made:
+        yield made
+
+
+def expected(slot: int, new_tokens: int) -> str:
+    """What the fakes answer to the prompt under the adapter of a slot."""
+    tokenizer = stories().tokenizer
+    prompt = tokenizer.encode(PROMPT)
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=new_tokens)
+    tokens = answer_of(prompt, sampling, BOUNDED, slot=slot).tokens
+    return tokenizer.decode([*prompt, *tokens]).removeprefix(tokenizer.decode(prompt))
+
+
+def test_each_request_is_answered_by_the_model_that_it_names(client):
+    """All at once in four lanes, twice: the second time from prefixes, each of its own adapter."""
+    body = dict(prompt=PROMPT, temperature=0, max_tokens=24)
+    asked = [*MODELS, None] * 3
+    for cached in (False, True):
+        with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+            ask = lambda name: client.ask(**body | ({"model": name} if name else {}))  # noqa: E731
+            answers = list(pool.map(ask, asked))
+        for name, answer in zip(asked, answers, strict=True):
+            slot = MODELS.index(name or "stories")
+            assert answer["choices"][0]["text"] == expected(slot, 24)
+            assert answer["model"] == MODELS[slot]
+        hits = sum(
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in answers
+        )
+        assert hits >= 3 * cached  # others copy one that runs
+    assert len({expected(slot, 24) for slot in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+        ),
+    ],
+)
+def test_every_address_takes_names_and_says_them(client, path, content):
+    for name in MODELS:
+        response = client.send(content | {"model": name}, path=path)
+        answer = json.loads(response.read())
+        assert response.status == 200, answer
+        assert answer["model"] == name
+    response = client.send(content | {"model": "c"}, path=path)
+    message = json.loads(response.read())["error"]["message"]
+    assert response.status == 404
+    assert message == "There is no model 'c' here, only 'stories', 'a', 'b'."
+
+
+def test_streams_and_token_ids_have_their_model(client):
+    chunks = client.stream(prompt=PROMPT, temperature=0, max_tokens=8, model="b")
+    assert {chunk["model"] for chunk in chunks} == {"b"}
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected(2, 8)
+    response = client.send({"model": "a", "prompt": "Hi"}, path="/tokenize")
+    assert response.status == 200
+    assert client.send({"model": "c", "prompt": "Hi"}, path="/tokenize").status == 404
+
+
+def test_the_list_of_models_has_the_base_and_its_adapters(client):
+    status, text = client.get("/v1/models")
+    cards = json.loads(text)["data"]
+    assert (status, [card["id"] for card in cards]) == (200, MODELS)
+    for card in cards:
+        assert json.loads(client.get(f"/v1/models/{card['id']}")[1]) == card
+    assert client.get("/v1/models/c")[0] == 404
+
+
+# -- changes -------------------------------------------------------------------------------------
+
+
+def tokens() -> list[int]:
+    return stories().tokenizer.encode(PROMPT)
+
+
+def test_an_adapter_is_replaced_between_its_requests():
+    """What runs ends with the old one, what comes waits for the new one, and others go on."""
+    service, new = make_service(adapters={each: adapted(each) for each in "ab"}), adapted("c")
+    old = service.engine.runner.slots
+    threads, log, ends = [], [], {name: threading.Event() for name in ("first", "later", "b")}
+    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=60)
+
+    def submit(name: str, adapter: str, begun=lambda: None) -> None:
+        def listen(delta):
+            assert not isinstance(delta, Exception)
+            log.append((name, service.engine.runner.slots is old))
+            if len(log) == 1:
+                begun()
+            if delta.completion is not None:
+                ends[name].set()
+
+        service.submit([tokens()], sampling, listen, adapter=adapter)
+
+    def replace():
+        threads.append(threading.Thread(target=service.replace_adapter, args=("a", new)))
+        threads[0].start()
+        wait_until(lambda: "a" in service._changes)
+        with pytest.raises(dms_jax.BusyError, match="'a' is being replaced already"):
+            service.replace_adapter("a", new)
+        submit("later", "a")
+        submit("b", "b")
+
+    service.start()
+    submit("first", "a", begun=replace)
+    try:
+        for each in ends.values():
+            assert each.wait(60)
+        threads[0].join(60)
+    finally:
+        service.drain(0.0)
+    assert {before for name, before in log if name == "first"} == {True}
+    assert {before for name, before in log if name == "later"} == {False}
+    assert ("b", True) in log  # beside the first, not behind the change
+    assert service.engine.runner.slots.adapters[1] is not old.adapters[1]
+    with pytest.raises(DrainingError, match="about to end"):
+        service.replace_adapter("a", new)
+
+
+def test_a_client_may_replace_an_adapter_if_it_is_allowed(tmp_path):
+    base = dms_jax.load(dms_jax.assets.path("stories260k"))
+    base = dataclasses.replace(base, generation=stories().generation)
+    dms_jax.save(
+        dataclasses.replace(adapted("c"), source=base.source),
+        base.policy,
+        tmp_path / "c",
+        adapter_only=True,
+    )
+    adapters = {name: adapted(name) for name in "ab"}
+    with serving(model=base, adapters=adapters, changes_adapters=True) as client:
+
+        def load(status: int, **fields):
+            response = client.send(fields, path="/v1/load_lora_adapter")
+            answer = json.loads(response.read())
+            assert response.status == status, answer
+            return answer
+
+        before = client.service.engine.runner.slots.adapters
+        shipped = str(dms_jax.assets.path("smollm2-135m-instruct-dms"))
+        for status, name, path, said in (
+            (404, "d", "x", "There is no model 'd' here, only 'a', 'b'."),
+            (404, "stories", "x", "There is no model 'stories' here, only 'a', 'b'."),
+            (400, "a", str(tmp_path / "no"), "adapter 'a': there is no directory"),
+            (400, "a", shipped, "trained on another base"),
+            (400, "a", None, "lora_path must be a text, got None"),
+        ):
+            assert said in load(status, lora_name=name, lora_path=path)["error"]["message"]
+        assert client.service.engine.runner.slots.adapters[1] is before[1]
+        assert load(200, lora_name="a", lora_path=str(tmp_path / "c"))["id"] == "a"
+        after = client.service.engine.runner.slots.adapters
+        assert [x is y for x, y in zip(before, after, strict=True)][1:] == [False, True]
+        assert client.ask(prompt=PROMPT, model="a", max_tokens=4)["model"] == "a"
+
+
+def test_no_client_may_replace_an_adapter_unless_it_is_allowed(client):
+    response = client.send({"lora_name": "a", "lora_path": "x"}, path="/v1/load_lora_adapter")
+    assert response.status == 404
+    response.read()
