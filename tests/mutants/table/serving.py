@@ -153,8 +153,15 @@ MUTANTS = [
     Mutant(
         "serving: a warm server, and steps as if a chunk were one program",
         "dms_jax/generation/engine.py",
-        "num_steps = InFlight(self.runner, self.end_tokens).steps_a_program(self.chunk)",
-        "num_steps = self.chunk",
+        "sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}",
+        "sizes = {self.chunk, self.steps_between_prompts}",
+        (WARM,),
+    ),
+    Mutant(
+        "serving: a warm server, and no program for the step between prompts",
+        "dms_jax/generation/engine.py",
+        "sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}",
+        "sizes = {in_flight.steps_a_program(self.chunk)}",
         (WARM,),
     ),
     Mutant(
