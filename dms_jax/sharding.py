@@ -164,9 +164,7 @@ def _left() -> dict[str, int]:
     """Returns the sizes of the context's mesh axes that are left to the partitioner, above 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
-        name: size
-        for name, size in mesh.shape.items()
-        if size > 1 and name not in mesh.manual_axes
+        name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes
     }
 
 

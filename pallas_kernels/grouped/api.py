@@ -66,7 +66,9 @@ def grouped_product(
             f"grouped_product: rows of {x.shape[1]} {x.dtype} do not fit matrices of "
             f"{matrices.shape[1]} x {matrices.shape[2]} {matrices.dtype}"
         )
-    return _product(jnp.asarray(x), jnp.asarray(matrices), jnp.asarray(counts, jnp.int32), implementation)
+    return _product(
+        jnp.asarray(x), jnp.asarray(matrices), jnp.asarray(counts, jnp.int32), implementation
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -6,7 +6,6 @@ reaches behind its group writes zeros there, over which the next group writes it
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -66,8 +65,8 @@ def _blocks(
 ) -> tuple[int, Array, Callable[[Array], tuple[Array, Array, Array]]]:
     """Returns the rows of a block, how many blocks there are, and what the i-th holds.
 
-        # In: counts [3, 0, 5], blocks of 4 rows
-        # Out: (group, first row, rows of the group) (0, 0, 1110) (2, 3, 1111) (2, 7, 1000)
+    # In: counts [3, 0, 5], blocks of 4 rows
+    # Out: (group, first row, rows of the group) (0, 0, 1110) (2, 3, 1111) (2, 7, 1000)
     """
     mean = max(1, num_rows // len(counts))
     size = min(MOST_ROWS, max(LEAST_ROWS, 1 << (mean - 1).bit_length()))
