@@ -108,9 +108,8 @@ def make_mesh(
     sequence = check("make_mesh: sequence", sequence, Count)
     experts = check("make_mesh: experts", experts, Count)
     available = jax.devices() if devices is None else list(devices)
-    sizes = {DATA: data, SEQUENCE: sequence, EXPERTS: experts, MODEL: model}
-    names = tuple(name for name in sizes if name in (DATA, MODEL) or sizes[name] > 1)
-    shape = tuple(sizes[name] for name in names)
+    sizes = mesh_axes(data, model, sequence=sequence, experts=experts)
+    names, shape = tuple(sizes), tuple(sizes.values())
     size = math.prod(shape)
     if size > len(available):
         raise ConfigError(
@@ -134,6 +133,12 @@ def make_mesh(
     # Axes may lie along one of a torus; jax splits it only where it is told that it may.
     arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return jax.sharding.Mesh(arranged, names, axis_types=types)
+
+
+def mesh_axes(data: int, model: int, *, sequence: int, experts: int) -> dict[str, int]:
+    """Returns the axes of a mesh in order; `sequence` and `experts` only if they split anything."""
+    sizes = {DATA: data, SEQUENCE: sequence, EXPERTS: experts, MODEL: model}
+    return {name: size for name, size in sizes.items() if size > 1 or name in (DATA, MODEL)}
 
 
 def mesh_sizes(mesh: jax.sharding.Mesh | None) -> tuple[int, int, int]:

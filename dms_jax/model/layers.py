@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
@@ -391,6 +391,18 @@ class GroupedLinear(nnx.Module):
         return ExpertMatrices(self.kernel[...].astype(dtype), bias)
 
 
+class Routed(NamedTuple):
+    """Sums over tokens, from which the balance of a router's load is computed.
+
+    Attributes:
+      tokens: number of tokens that go to each expert.
+      probabilities: sum of each expert's probabilities, of a softmax over all experts.
+    """
+
+    tokens: Float[Array, "*L X"]
+    probabilities: Float[Array, "*L X"]
+
+
 class ExpertMatrices(NamedTuple):
     """Matrices of experts, and their biases if they have any."""
 
@@ -425,12 +437,23 @@ class ExpertMLP(nnx.Module):
 
     def route(self, x: Float[Array, "B T E"]) -> tuple[Float[Array, "B T n"], Int[Array, "B T n"]]:
         """Returns the weights of each token's experts, and which they are."""
-        logits = self.router(x)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = self._logits(x)
         if self.experts.normalized:
             best, chosen = jax.lax.top_k(logits, self.experts.per_token)
             return jax.nn.softmax(best, axis=-1), chosen
         return jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.per_token)
+
+    def routed(self, x: Float[Array, "B T E"], counted: Bool[Array, "B T"]) -> "Routed":
+        """Returns where the router sends the tokens that count, and how sure it is."""
+        _, chosen = self.route(x)
+        counted = counted[..., None]
+        probabilities = jnp.where(counted, jax.nn.softmax(self._logits(x), axis=-1), 0).sum((0, 1))
+        tokens = jnp.zeros_like(probabilities).at[chosen].add(counted.astype(probabilities.dtype))
+        return Routed(tokens, probabilities)
+
+    def _logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T X"]:
+        logits = self.router(x)
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         weights, chosen = self.route(x)
