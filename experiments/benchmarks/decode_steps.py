@@ -15,9 +15,14 @@ every expert for every token, rows grouped by expert through jax's kernel, or `j
     python -m experiments.benchmarks.decode_steps --help
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
         --ratios 1 8 --model-parallel 1 2 --turns 3
-    python -m experiments.benchmarks.decode_steps --shapes qwen3-30b-a3b gpt-oss-20b gemma-3-4b \
-        --batch 64 --context 4096 --ratios 1 4 --experts every grouped --profile-below 0.6 \
-        --out runs/decode/experts.json
+    python -m experiments.benchmarks.decode_steps --shapes qwen3-30b-a3b --batch 64 \
+        --context 4096 --ratios 1 4 --experts every grouped --profile-below 0.6 \
+        --out runs/decode/qwen3_30b_a3b.json
+    python -m experiments.benchmarks.decode_steps --shapes gpt-oss-20b gemma-3-4b --batch 64 \
+        --context 4096 --ratios 1 4 --experts every grouped --profile-below 0.6 \
+        --out runs/decode/windows.json
+
+The first takes 95 GB: 61 of weights, 29 of cache.
 """
 
 import contextlib
