@@ -136,7 +136,7 @@ class Config:
 
     data_shards: int | Literal["all"] = 1
     """Devices along which sequences, and a shard of every parameter, are spread; "all" for those of
-    all hosts that the other two leave."""
+    all hosts that the others leave."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are spread."""
     expert_shards: int = 1

@@ -16,6 +16,7 @@ from dms_jax.config import Experts
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.layers import Routed
 from dms_jax.model.low_rank import LowRank
+from dms_jax.policies import Vanilla
 from dms_jax.sharding import make_mesh
 from dms_jax.training.step import expert_load
 from dms_jax.training.trainer import Trainer
@@ -104,8 +105,20 @@ def test_the_balance_of_routers_is_that_of_the_switch_transformer():
     assert expert_load(None) == {}
 
 
-def test_a_retrofit_reports_the_balance_of_its_documents():
-    """Padding counts nowhere: without it the first step reports the same."""
+def test_a_retrofit_reports_the_balance():
     metrics, _, _ = alone("all")
-    assert 1.0 < metrics[0]["router_balance"] < 4.0
-    assert 1.0 < metrics[0]["busiest_expert"] <= 2.0  # each of two choices is another expert
+    for each in metrics:
+        assert 1.0 < each["router_balance"] < 4.0
+        assert 1.0 < each["busiest_expert"] <= 2.0  # each of two choices is another expert
+
+
+def test_padding_counts_in_no_balance():
+    with jax.enable_x64(True):
+        model, ids = random_model(CONFIG), jnp.asarray(BATCH["segment_ids"])
+        other = np.where(BATCH["segment_ids"] > 0, BATCH["tokens"], 5)
+        run = jax.jit(lambda tokens: model(tokens, Vanilla(), segment_ids=ids).routed)
+        one, two = run(BATCH["tokens"]), run(other)
+        chex.assert_trees_all_close(one, two, rtol=1e-12)
+        counted = (BATCH["segment_ids"] > 0).sum()
+        assert one.tokens.sum(-1).tolist() == [2 * counted] * CONFIG.num_layers
+        assert one.probabilities.sum(-1) == pytest.approx([counted] * CONFIG.num_layers)
