@@ -16,6 +16,7 @@ from dms_jax.model import layers
 from dms_jax.model.layers import ExpertMatrices, ExpertMLP, Routed, mix_experts
 from dms_jax.sharding import DECODING_RULES, make_mesh
 from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.support.for_gpus import told_by
 from tests.support.instances import further
 from tests.support.models import tiny_config
 
@@ -187,3 +188,10 @@ def test_experts_that_are_elsewhere_add_nothing():
             own = [ExpertMatrices(each.kernel[first : first + 2], None) for each in whole]
             parts.append(mix_experts("silu", x, weights, chosen - first, *own))
         chex.assert_trees_all_close(sum(parts), mlp(x), rtol=0, atol=1e-12)
+
+
+def test_a_step_reads_the_matrices_of_experts_where_they_are():
+    """The stack of all layers is neither cut nor transposed into arrays of its own."""
+    found = told_by("tests/model/compiled_experts.py")
+    assert found["every"] == {"written": [], "kernels": 0}
+    assert found["grouped"] == {"written": [], "kernels": 2 * 4}  # in a turn of four layers
