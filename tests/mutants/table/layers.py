@@ -201,6 +201,13 @@ MUTANTS = [
         (f"{EXPERTS}::test_only_steps_of_few_sequences_compute_every_expert",),
     ),
     Mutant(
+        "layers: a step transposes the matrices of all experts",
+        "dms_jax/model/layers.py",
+        '"XNE,XEF->XNF",\n        jnp.broadcast_to(x, (count, *x.shape)),',
+        '"NE,XEF->XNF",\n        x,',
+        (f"{EXPERTS}::test_a_step_reads_the_matrices_of_experts_where_they_are",),
+    ),
+    Mutant(
         "layers: padding counts in the balance of routers",
         "dms_jax/model/transformer.py",
         "counted = of_own_tokens(row, segment_ids) > 0",
