@@ -471,10 +471,11 @@ def _mix_sharded(mix, x, weights, chosen, gate_up, down) -> Float[Array, "B T E"
     axes = ("experts", "embed", "gate_up", "mlp")
     experts, embed, gates, mlp = sharding.parameter_partition(axes, gate_up.kernel.shape)
 
-    def of(matrices: ExpertMatrices, *axes: sharding.Axes | None) -> ExpertMatrices:
+    def of(matrices: ExpertMatrices, *axes: sharding.Axes | None) -> Any:
         """Returns the partition of matrices, whose biases have no axis of inputs."""
-        bias = None if matrices.bias is None else PartitionSpec(axes[0], *axes[2:])
-        return ExpertMatrices(PartitionSpec(*axes), bias)
+        biases = PartitionSpec(axes[0], *axes[2:])
+        spec: Any = ExpertMatrices(PartitionSpec(*axes), biases)  # pyright: ignore
+        return spec if matrices.bias is not None else spec._replace(bias=None)
 
     mapped = jax.shard_map(
         functools.partial(mix, experts_over=experts, mlp_over=mlp),

@@ -287,7 +287,8 @@ class TrainingStep:
         """
         key = jax.random.fold_in(schedule.key, state.step)
         gradient, metrics = self.gradients(state.parameters, constants, passes, schedule, key)
-        metrics |= expert_load(metrics.pop("routed", None))
+        routed: Any = metrics.pop("routed", None)
+        metrics |= expert_load(routed)
         metrics["visible_keys"], metrics["document_share"] = visible_keys(passes)
         state, metrics["grad_norm"], finite = apply_gradient(
             self.recipe, state, gradient, metrics["loss"], schedule
