@@ -9,9 +9,11 @@ import functools
 import math
 import pathlib
 
+import chex
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import dms_jax
 from dms_jax import sharding
@@ -145,3 +147,13 @@ def test_a_mesh_changes_nothing(family, axes):
     alone, both = (np.asarray(model.logits(tokens)) for model in (model_of(family), spread))
     assert np.abs(alone - both).max() < TOLERANCE
     assert sharding.mesh_sizes(mesh) == (2, 1, math.prod(axes.values()) // 2)
+
+
+def test_split_experts_are_saved_as_they_were(tmp_path):
+    """Each is a file's tensor of its own, on one of the devices along the axis."""
+    family = "qwen3_moe_unnormalized"
+    spread = model_of(family, dms_jax.make_mesh(data=2, experts=2))
+    dms_jax.save(spread, dms_jax.Vanilla(), tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    expected = load_file(GOLDEN / family / "model.safetensors")
+    chex.assert_trees_all_equal(found, {x: y.astype(np.float64) for x, y in expected.items()})
