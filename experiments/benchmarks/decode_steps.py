@@ -150,11 +150,10 @@ def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.
 
     Rows of sliding layers hold their window.
     """
-    shape = (model.config.num_layers, config.batch, model.config.num_kv_heads)
-    lengths, window = _growing_lengths(config, shape, ratio), model.config.window
-    if window is not None:
-        sliding = np.array(model.config.windowed)[:, None, None]
-        lengths = np.where(sliding, min(window, config.context), lengths)
+    sliding, window = np.array(model.config.windowed), model.config.window
+    heads = (config.batch, model.config.num_kv_heads)
+    lengths = np.full((len(sliding), *heads), min(window or 0, config.context))
+    lengths[~sliding] = _growing_lengths(config, (model.config.num_full_layers, *heads), ratio)
     return lengths
 
 
