@@ -14,6 +14,11 @@ KV head for equal parts of its query heads. Training takes a third axis, `sequen
 each sequence (`dms_jax.model.split_rows`), and with `data` a shard of every matrix. Decoding makes
 no use of it.
 
+A mixture of experts may take an axis `experts`, over which whole experts are split, and over
+`model` the feed-forward of each. All else is split over both together, as over one `model`: eight
+devices may be 8 in `model`, 8 in `experts`, or 4 by 2, and hold one copy of weights and caches.
+Every device computes its part of all tokens of its `data`, and the parts are summed.
+
 The gradients of training are computed inside `jax.shard_map` over `data` and `sequence`, where
 `gather` and `scatter` say which collectives there are, and in which type; `model` stays with the
 partitioner.
@@ -27,7 +32,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,13 +47,20 @@ from dms_jax.errors import ConfigError
 
 DATA = "data"
 SEQUENCE = "sequence"
+EXPERTS = "experts"
 MODEL = "model"
+
+# A mesh axis, or several that split a dimension together.
+Axes = str | tuple[str, ...]
 
 # Name of what `gather` returns, for policies of `jax.checkpoint`.
 GATHERED = "gathered"
 
 # Mesh axes of each logical axis; those that a mesh has not are left out.
 Rules = Mapping[str, str | tuple[str, ...] | None]
+
+# What `MODEL` stands for wherever it is not the experts that are split.
+_TOGETHER = {MODEL: (EXPERTS, MODEL)}
 
 # Matrices are gathered layer by layer from their shards over both axes (FSDP).
 TRAINING_RULES: Rules = {
@@ -61,7 +73,8 @@ TRAINING_RULES: Rules = {
     "gate_up": None,
     "mlp": MODEL,
     "vocab": MODEL,
-    "experts": None,
+    "experts": EXPERTS,
+    "routes": None,
     "rank": None,
     "adapter": None,
 }
@@ -72,29 +85,31 @@ CACHE_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
     "sequences": (DATA,),
     "tokens": (),
-    "heads": (MODEL,),
-    "kv_heads": (MODEL,),
-    "pages": (DATA, MODEL),
+    "heads": (EXPERTS, MODEL),
+    "kv_heads": (EXPERTS, MODEL),
+    "pages": (DATA, EXPERTS, MODEL),
 }
 
 
 def make_mesh(
-    data: int = 1, model: int = 1, *, sequence: int = 1, devices: Any = None
+    data: int = 1, model: int = 1, *, sequence: int = 1, experts: int = 1, devices: Any = None
 ) -> jax.sharding.Mesh:
     """Returns a (data, model) mesh with Auto axes over the first `data * model` devices.
 
-    With `sequence`, for training on long sequences, it is a (data, sequence, model) mesh. Devices
-    of several slices or hosts, between which the links are slow, are arranged so that `sequence`
-    and `model` stay within one of them, wherever they divide `data`.
+    With `sequence`, for training on long sequences, it is a (data, sequence, model) mesh; with
+    `experts`, for mixtures of experts, there is an axis of that name before `model`. Devices of
+    several slices or hosts, between which the links are slow, are arranged so that all axes but
+    `data` stay within one of them, wherever they divide `data`.
 
     Raises:
       ConfigError: there are fewer devices.
     """
     data, model = check("make_mesh: data", data, Count), check("make_mesh: model", model, Count)
     sequence = check("make_mesh: sequence", sequence, Count)
+    experts = check("make_mesh: experts", experts, Count)
     available = jax.devices() if devices is None else list(devices)
-    names = (DATA, MODEL) if sequence == 1 else (DATA, SEQUENCE, MODEL)
-    shape = (data, model) if sequence == 1 else (data, sequence, model)
+    sizes = mesh_axes(data, model, sequence=sequence, experts=experts)
+    names, shape = tuple(sizes), tuple(sizes.values())
     size = math.prod(shape)
     if size > len(available):
         raise ConfigError(
@@ -120,15 +135,47 @@ def make_mesh(
     return jax.sharding.Mesh(arranged, names, axis_types=types)
 
 
+def mesh_axes(data: int, model: int, *, sequence: int, experts: int) -> dict[str, int]:
+    """Returns the axes of a mesh in order; `sequence` and `experts` only if they split anything."""
+    sizes = {DATA: data, SEQUENCE: sequence, EXPERTS: experts, MODEL: model}
+    return {name: size for name, size in sizes.items() if size > 1 or name in (DATA, MODEL)}
+
+
 def mesh_sizes(mesh: jax.sharding.Mesh | None) -> tuple[int, int, int]:
-    """Returns the sizes of the axes `data`, `sequence` and `model`; 1 for those there are not."""
+    """Returns the sizes of `data`, of `sequence`, and of `experts` and `model` together.
+
+    Those of axes that there are not are 1.
+    """
     sizes = {} if mesh is None else dict(mesh.shape)
-    return sizes.get(DATA, 1), sizes.get(SEQUENCE, 1), sizes.get(MODEL, 1)
+    model = sizes.get(EXPERTS, 1) * sizes.get(MODEL, 1)
+    return sizes.get(DATA, 1), sizes.get(SEQUENCE, 1), model
 
 
-def axis_size(name: str) -> int:
-    """Returns the size of a mesh axis of the context, 1 without a mesh."""
-    return dict(jax.sharding.get_abstract_mesh().shape).get(name, 1)
+def axis_size(name: Axes) -> int:
+    """Returns the size of mesh axes of the context, 1 without a mesh.
+
+    That of `model` is the size of `experts` and `model` together.
+    """
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return math.prod(sizes.get(axis, 1) for axis in _members(name))
+
+
+def _members(rule: Axes | None) -> tuple[str, ...]:
+    """Returns the mesh axes that a rule, or a name in a call, stands for."""
+    return _TOGETHER.get(rule, (rule,)) if isinstance(rule, str) else rule or ()
+
+
+def _left() -> dict[str, int]:
+    """Returns the sizes of the context's mesh axes that are left to the partitioner, above 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes
+    }
+
+
+def _joined(axes: Sequence[str]) -> Axes | None:
+    """Returns the entry of a `PartitionSpec` for a dimension that is split over these axes."""
+    return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
 
 
 def parameter_sharding(
@@ -142,17 +189,25 @@ def parameter_sharding(
     A dimension that its mesh axis does not divide is replicated, such as fewer KV heads than
     devices or a vocabulary of odd size. A mesh axis splits the first dimension that it can.
     """
+    return NamedSharding(mesh, _partition_of(dict(mesh.shape), axes, shape, rules))
+
+
+def parameter_partition(axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns how the partitioner splits a parameter whose matrices are not split over `data`."""
+    return _partition_of(_left(), axes, shape, DECODING_RULES)
+
+
+def _partition_of(
+    sizes: Mapping[str, int], axes: tuple[str, ...], shape: tuple[int, ...], rules: Rules
+) -> PartitionSpec:
     spec, used = [], set()
     for name, size in zip(axes, shape, strict=True):
-        rule = rules[name] or ()
-        wanted = (rule,) if isinstance(rule, str) else rule
-        over = [axis for axis in wanted if axis in mesh.shape]
-        if not over or used & set(over) or size % math.prod(mesh.shape[axis] for axis in over):
-            spec.append(None)
-        else:
-            used |= set(over)
-            spec.append(over[0] if len(over) == 1 else tuple(over))
-    return NamedSharding(mesh, PartitionSpec(*spec))
+        over = [axis for axis in _members(rules[name]) if axis in sizes and axis not in used]
+        if size % math.prod(sizes[axis] for axis in over):
+            over = []
+        used |= set(over)
+        spec.append(_joined(over))
+    return PartitionSpec(*spec)
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -163,11 +218,17 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) == set(mesh.manual_axes):
         return x
-    fitted = (
-        axis if axis not in (None, *mesh.manual_axes) and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(spec, x.shape, strict=True)
-    )
+    left = _left()
+    fitted = []
+    for axis, size in zip(spec, x.shape, strict=True):
+        over = [name for name in _members(axis) if name in left]
+        fitted.append(_joined(over if size % math.prod(left[name] for name in over) == 0 else []))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*fitted))
+
+
+def together(*each: Axes | None) -> tuple[str, ...]:
+    """Returns the mesh axes of several entries of a `PartitionSpec`."""
+    return tuple(axis for one in each for axis in ((one,) if isinstance(one, str) else one or ()))
 
 
 def in_shards(name: str) -> bool:
@@ -227,16 +288,17 @@ def _gather_backward(axis, dtype, over, like, gradient):
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, str | None]:
+def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, Axes | None]:
     """Returns the mesh axes over which rows are split: (for sequences, for KV heads).
 
     None means that rows are replicated: there is no mesh, or the axis does not divide them, or the
     code already sees one shard of them.
     """
-    data, model = (1 if in_shards(name) else axis_size(name) for name in (DATA, MODEL))
+    left = _left()
+    data, model = left.get(DATA), [name for name in _members(MODEL) if name in left]
     return (
-        DATA if data > 1 and num_sequences % data == 0 else None,
-        MODEL if model > 1 and num_kv_heads % model == 0 else None,
+        DATA if data is not None and num_sequences % data == 0 else None,
+        _joined(model if num_kv_heads % math.prod(left[name] for name in model) == 0 else []),
     )
 
 
@@ -305,14 +367,15 @@ def _axes_at(tree: Any, path: tuple, leaf: Any) -> tuple[str, ...]:
     return names
 
 
-def cache_spec(names: tuple[str, ...], data: str | None, model: str | None) -> PartitionSpec:
+def cache_spec(names: tuple[str, ...], data: str | None, model: Axes | None) -> PartitionSpec:
     """Returns the partition of an array with these axes, given `row_axes`."""
+    split = together(data, model)
     return PartitionSpec(
-        *(tuple(axis for axis in CACHE_RULES[name] if axis in (data, model)) for name in names)
+        *(tuple(axis for axis in CACHE_RULES[name] if axis in split) for name in names)
     )
 
 
-def partition(tree: Any, data: str | None, model: str | None) -> Any:
+def partition(tree: Any, data: str | None, model: Axes | None) -> Any:
     """Returns the partition of every array of a state, given `row_axes`.
 
     Raises:

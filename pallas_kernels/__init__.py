@@ -2,6 +2,7 @@
 
 from pallas_kernels.decode import DecodePlan, decode_attention, decode_plan
 from pallas_kernels.fetch import fetch_rows
+from pallas_kernels.grouped import grouped_product
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.received import received_attention
 from pallas_kernels.select import select_largest
@@ -15,6 +16,7 @@ __all__ = [
     "decode_attention",
     "decode_plan",
     "fetch_rows",
+    "grouped_product",
     "prefill_attention",
     "received_attention",
     "retrofit_attention",

@@ -149,3 +149,31 @@ def test_policies_declare_their_states_field_by_field():
     declared = declared_axes(state)
     assert declared.rows.ring == declared.rows.sums == ("sequences", "kv_heads")
     assert declared.pages.low == declared.pages.high == ("pages",)
+
+
+def test_experts_and_model_split_together_what_is_no_expert():
+    """Experts are split over the one and within over the other; where they cannot be, over both."""
+    mesh = sharding.make_mesh(2, 2, experts=2)
+    assert sharding.mesh_sizes(mesh) == (2, 1, 4)
+    names = ("experts", "embed", "gate_up", "mlp")
+    with jax.set_mesh(mesh):
+        assert sharding.axis_size(sharding.MODEL) == 4
+        assert sharding.row_axes(2, 8) == ("data", ("experts", "model"))
+        assert sharding.row_axes(3, 2) == (None, None)
+        spec = PartitionSpec("experts", None, None, "model")
+        assert sharding.parameter_partition(names, (4, 8, 2, 16)) == spec
+        spec = PartitionSpec(None, None, None, ("experts", "model"))
+        assert sharding.parameter_partition(names, (5, 8, 2, 16)) == spec
+        spec = PartitionSpec("experts", None, None, None)
+        assert sharding.parameter_partition(names, (4, 8, 2, 15)) == spec
+        spec = sharding.cache_spec(("pages", "heads"), "data", ("experts", "model"))
+        assert spec == PartitionSpec(("data", "experts", "model"), ("experts", "model"))
+    alone = sharding.make_mesh(2, 4)
+    assert alone.axis_names == ("data", "model")
+    with jax.set_mesh(alone):
+        assert sharding.row_axes(2, 8) == ("data", "model")
+        assert sharding.parameter_partition(names, (4, 8, 2, 16)) == PartitionSpec(
+            None, None, None, "model"
+        )
+    with pytest.raises(ConfigError, match="make_mesh: experts"):
+        sharding.make_mesh(experts=0)

@@ -133,10 +133,12 @@ def _changed(base: Contents, frozen: dict[names.Path, Any]) -> list[str]:
         for layer, index, part in _own_parts(value, stacked=pieces[0].layout.stacked):
             shape = value.shape[value.ndim - part.ndim :]
             for piece in pieces:
-                layout = piece.layout
-                ours = part[piece.index(part.ndim)]
+                if (lies := piece.within(index, shape)) is None:
+                    continue
+                layout, (there, own) = piece.layout, lies
+                ours = part[there]
                 theirs = read_tensor(
-                    base.weights, layout, layer, piece.shape(shape), index, ours.dtype
+                    base.weights, layout, layer, piece.shape(shape), own, ours.dtype
                 )
                 if not np.array_equal(theirs, ours):
                     found[layout.tensor_name(layer)] = None

@@ -202,10 +202,12 @@ def _read_parameter(
         out = np.empty(sizes, dtype)
 
         def fill(piece: names.Piece, row: int) -> None:
+            if (found := piece.within(index[1:], shape[1:])) is None:
+                return
+            there, own = found
             piece_shape = piece.shape(shape[1:])
-            within = piece.index(len(piece_shape))  # along an axis that is never sharded
-            read = read_tensor(weights, piece.layout, chosen[row], piece_shape, index[1:], dtype)
-            out[row][within] = read
+            read = read_tensor(weights, piece.layout, chosen[row], piece_shape, own, dtype)
+            out[row][there] = read
 
         each = itertools.product(pieces, range(len(chosen)))
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

@@ -122,6 +122,29 @@ class Piece:
             for cut, size in zip(self.index(len(shape)), shape, strict=True)
         )
 
+    def within(
+        self, index: tuple[slice, ...], shape: tuple[int, ...]
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Where the piece lies in a part of a parameter, and what of the piece lies there.
+
+            # In: expert 3 of 4, a part of experts 2 and 3  Out: (1:2,), (0:1,)
+
+        None if nothing of it lies there.
+
+        Args:
+            index: the part.
+            shape: shape of the parameter.
+        """
+        there, own = [], []
+        for mine, cut, size in zip(self.index(len(shape)), index, shape, strict=True):
+            (first, end, _), (start, stop, _) = mine.indices(size), cut.indices(size)
+            low, high = max(first, start), min(end, stop)
+            if low >= high:
+                return None
+            there.append(slice(low - start, high - start))
+            own.append(slice(low - first, high - first))
+        return tuple(there), tuple(own)
+
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Layout):

@@ -52,6 +52,8 @@ class Config:
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are split; the others split sequences."""
+    expert_shards: int = 1
+    """Devices along which heads and whole experts are split, for mixtures of experts."""
     sequence_shards: int = 1
     """Devices along which the tokens of each sequence are split."""
     here: bool = False
@@ -95,7 +97,7 @@ class Config:
         told = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name in shared - {"model_shards", "sequence_shards"}
+            if field.name in shared - {"model_shards", "expert_shards", "sequence_shards"}
         }
         return Retrofit(model=self.model, data=(), out=pathlib.Path("runs/plan"), **told)
 
@@ -142,6 +144,7 @@ def main(config: Config) -> None:
             recipe=chosen.make_recipe(shape.max_position_embeddings),
             machine=machine,
             model_shards=config.model_shards,
+            expert_shards=config.expert_shards,
             sequence_shards=config.sequence_shards,
             here=config.here,
         )

@@ -136,9 +136,12 @@ class Config:
 
     data_shards: int | Literal["all"] = 1
     """Devices along which sequences, and a shard of every parameter, are spread; "all" for those of
-    all hosts that the other two leave."""
+    all hosts that the others leave."""
     model_shards: int = 1
     """Devices along which heads and feed-forward are spread."""
+    expert_shards: int = 1
+    """Devices along which heads and whole experts are spread, for mixtures of experts; with
+    model_shards each expert is spread too."""
     sequence_shards: int = 1
     """Devices along which the tokens of each sequence are spread, with shards of every parameter:
     for long sequences, of which there are fewer than devices."""
@@ -172,12 +175,14 @@ class Config:
     def make_mesh(self) -> Mesh | None:
         """The devices to train on; None for one."""
         shards = self.data_shards
-        others = self.model_shards * self.sequence_shards
+        others = self.model_shards * self.expert_shards * self.sequence_shards
         if shards == "all":
             shards = max(1, jax.device_count() // others)
         if shards * others == 1:
             return None
-        return dms_jax.make_mesh(shards, self.model_shards, sequence=self.sequence_shards)
+        return dms_jax.make_mesh(
+            shards, self.model_shards, sequence=self.sequence_shards, experts=self.expert_shards
+        )
 
     def make_policy(self) -> Policy:
         """The cache policy to retrofit for."""

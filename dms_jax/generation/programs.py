@@ -53,9 +53,12 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
 # of 256 tokens takes 1.89 ms in place of 2.04 (`experiments.benchmarks.step_options`). But
 # a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
+# A step has next to nothing of its own in memory, so none of it is computed twice to save some. XLA
+# counts a cache that is updated in place three times, and beside a large one would read the gates
+# of a mixture of experts up to three times a step (Qwen3-30B-A3B, 64 sequences of 4,096 tokens).
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
+    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper,rematerialization",
 }
 
 # So a turn of the loop over layers is a graph. It has several layers: each graph waits for the one

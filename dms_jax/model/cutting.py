@@ -217,6 +217,6 @@ def _cut_due(
     return LayerCache(pool, dataclasses.replace(cache.state, pages=pages)), lengths
 
 
-def split_heads(chunk: Chunk, head_axis: str | None) -> Chunk:
+def split_heads(chunk: Chunk, head_axis: sharding.Axes | None) -> Chunk:
     """Returns the chunk as seen inside `shard_map`, with KV heads sharded over `head_axis`."""
     return dataclasses.replace(chunk, static=dataclasses.replace(chunk.static, head_axis=head_axis))

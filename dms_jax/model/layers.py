@@ -9,16 +9,18 @@ call never sees the L axis. Each parameter has its logical axes as metadata (`ax
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.policies.values import AdapterShape
+from pallas_kernels import grouped_product
 
 Stack = tuple[int, ...]  # (L,) for parameters of the layers, () for other parameters
 
@@ -357,7 +359,7 @@ class MLP(nnx.Module):
 
 
 class GroupedLinear(nnx.Module):
-    """A linear map for each of X experts, of rows that are in the order of their experts."""
+    """The matrices and biases of a linear map for each of X experts."""
 
     def __init__(
         self,
@@ -383,15 +385,35 @@ class GroupedLinear(nnx.Module):
             else None
         )
 
-    def __call__(
-        self, x: Float[Array, "rows n"], counts: Int[Array, " X"], expert: Int[Array, " rows"]
-    ) -> Float[Array, "rows ..."]:
-        """Returns the outputs of rows of which expert j has `counts[j]`, one after another."""
-        kernel = self.kernel[...].astype(x.dtype)
-        outputs = kernel.shape[2:]
-        y = jax.lax.ragged_dot(x, kernel.reshape(*kernel.shape[:2], -1), counts)
-        y = y.reshape(len(x), *outputs)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)[expert]
+    def matrices(self, dtype: Any) -> "ExpertMatrices":
+        """Returns the matrices and biases in a type."""
+        bias = None if self.bias is None else self.bias[...].astype(dtype)
+        return ExpertMatrices(self.kernel[...].astype(dtype), bias)
+
+
+class Routed(NamedTuple):
+    """Sums over tokens, from which the balance of a router's load is computed.
+
+    Attributes:
+      tokens: number of tokens that go to each expert.
+      probabilities: sum of each expert's probabilities, of a softmax over all experts.
+    """
+
+    tokens: Float[Array, "*L X"]
+    probabilities: Float[Array, "*L X"]
+
+
+class ExpertMatrices(NamedTuple):
+    """Matrices of experts, and their biases if they have any."""
+
+    kernel: Float[Array, "X ..."]
+    bias: Float[Array, "X ..."] | None
+
+
+# Sequences of a step in which every expert is computed for every token, at most. A step of few
+# tokens takes as long as it reads its matrices; an H200 computes 165 products of bfloat16 numbers
+# in the time in which it reads one.
+MOST_OF_A_STEP = 128
 
 
 class ExpertMLP(nnx.Module):
@@ -399,8 +421,8 @@ class ExpertMLP(nnx.Module):
 
         y = sum over the experts j of the token's largest router logits of w_j expert_j(x)
 
-    Rows are sorted by expert and multiplied with the matrix of their group: a step reads the
-    matrices of the experts that it uses, and no token is dropped.
+    No token is dropped. Experts are split over the mesh axis `experts`, and each of them over
+    `model`: every device computes its part of all tokens that it has, and the parts are summed.
     """
 
     def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
@@ -409,30 +431,160 @@ class ExpertMLP(nnx.Module):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         options: dict[str, Any] = dict(stack=stack, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         count = self.experts.count
-        self.router = Linear(embed, {"experts": count}, **options)
+        self.router = Linear(embed, {"routes": count}, **options)
         self.gate_up_proj = GroupedLinear(count, embed, {"gate_up": 2} | mlp, **options)
         self.down_proj = GroupedLinear(count, mlp, embed, gain=residual_gain(config), **options)
 
     def route(self, x: Float[Array, "B T E"]) -> tuple[Float[Array, "B T n"], Int[Array, "B T n"]]:
         """Returns the weights of each token's experts, and which they are."""
-        logits = self.router(x)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = self._logits(x)
         if self.experts.normalized:
             best, chosen = jax.lax.top_k(logits, self.experts.per_token)
             return jax.nn.softmax(best, axis=-1), chosen
         return jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.per_token)
 
+    def routed(self, x: Float[Array, "B T E"], counted: Bool[Array, "B T"]) -> "Routed":
+        """Returns where the router sends the tokens that count, and how sure it is."""
+        _, chosen = self.route(x)
+        counted = counted[..., None]
+        probabilities = jnp.where(counted, jax.nn.softmax(self._logits(x), axis=-1), 0).sum((0, 1))
+        tokens = jnp.zeros_like(probabilities).at[chosen].add(counted.astype(probabilities.dtype))
+        return Routed(tokens, probabilities)
+
+    def _logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T X"]:
+        logits = self.router(x)
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
     def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         weights, chosen = self.route(x)
-        flat = chosen.reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        expert = flat[order]
-        counts = jnp.zeros(self.experts.count, jnp.int32).at[flat].add(1)
-        rows = x.reshape(-1, x.shape[-1])[order // self.experts.per_token]
-        hidden = activate(self.gate_up_proj(rows, counts, expert), self.activation)
-        outputs = self.down_proj(hidden, counts, expert)
-        outputs = outputs[jnp.argsort(order)].reshape(*weights.shape, -1)
-        return (weights[..., None] * outputs).sum(2).astype(x.dtype)
+        matrices = [proj.matrices(x.dtype) for proj in (self.gate_up_proj, self.down_proj)]
+        mix = functools.partial(mix_experts, self.activation)
+        if not sharding.has_mesh():
+            return mix(x, weights, chosen, *matrices)
+        return _mix_sharded(mix, x, weights, chosen, *matrices)
+
+
+def _mix_sharded(mix, x, weights, chosen, gate_up, down) -> Float[Array, "B T E"]:
+    """Runs `mix_experts` per shard: of tokens, of experts, and of each expert."""
+    data, _ = sharding.row_axes(x.shape[0], 1)
+    tokens = PartitionSpec(data)
+    axes = ("experts", "embed", "gate_up", "mlp")
+    experts, embed, gates, mlp = sharding.parameter_partition(axes, gate_up.kernel.shape)
+
+    def of(matrices: ExpertMatrices, *axes: sharding.Axes | None) -> Any:
+        """Returns the partition of matrices, whose biases have no axis of inputs."""
+        biases = PartitionSpec(axes[0], *axes[2:])
+        spec: Any = ExpertMatrices(PartitionSpec(*axes), biases)  # pyright: ignore
+        return spec if matrices.bias is not None else spec._replace(bias=None)
+
+    mapped = jax.shard_map(
+        functools.partial(mix, experts_over=experts, mlp_over=mlp),
+        in_specs=(
+            *(tokens, tokens, tokens),
+            of(gate_up, experts, embed, gates, mlp),
+            of(down, experts, mlp, embed),
+        ),
+        out_specs=tokens,
+        axis_names={
+            name
+            for name in jax.sharding.get_abstract_mesh().axis_names
+            if not sharding.in_shards(name)
+        },
+        check_vma=False,
+    )
+    return mapped(x, weights, chosen, gate_up, down)
+
+
+def mix_experts(
+    activation: str,
+    x: Float[Array, "B T E"],
+    weights: Float[Array, "B T n"],
+    chosen: Int[Array, "B T n"],
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    *,
+    experts_over: sharding.Axes | None = None,
+    mlp_over: sharding.Axes | None = None,
+) -> Float[Array, "B T E"]:
+    """Returns the weighted sum of each token's experts.
+
+    Args:
+      activation: see `ModelConfig`.
+      x: the tokens.
+      weights, chosen: the weights of each token's experts, and which of all experts they are.
+      gate_up, down: the experts' matrices, [X, E, 2, F] and [X, F, E], or this shard's of them.
+      experts_over, mlp_over: the mesh axes that split X and F, inside `shard_map`.
+    """
+    if experts_over is not None:
+        chosen = chosen - jax.lax.axis_index(experts_over) * len(down.kernel)
+    if mlp_over is not None and down.bias is not None:  # one of the parts of a sum has the bias
+        first = jax.lax.axis_index(mlp_over) == 0
+        down = down._replace(bias=jnp.where(first, down.bias, 0))
+    tokens, flat = x.reshape(-1, x.shape[-1]), (-1, weights.shape[-1])
+    few = x.shape[1] == 1 and len(tokens) <= MOST_OF_A_STEP
+    given = (tokens, weights.reshape(flat), chosen.reshape(flat), gate_up, down)
+    own = functools.partial(_own_experts, activation)
+    if few and math.prod(chosen.shape) >= len(down.kernel):
+        y = jax.lax.platform_dependent(
+            *given, cuda=functools.partial(_every_expert, activation), default=own
+        )
+    else:
+        y = own(*given)
+    if over := sharding.together(experts_over, mlp_over):
+        y = jax.lax.psum(y, over)
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def _own_experts(activation, x, weights, chosen, gate_up, down) -> Float[Array, "N E"]:
+    """Computes each token's experts: its rows, sorted by expert, times the matrices of their group.
+
+    Experts that are not here (below 0, or X and more) have no rows: theirs stand behind the others.
+    """
+    count, per_token = len(down.kernel), chosen.shape[1]
+    flat = chosen.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)
+    order = jnp.argsort(flat, stable=True)
+    expert = flat[order]
+    counts = jnp.zeros(count, jnp.int32).at[flat].add(1, mode="drop")
+
+    def multiply(rows, matrices):
+        kernel, bias = matrices
+        y = grouped_product(rows, kernel.reshape(*kernel.shape[:2], -1), counts)
+        y = y.reshape(len(rows), *kernel.shape[2:])
+        if bias is None:
+            return y
+        # Rows of experts that are elsewhere stay zero.
+        return y + bias.at[expert].get(mode="fill", fill_value=0)
+
+    hidden = activate(multiply(x[order // per_token], gate_up), activation)
+    outputs = multiply(hidden, down)[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return (weights[..., None] * outputs).sum(1)
+
+
+def _every_expert(activation, x, weights, chosen, gate_up, down) -> Float[Array, "N E"]:
+    """Computes every expert for every token, and weighs those that a token does not go to with 0.
+
+    All matrices are read once, in place, by two products.
+    """
+    count, _, *outputs = gate_up.kernel.shape
+    every = jnp.arange(count, dtype=chosen.dtype)
+    chosen = chosen[..., None] == every
+    weights = (weights[..., None] * chosen).sum(1)  # [N, X]
+    # With an axis of experts in both operands it is a product for each, of which cuBLAS reads the
+    # matrices where they are; without it XLA transposes them first.
+    hidden = jnp.einsum(
+        "XNE,XEF->XNF",
+        jnp.broadcast_to(x, (count, *x.shape)),
+        gate_up.kernel.reshape(*gate_up.kernel.shape[:2], -1),
+    )
+    hidden = hidden.reshape(*hidden.shape[:2], *outputs)
+    if gate_up.bias is not None:
+        hidden = hidden + gate_up.bias[:, None]
+    hidden = jnp.swapaxes(activate(hidden, activation), 0, 1)  # [N, X, F]
+    hidden = jnp.where(chosen.any(1)[..., None], weights[..., None] * hidden, 0).astype(x.dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y = jnp.tensordot(hidden, down.kernel, axes=2, preferred_element_type=wide)
+    return y if down.bias is None else y + weights.astype(wide) @ down.bias.astype(wide)
 
 
 class Adapter(nnx.Module):

@@ -26,7 +26,16 @@ from dms_jax.model.cached_attention import attend_cached, in_use, plan_steps
 from dms_jax.model.cutting import cut_layers
 from dms_jax.model.layer_cache import LayerCache
 from dms_jax.model.layer_loop import ByCache, Stretch, roles, scan_layers, stretches
-from dms_jax.model.layers import MLP, Adapter, ExpertMLP, RMSNorm, Stack, look_up, product
+from dms_jax.model.layers import (
+    MLP,
+    Adapter,
+    ExpertMLP,
+    RMSNorm,
+    Routed,
+    Stack,
+    look_up,
+    product,
+)
 from dms_jax.model.rematerialisation import KEPT, Remat
 from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
 from dms_jax.model.split_rows import Share, of_own_tokens
@@ -107,11 +116,29 @@ class Layer(nnx.Module):
         own: LaneAdapters | None = None,
     ) -> Array:
         """Applies the output projection, the feed-forward and both residual connections."""
-        y = self.attention.output(attended.astype(x.dtype), None if own is None else own.scales)
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        x = self._add_attention(x, attended, own)
         y = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
         x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
         return sharding.constrain(x, sharding.DATA, None, None)
+
+    def routed(
+        self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"], counted: Array
+    ) -> Routed | None:
+        """Returns where the layer's router sends tokens; None without experts."""
+        if not isinstance(self.mlp, ExpertMLP):
+            return None
+        x = self._add_attention(x, attended)
+        x = x if self.mlp_norm is None else self.mlp_norm(x)
+        return self.mlp.routed(jax.lax.stop_gradient(x), counted)
+
+    def _add_attention(
+        self,
+        x: Float[Array, "B T E"],
+        attended: Float[Array, "B T H D"],
+        own: LaneAdapters | None = None,
+    ) -> Array:
+        y = self.attention.output(attended.astype(x.dtype), None if own is None else own.scales)
+        return x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
 
     @property
     def sinks(self) -> Float[Array, "K G"] | None:
@@ -128,11 +155,13 @@ class SequencePass:
       decisions: hard decisions of every layer without a window (straight-through under a
         relaxation); those of one layer that decides nothing if there is none.
       supervision: what these layers learn from attention, under a supervised relaxation.
+      routed: where the routers of all layers send the tokens outside padding; None without experts.
     """
 
     hidden: Float[Array, "B T E"]
     decisions: Float[Array, "layers B K S"]
     supervision: Supervision | None = None
+    routed: Routed | None = None
 
 
 @struct.dataclass
@@ -248,7 +277,7 @@ class Transformer(nnx.Module):
           tokens: token ids.
           policy: a policy that is parallel in prompts and answers.
           segment_ids: ids of the documents packed into each row (positions restart, and no document
-            attends to another); padding is a segment of its own.
+            attends to another); padding is a segment of its own, 0.
           relaxation: settings of the soft decisions of training; None for hard decisions.
           marks: recorded hard decisions to replay, of the layers without a window.
           remat: what of each layer is recomputed in the backward pass; see `Remat`.
@@ -264,6 +293,9 @@ class Transformer(nnx.Module):
         x = self.embed(tokens)
         rotations = self._rotations(whole_positions, x.dtype)
         has_windows, numbers = self._own_layers()
+        counted = jnp.ones(tokens.shape, bool)
+        if segment_ids is not None:
+            counted = of_own_tokens(row, segment_ids) > 0
 
         def layer_pass(x, layer, index, role, marks):
             layer = layer if prepare is None else prepare(layer)
@@ -296,7 +328,8 @@ class Transformer(nnx.Module):
             result = decided, supervision
             if has_windows:
                 result = ByCache(growing=None if role.windowed else result)
-            return layer.finish(x, attended), result
+            routed = layer.routed(x, attended, counted)
+            return layer.finish(x, attended), (result, routed)
 
         def body(x, layer, index, role, marks):
             run = lambda x, layer, index, marks: layer_pass(x, layer, index, role, marks)  # noqa: E731
@@ -307,7 +340,7 @@ class Transformer(nnx.Module):
                 x, layer, index, marks
             )
 
-        x, outputs = scan_layers(
+        x, (outputs, routed) = scan_layers(
             body,
             x,
             self.layers,
@@ -322,7 +355,7 @@ class Transformer(nnx.Module):
             shape = (1, x.shape[0], self.config.num_kv_heads, whole.shape[1])
             outputs = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32)), None
         decisions, supervision = outputs
-        return SequencePass(self.final_norm(x), decisions, supervision)
+        return SequencePass(self.final_norm(x), decisions, supervision, routed)
 
     def cached(
         self,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dms_jax.sharding import axes
+from dms_jax.sharding import Axes, axes
 from pallas_kernels import DecodePlan
 
 # A whole number, or one that a program takes as an argument.
@@ -79,7 +79,7 @@ class Static:
       soft_cap: c of c tanh(s / c) in place of attention scores s; None for s.
       num_layers: number of layers whose cache grows: those that policies see.
       frequencies: rotation frequencies in radians per position, one for each of the D/2 planes.
-      head_axis: mesh axis over which the KV heads are sharded, if any: a mean over the heads of a
+      head_axis: mesh axes over which the KV heads are sharded, if any: a mean over the heads of a
         layer needs a `jax.lax.pmean` over it.
       one_pass: whether the chunk's tokens attend in one pass.
     """
@@ -89,7 +89,7 @@ class Static:
     soft_cap: float | None = None
     num_layers: int = 1
     frequencies: tuple[float, ...] = ()
-    head_axis: str | None = None
+    head_axis: Axes | None = None
     one_pass: bool = False
 
 

@@ -119,6 +119,8 @@ class Display:
             parts[0] += f" + CR {record['compression_loss']:.3f}"
             parts.append(f"ratio {record['compression_ratio']:.2f} of {record['target_ratio']:.2f}")
         parts.append(f"gradient {record['grad_norm']:.2g}")
+        if (busiest := record.get("busiest_expert")) is not None:
+            parts.append(f"busiest expert {busiest:.1f}x")
         parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
         if (share := record["model_flops_utilisation"]) is not None:
             parts.append(f"{share:.0%} of peak")

@@ -112,9 +112,7 @@ class Shards:
         if not self.several:
             return None
         for axis, over in enumerate(self.places[name].spec):
-            if over is not None and sharding.MODEL not in (
-                over if isinstance(over, tuple) else (over,)
-            ):
+            if (names := sharding.together(over)) and {*names} <= _axes(self.places[name].mesh):
                 return axis
         return None
 

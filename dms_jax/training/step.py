@@ -22,6 +22,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dms_jax.model.attention import Relaxation
+from dms_jax.model.layers import Routed
 from dms_jax.model.rope import segment_positions
 from dms_jax.model.split_rows import Share, SplitRow, of_own_tokens
 from dms_jax.model.transformer import SequencePass
@@ -178,6 +179,35 @@ def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
     return keys / jnp.maximum(count, 1), count / tokens.size
 
 
+def _document_tokens(passes: Passes) -> Int[Array, ""]:
+    """Returns the number of tokens that are not padding, at least 1."""
+    valid = passes.valid
+    return jnp.asarray(passes.tokens.size) if valid is None else jnp.maximum(valid.sum(), 1)
+
+
+def expert_load(routed: Routed | None) -> Metrics:
+    """Returns how evenly routers spread tokens over experts; nothing without experts.
+
+    `router_balance` is the auxiliary loss of the Switch Transformer (Fedus et al., arXiv
+    2101.03961, equations 4 to 6), X sum_j f_j P_j, as a mean over layers: f_j is the share of the
+    expert j in all choices of the layer's tokens, and P_j its mean probability. It is 1 where both
+    are even. (Transformers' `load_balancing_loss_func` counts the n choices of a token as n shares,
+    over all layers at once.) `busiest_expert` is the largest f_j of all layers times X: how many
+    times its even share of the tokens an expert has.
+
+    Args:
+      routed: means over all tokens.
+    """
+    if routed is None:
+        return {}
+    count = routed.tokens.shape[-1]
+    shares = routed.tokens / routed.tokens.sum(-1, keepdims=True)
+    return {
+        "router_balance": count * (shares * routed.probabilities).sum(-1).mean(),
+        "busiest_expert": count * shares.max(),
+    }
+
+
 class BatchWeights(NamedTuple):
     """Factors that turn the sums of a pass into its part of the means over the whole batch.
 
@@ -185,11 +215,13 @@ class BatchWeights(NamedTuple):
       position: for positions where student and teacher are compared.
       target: for positions whose next token counts.
       sequence: for sequences.
+      token: for tokens outside padding.
     """
 
     position: Float[Array, ""]
     target: Float[Array, ""]
     sequence: Float[Array, ""]
+    token: Float[Array, ""]
 
 
 class StepValues(NamedTuple):
@@ -251,9 +283,12 @@ class TrainingStep:
         to evict), `grad_norm` (before clipping), `visible_keys` (mean number of keys that a token
         sees), `document_share` (share of the tokens that are not padding) and `skipped` (the loss
         or the gradient is not finite, so that the step changed neither parameters nor moments).
+        Of a mixture of experts also `router_balance` and `busiest_expert` (`expert_load`).
         """
         key = jax.random.fold_in(schedule.key, state.step)
         gradient, metrics = self.gradients(state.parameters, constants, passes, schedule, key)
+        routed: Any = metrics.pop("routed", None)
+        metrics |= expert_load(routed)
         metrics["visible_keys"], metrics["document_share"] = visible_keys(passes)
         state, metrics["grad_norm"], finite = apply_gradient(
             self.recipe, state, gradient, metrics["loss"], schedule
@@ -277,6 +312,7 @@ class TrainingStep:
             position=1 / jnp.maximum(compared.sum(), 1).astype(wide),
             target=1 / jnp.maximum(passes.target_mask.sum(), 1).astype(wide),
             sequence=jnp.asarray(1 / (num_passes * num_sequences), wide),
+            token=1 / _document_tokens(passes).astype(wide),
         )
         numbers = jnp.arange(num_passes * num_sequences).reshape(num_passes, num_sequences)
         return self.shards.map(self._shard_gradients)(
@@ -385,6 +421,8 @@ class TrainingStep:
         }
         main = "distillation_loss" if recipe.loss == "distillation" else "lm_loss"
         loss = parts[main] + parts["compression_loss"]
+        if result.routed is not None:
+            parts["routed"] = jax.tree.map(lambda x: x * weights.token, result.routed)
         return loss, {"loss": loss, **parts}
 
     def _supervised_loss(

@@ -197,7 +197,7 @@ class Trainer:
         """Returns the layout; devices hold all layers in a step where that takes little of them."""
         assert self._mesh is not None
         whole = holds_whole_layers(
-            arrays, self._initial, self._mesh.shape[sharding.MODEL], self._memory
+            arrays, self._initial, sharding.mesh_sizes(self._mesh)[2], self._memory
         )
         return Shards(self._places, whole)
 

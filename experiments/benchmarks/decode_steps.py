@@ -8,19 +8,34 @@ the rate that a large read on this card reaches in the same run. With `--model-p
 feed-forward and vocabulary are split over so many devices, and the roofline is that of the device
 that reads the most.
 
+Of experts the roofline counts those that a step of so many tokens reads (`Experts.read_by`), and of
+sliding layers the window. `--experts` times other ways to compute them beside the library's own:
+every expert for every token, rows grouped by expert through jax's kernel, or `jax.lax.ragged_dot`.
+
     python -m experiments.benchmarks.decode_steps --help
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
         --ratios 1 8 --model-parallel 1 2 --turns 3
+    python -m experiments.benchmarks.decode_steps --shapes qwen3-30b-a3b --batch 64 \
+        --context 4096 --ratios 1 4 --experts every grouped --profile-below 0.6 \
+        --out runs/decode/qwen3_30b_a3b.json
+    python -m experiments.benchmarks.decode_steps --shapes gpt-oss-20b gemma-3-4b --batch 64 \
+        --context 4096 --ratios 1 4 --experts every grouped --profile-below 0.6 \
+        --out runs/decode/windows.json
+
+The first takes 95 GB: 61 of weights, 29 of cache.
 """
 
+import contextlib
 import dataclasses
 import gc
 import math
 import pathlib
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +49,17 @@ from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.json_text import json_text
+from dms_jax.model import layers
+from dms_jax.model.layer_loop import window_policy
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
 from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
+from pallas_kernels import grouped_product
+
+ExpertsBy = Literal["library", "every", "grouped", "ragged_dot"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +88,17 @@ class Config:
     """Also time the step with cuDNN attention on a contiguous dense cache."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
+    experts: tuple[ExpertsBy, ...] = ("library",)
+    """How experts are computed; "library" is what the library chooses."""
+    profile_below: float = 0.0
+    """Profile rows whose share of the roofline is less, and report what their kernels take."""
     profile: pathlib.Path | None = None
     """Write a profiler trace of the last program of each row here."""
     out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.json")
     """JSON file for the figures."""
 
     def __post_init__(self):
-        check_numbers(self, may_be_zero=("window",))
+        check_numbers(self, may_be_zero=("window", "profile_below"))
         check_ratios(self.ratios, self.context, self.window)
         for shape in self.shapes:
             check_heads(shape, self.model_parallel)
@@ -122,8 +146,18 @@ def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> fl
 
 
 def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.ndarray:
-    """Draws [L, B, K] live tokens with mean context / ratio; heads keep between 0 and twice it."""
-    shape = (model.config.num_layers, config.batch, model.config.num_kv_heads)
+    """Draws [L, B, K] live tokens with mean context / ratio; heads keep between 0 and twice it.
+
+    Rows of sliding layers hold their window.
+    """
+    sliding, window = np.array(model.config.windowed), model.config.window
+    heads = (config.batch, model.config.num_kv_heads)
+    lengths = np.full((len(sliding), *heads), min(window or 0, config.context))
+    lengths[~sliding] = _growing_lengths(config, (model.config.num_full_layers, *heads), ratio)
+    return lengths
+
+
+def _growing_lengths(config: Config, shape: tuple[int, int, int], ratio: int) -> np.ndarray:
     if ratio == 1:
         return np.full(shape, config.context)
     far = config.context - config.window - 1
@@ -152,12 +186,23 @@ def filled_runner(
         out_shardings=cache.k_pages.sharding,
     )
     places = jax.tree.map(lambda x: x.sharding, cache)
-    row_state = cache.row_state
-    if ratio != 1:
+
+    def rows_at(policy: Any, rows: Any, lengths: np.ndarray, rate: float) -> Any:
         size = policy.visible_window + 1
-        slots = jnp.asarray(lengths[..., None] - size + np.arange(size), jnp.int32)
-        evicted = jax.random.uniform(jax.random.key(1), slots.shape) < policy.rate
-        row_state = policy.rows_at(row_state, slots, evicted, config.context)
+        slots = jnp.asarray(np.maximum(lengths[..., None] - size + np.arange(size), 0), jnp.int32)
+        evicted = jax.random.uniform(jax.random.key(1), slots.shape) < rate
+        return policy.rows_at(rows, slots, evicted, config.context)
+
+    sliding = np.array(model.config.windowed)
+    row_state = cache.row_state
+    growing = row_state.growing if sliding.any() else row_state
+    if ratio != 1:
+        growing = rows_at(policy, growing, lengths[~sliding], policy.rate)
+    row_state = growing
+    if sliding.any():
+        windowed = cache.row_state.windowed
+        windowed = rows_at(window_policy(model.config), windowed, lengths[sliding], 1.0)
+        row_state = dataclasses.replace(cache.row_state, growing=growing, windowed=windowed)
     filled = dataclasses.replace(
         cache,
         pool=Pool(k_pages=fill(cache.k_pages, 1), v_pages=fill(cache.v_pages, 2)),
@@ -199,7 +244,12 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
     most = float(by_device(lengths, model).max() / lengths.sum())
     pages = by_device(np.ceil(lengths / 64), model)
     sequence_bytes = float(pages.max()) * 64 * entry / config.batch
-    return roofline(model, most * live_reads * entry, rate, seconds) | dict(
+    figures = roofline(model, config.batch, most * live_reads * entry, rate, seconds)
+    if figures["share_of_roofline"] < config.profile_below:
+        with tempfile.TemporaryDirectory() as folder:
+            time_runner(dataclasses.replace(config, profile=pathlib.Path(folder)), runner)
+            figures["kernels"] = traces.read(pathlib.Path(folder)).programs()["decode"]
+    return figures | dict(
         ratio=ratio,
         model_parallel=size,
         tokens_per_second=config.batch / seconds,
@@ -232,7 +282,8 @@ def time_in_turns(
 
 def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple[float, float]:
     """Returns the seconds of a step of a filled cache, and the entries that it reads."""
-    tokens = np.zeros(config.batch, np.int32)
+    # All different: equal tokens would go to the same experts.
+    tokens = np.arange(config.batch, dtype=np.int32)
     remaining = np.full(config.batch, 10**6, np.int32)
     seeds = np.zeros((config.batch, 2), np.uint32)
     reads = []
@@ -259,14 +310,22 @@ def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple
     return seconds, float(np.mean(reads[1:]))
 
 
-def roofline(model: dms_jax.LanguageModel, cache_bytes: float, rate: float, seconds: float) -> dict:
+def roofline(
+    model: dms_jax.LanguageModel, batch: int, cache_bytes: float, rate: float, seconds: float
+) -> dict:
     """Compares a step with reading every weight that it uses, and the live cache, once.
+
+    Of experts it uses those that a token of the batch goes to, where routes are random.
 
     All bytes are those of one device.
     """
     weights = device_bytes(model.transformer)
     if not model.config.tie_embeddings:
         weights -= device_bytes(model.transformer.embedding)  # a step looks up a few rows of it
+    if (experts := model.config.experts) is not None:
+        mlp = model.transformer.layers.mlp
+        matrices = device_bytes((mlp.gate_up_proj, mlp.down_proj))
+        weights -= round(matrices * (1 - experts.read_by(batch)))
     bound = (weights + cache_bytes) / rate
     return dict(
         step_ms=1e3 * seconds,
@@ -347,7 +406,23 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     seconds = median_seconds(run, config.repeats) / config.chunk
     entry = 2 * shape.head_dim * jnp.dtype(model.dtype).itemsize
     rows = shape.num_layers * config.batch * shape.num_kv_heads
-    return roofline(model, rows * config.context * entry, rate, seconds)
+    return roofline(model, config.batch, rows * config.context * entry, rate, seconds)
+
+
+@contextlib.contextmanager
+def experts_by(how: ExpertsBy) -> Iterator[None]:
+    """A context in which experts are computed in a given way."""
+    if how == "library":
+        yield
+        return
+    product = jax.lax.ragged_dot if how == "ragged_dot" else grouped_product
+    jax.clear_caches()
+    with (
+        mock.patch.object(layers, "MOST_OF_A_STEP", 10**9 if how == "every" else 0),
+        mock.patch.object(layers, "grouped_product", product),
+    ):
+        yield
+    jax.clear_caches()
 
 
 def main(config: Config) -> None:
@@ -378,8 +453,13 @@ def main(config: Config) -> None:
         models = {size: model_of(shape, dtype, mesh) for size, mesh in meshes.items()}
         for ratio in config.ratios:
             name = "plain cache" if ratio == 1 else f"live = context / {ratio}"
-            for size, figures in time_in_turns(config, models, ratio, rate).items():
-                add(shape, name if size == 1 else f"{name}, {size} devices", figures)
+            has_experts = next(iter(models.values())).config.experts is not None
+            for how in config.experts if has_experts else ("library",):
+                with experts_by(how):
+                    found = time_in_turns(config, models, ratio, rate)
+                label = name if how == "library" else f"{name}, experts: {how}"
+                for size, figures in found.items():
+                    add(shape, label if size == 1 else f"{label}, {size} devices", figures)
         if config.cudnn:
             add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, models[1], rate))
         del models

@@ -275,7 +275,7 @@ def time_steps(
     try:
         seconds = median_seconds(run, REPEATS, warmup=WARMUP) / CHUNK
         entry = entry_bytes(config, model.dtype, racer.kv_dtype)
-        figures = roofline(model, float(np.mean(reads)) * entry, rate, seconds) | dict(
+        figures = roofline(model, batch, float(np.mean(reads)) * entry, rate, seconds) | dict(
             tokens_per_second=batch / seconds,
             live=float(lengths.mean()),
             reads_a_step=float(np.mean(reads)) / lengths[:, 0].size / batch,

@@ -4,10 +4,11 @@ import math
 
 import chex
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dms_jax.checkpoint.names import Layout
+from dms_jax.checkpoint.names import Layout, Piece
 
 
 @st.composite
@@ -52,3 +53,25 @@ def test_heads_are_cut_in_the_file():
     every = slice(None)
     cut, _ = layout.tensor_slices((24, 4, 10), (every, slice(2, 4), every))
     assert cut == (slice(20, 40), slice(0, 24))
+
+
+@pytest.mark.parametrize(
+    ("part", "index", "there", "own"),
+    [
+        ((0, slice(3, 4)), slice(2, 4), slice(1, 2), slice(0, 1)),
+        ((0, slice(3, 4)), slice(None), slice(3, 4), slice(0, 1)),
+        ((0, slice(1, 2)), slice(2, 4), None, None),
+        ((0, slice(0, -2)), slice(1, 5), slice(0, 3), slice(1, 4)),  # of 6
+        ((0, slice(-1, None)), slice(3, 6), slice(2, 3), slice(0, 1)),
+    ],
+)
+def test_what_of_a_piece_lies_in_a_part_of_a_parameter(part, index, there, own):
+    """Experts are pieces of one parameter, along an axis that a mesh may split."""
+    piece, shape = Piece(Layout("x", ((0,), (1,))), (part,)), (6, 5)
+    found = piece.within((index, slice(2, 4)), shape)
+    if there is None:
+        assert found is None
+        return
+    assert found == ((there, slice(0, 2)), (own, slice(2, 4)))
+    whole = np.arange(30).reshape(shape)
+    chex.assert_trees_all_equal(whole[index, 2:4][found[0]], whole[piece.index(2)][found[1]])

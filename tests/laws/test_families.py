@@ -6,16 +6,21 @@ without a cache. Here that pass is compared with all other ways to the same numb
 
 import dataclasses
 import functools
+import math
 import pathlib
 
+import chex
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import dms_jax
 from dms_jax import sharding
 from dms_jax.checkpoint import load
 from dms_jax.generation import Engine
+from dms_jax.generation.reservation import Reservation
+from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from tests.laws.serving import ALMOST_GREEDY
@@ -84,8 +89,56 @@ def test_with_nothing_to_evict_every_policy_is_vanilla(family, policy):
 
 
 @pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
-def test_a_mesh_changes_nothing(family):
-    mesh = dms_jax.make_mesh(2, 2)
+def test_what_is_put_back_answers_as_alone(family, monkeypatch):
+    """The pool is full once two answers have begun, and the younger is put back in the queue."""
+    model, left, preempt = model_of(family), [], Scheduler.preempt
+    policy = dms_jax.Vanilla() if family in OF_WINDOWS else dms_jax.DMS(window=3)
+    expected = answers(model, policy)
+
+    def full_once(reservation, extra, **options):
+        both = [len(each.generated) for each in engines[-1].running]
+        return not (len(both) > 1 and min(both) > 0 and not left) and fits(
+            reservation, extra, **options
+        )
+
+    def counted(scheduler):
+        left.append(preempt(scheduler))
+        return left[-1]
+
+    engines, make, fits = [], Engine.__init__, Reservation.fits
+
+    def seen(engine, *args, **options):
+        make(engine, *args, **options)
+        engines.append(engine)
+
+    monkeypatch.setattr(Engine, "__init__", seen)
+    monkeypatch.setattr(Reservation, "fits", full_once)
+    monkeypatch.setattr(Scheduler, "preempt", counted)
+    found = answers(model, policy)
+    assert len(left) == 1
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert np.abs(np.subtract(one.logprobs, other.logprobs)).max() < TOLERANCE
+        assert one.usage.live_tokens == other.usage.live_tokens
+    assert engines[-1].runner.reservation.allocator.pages_in_use == 0
+
+
+WITH_EXPERTS = {family for family in FAMILIES if "gpt_oss" in family or "moe" in family}
+MESHES = [
+    *((family, dict(data=2, model=2)) for family in FAMILIES),
+    *((family, dict(data=2, experts=2)) for family in sorted(WITH_EXPERTS)),
+    ("qwen3_moe_unnormalized", dict(data=2, experts=2, model=2)),
+]
+QUICK_MESHES = [
+    ("gemma3", dict(data=2, model=2)),
+    ("qwen3_moe_unnormalized", dict(data=2, experts=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "axes"), nightly_but(QUICK_MESHES, MESHES), ids=str)
+def test_a_mesh_changes_nothing(family, axes):
+    """Neither answers nor logits; experts that an axis does not divide are split within."""
+    mesh = dms_jax.make_mesh(**axes)
     spread = model_of(family, mesh)
     kernel = spread.transformer.layers.mlp.down_proj.kernel
     assert not kernel.get_value().is_fully_replicated
@@ -93,4 +146,14 @@ def test_a_mesh_changes_nothing(family):
     tokens = np.array([PROMPTS[0], PROMPTS[0][::-1]], np.int32)
     alone, both = (np.asarray(model.logits(tokens)) for model in (model_of(family), spread))
     assert np.abs(alone - both).max() < TOLERANCE
-    assert sharding.mesh_sizes(mesh) == (2, 1, 2)
+    assert sharding.mesh_sizes(mesh) == (2, 1, math.prod(axes.values()) // 2)
+
+
+def test_split_experts_are_saved_as_they_were(tmp_path):
+    """Each is a file's tensor of its own, on one of the devices along the axis."""
+    family = "qwen3_moe_unnormalized"
+    spread = model_of(family, dms_jax.make_mesh(data=2, experts=2))
+    dms_jax.save(spread, dms_jax.Vanilla(), tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    expected = load_file(GOLDEN / family / "model.safetensors")
+    chex.assert_trees_all_equal(found, {x: y.astype(np.float64) for x, y in expected.items()})

@@ -69,17 +69,17 @@ def transformer_of(num_kv_heads: int):
 
 
 @functools.cache
-def sharded(num_kv_heads: int):
-    """The model's parameters spread over a mesh of (2, 4) devices."""
-    mesh = dms_jax.make_mesh(2, 4)
+def sharded(num_kv_heads: int, experts: int = 1):
+    """The model's parameters spread over a mesh of (2, 4) devices, or of (2, experts, ...)."""
+    mesh = dms_jax.make_mesh(2, 4 // experts, experts=experts)
     one = transformer_of(num_kv_heads)
     places = shardings(one, mesh, DECODING_RULES)
     arrays = {name: jax.device_put(x, places[name]) for name, x in parameters(one).items()}
     return rebuilder(one)(arrays), mesh
 
 
-def on_mesh(row: Row, num_kv_heads: int) -> LanguageModel:
-    transformer, mesh = sharded(num_kv_heads)
+def on_mesh(row: Row, num_kv_heads: int, experts: int = 1) -> LanguageModel:
+    transformer, mesh = sharded(num_kv_heads, experts)
     return LanguageModel(transformer, policy=row.policy, mesh=mesh)
 
 
@@ -158,6 +158,27 @@ def test_generate(row, record_property):
         for prompt, completion in zip(PROMPTS, completions, strict=True)
     ]
     assert engine.runner.reservation.allocator.pages_in_use == 0
+    record_property("largest", float(max(differences)))
+
+
+@by_row([], [AVERAGES, COMPETES, SELECTS, ROWS[5], ROWS[12]])
+def test_heads_are_split_over_two_axes_as_over_one(row, record_property):
+    """A model without experts uses the axis `experts` as it does `model`.
+
+    Rows of a layer meet over both: in means, in a budget that they share, in draws by their number.
+    """
+    model = on_mesh(row, 4, experts=2)
+    weights = oracle_weights(transformer_of(4))
+    engine = engine_of(model, row)
+    pool = engine.runner.cache.k_pages
+    assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
+    sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=8)
+    differences = [
+        check_completion(row, weights, model.config, prompt, completion, row.page_size)
+        for prompt, completion in zip(
+            PROMPTS, engine.generate(PROMPTS, sampling=sampling), strict=True
+        )
+    ]
     record_property("largest", float(max(differences)))
 
 

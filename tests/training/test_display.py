@@ -48,6 +48,8 @@ def test_the_figures_of_a_step(monkeypatch):
     plain = display(target=None, main="language modeling")
     skipped = record(model_flops_utilisation=None, compression_loss=0.0, skipped_steps=2)
     assert plain.figures(skipped) == "LM 0.500 | gradient 0.41 | 12,346 tok/s | 2 skipped"
+    uneven = plain.figures(skipped | {"busiest_expert": 1.8125})
+    assert uneven == "LM 0.500 | gradient 0.41 | busiest expert 1.8x | 12,346 tok/s | 2 skipped"
 
 
 def test_a_run_that_is_done_says_so_and_shows_no_bar(capsys):

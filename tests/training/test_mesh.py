@@ -124,5 +124,8 @@ def test_the_command_line_makes_a_mesh_with_rows_split():
     mesh = Config(**options, data_shards="all", model_shards=2, sequence_shards=2).make_mesh()
     assert mesh is not None
     assert dict(mesh.shape) == {"data": 2, "sequence": 2, "model": 2}
+    mesh = Config(**options, data_shards="all", expert_shards=2, sequence_shards=2).make_mesh()
+    assert mesh is not None
+    assert dict(mesh.shape) == {"data": 2, "sequence": 2, "experts": 2, "model": 1}
     with pytest.raises(ConfigError, match="A mesh of 2 x 8 x 1 takes 16 devices; there are 8"):
         Config(**options, data_shards=2, sequence_shards=8).make_mesh()

@@ -5,6 +5,7 @@ the compiler says what memory it takes. Stages whose steps are one program, such
 steps after it, are compiled once. Operations are counted from the shapes.
 """
 
+import math
 import re
 from typing import Any
 
@@ -32,6 +33,7 @@ def plan(
     recipe: Recipe,
     machine: str,
     model_shards: int = 1,
+    expert_shards: int = 1,
     sequence_shards: int = 1,
     dtype: str = "bfloat16",
     here: bool = False,
@@ -44,6 +46,7 @@ def plan(
       recipe: the recipe of the run.
       machine: a TPU slice ("v5p-128", "v6e-256") or a number of devices ("8xh200").
       model_shards: devices along which heads and feed-forward are split.
+      expert_shards: devices along which heads and whole experts are split; both are one group.
       sequence_shards: devices along which the tokens of each sequence are split; what is left
         splits sequences, and both hold shards of every parameter.
       dtype: type of the model's parameters.
@@ -59,20 +62,20 @@ def plan(
     policy = Vanilla() if policy is None else as_policy(policy)
     target = find_machine(machine)
     shards = check("plan: model_shards", model_shards, Count)
+    of_experts = check("plan: expert_shards", expert_shards, Count)
     of_rows = check("plan: sequence_shards", sequence_shards, Count)
-    if target.count % (shards * of_rows):
-        asked = f"model_shards={shards}"
-        if of_rows > 1:
-            asked = f"model_shards={shards} times sequence_shards={of_rows}"
+    others = {"model_shards": shards, "expert_shards": of_experts, "sequence_shards": of_rows}
+    if target.count % math.prod(others.values()):
+        asked = " times ".join(
+            f"{name}={size}" for name, size in others.items() if size > 1 or name == "model_shards"
+        )
         raise ConfigError(
             f"plan: {target.name} has {target.count} devices, which {asked} does not divide."
         )
-    data = target.count // (shards * of_rows)
+    data = target.count // math.prod(others.values())
     # In the order of the topology: the places of real devices are chosen when they are there.
     found = target.devices_here() if here else target.devices()
-    sizes = {sharding.DATA: data, sharding.SEQUENCE: of_rows, sharding.MODEL: shards}
-    if of_rows == 1:
-        del sizes[sharding.SEQUENCE]
+    sizes = sharding.mesh_axes(data, shards, sequence=of_rows, experts=of_experts)
     devices = np.array(found, object).reshape(tuple(sizes.values()))
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=types)
@@ -80,7 +83,7 @@ def plan(
     recipe = step.recipe
     return Plan(
         machine=target,
-        mesh=(data, shards),
+        mesh=(data, shards * of_experts),
         recipe=recipe,
         policy=policy,
         parameters=sum(x.size for x in jax.tree.leaves(step.parameters)),

@@ -202,7 +202,7 @@ class AbstractStep:
     def _shards(self) -> Shards:
         """Returns the layout that a trainer chooses."""
         trained = self._trained(self.recipe.trained_for(self.policy))
-        model = self._mesh.shape[sharding.MODEL]
+        model = sharding.mesh_sizes(self._mesh)[2]
         whole = holds_whole_layers(self.parameters, trained, model, self._memory)
         return Shards({name: x.sharding for name, x in self.parameters.items()}, whole)
 

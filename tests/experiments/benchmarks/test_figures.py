@@ -51,6 +51,25 @@ def test_the_roofline_is_that_of_the_device_with_the_longest_heads(monkeypatch):
     assert figures["read_cache_bytes_a_device"] == 0.8 * 1000 * 2 * 16 * 4
 
 
+def test_the_roofline_counts_the_experts_that_a_step_reads():
+    """One token reads 2 of 8 experts of 3 x 64 x 64 numbers in each of two layers."""
+    model = shapes.model_of("tiny-experts", jnp.float32)
+    one, many = (
+        decode_steps.roofline(model, batch, 0.0, 1e9, 1.0)["weight_bytes_a_device"]
+        for batch in (1, 10**6)
+    )
+    assert many - one == 2 * 6 * 3 * 64 * 64 * 4
+
+
+def test_rows_of_sliding_layers_hold_their_window():
+    model = shapes.model_of("tiny-windows", jnp.float32)
+    sizes = dict(shapes=("tiny-windows",), batch=2, context=256, window=16, ratios=(4,))
+    lengths = decode_steps.row_lengths(decode_steps.Config(**sizes), model, 4)
+    sliding = np.array(model.config.windowed)
+    assert (lengths[sliding] == 32).all()
+    assert lengths[~sliding].mean() == pytest.approx(64, abs=1)
+
+
 def test_a_ratio_leaves_what_the_window_keeps():
     assert decode_steps.Config(context=1032, ratios=(1, 8)).context == 1032
     says = "A ratio of 8 leaves 128.875 of 1031 tokens, and a window of 128 keeps 129"

@@ -8,6 +8,9 @@ CUTTING = "dms_jax/model/cutting.py"
 POLICIES = "dms_jax/policies/"
 LOOP = "dms_jax/model/layer_loop.py"
 WINDOWS = "tests/laws/test_windows.py"
+EXPERTS = "tests/model/test_experts.py"
+BALANCE = "tests/training/test_experts.py"
+GROUPED = "tests/pallas_kernels/grouped/test_grouped.py"
 
 MUTANTS = [
     Mutant(
@@ -168,5 +171,54 @@ MUTANTS = [
         "return jax.nn.softmax(best, axis=-1), chosen",
         "return best, chosen",
         ("tests/model/test_parity.py::test_logits_equal_those_of_transformers[gpt_oss]",),
+    ),
+    Mutant(
+        "layers: every shard of an expert adds the bias of its outputs",
+        "dms_jax/model/layers.py",
+        "down = down._replace(bias=jnp.where(first, down.bias, 0))",
+        "down = down._replace(bias=jnp.where(first, down.bias, down.bias))",
+        (f"{EXPERTS}::test_a_mesh_changes_nothing",),
+    ),
+    Mutant(
+        "layers: every shard computes the first experts",
+        "dms_jax/model/layers.py",
+        "chosen = chosen - jax.lax.axis_index(experts_over) * len(down.kernel)",
+        "chosen = chosen % len(down.kernel)",
+        (f"{EXPERTS}::test_a_mesh_changes_nothing",),
+    ),
+    Mutant(
+        "layers: experts that a token does not go to are multiplied by 0",
+        "dms_jax/model/layers.py",
+        "hidden = jnp.where(chosen.any(1)[..., None], weights[..., None] * hidden, 0)",
+        "hidden = (weights[..., None] * hidden)",
+        (f"{EXPERTS}::test_what_an_expert_overflows_to_does_not_reach_tokens_of_others",),
+    ),
+    Mutant(
+        "layers: a step of a few tokens reads every expert",
+        "dms_jax/model/layers.py",
+        "if few and math.prod(chosen.shape) >= len(down.kernel):",
+        "if few:",
+        (f"{EXPERTS}::test_only_steps_of_few_sequences_compute_every_expert",),
+    ),
+    Mutant(
+        "layers: a step transposes the matrices of all experts",
+        "dms_jax/model/layers.py",
+        '"XNE,XEF->XNF",\n        jnp.broadcast_to(x, (count, *x.shape)),',
+        '"NE,XEF->XNF",\n        x,',
+        (f"{EXPERTS}::test_a_step_reads_the_matrices_of_experts_where_they_are",),
+    ),
+    Mutant(
+        "layers: padding counts in the balance of routers",
+        "dms_jax/model/transformer.py",
+        "counted = of_own_tokens(row, segment_ids) > 0",
+        "counted = of_own_tokens(row, segment_ids) >= 0",
+        (f"{BALANCE}::test_padding_counts_in_no_balance",),
+    ),
+    Mutant(
+        "layers: a block of rows of a group ends the group before its last one",
+        "pallas_kernels/grouped/reference.py",
+        "blocks = -(-counts // size)",
+        "blocks = counts // size",
+        (f"{GROUPED}::test_products_and_gradients",),
     ),
 ]

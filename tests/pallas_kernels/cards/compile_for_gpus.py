@@ -17,7 +17,13 @@ from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.training.planning import gpu_compiler
-from pallas_kernels import dispatch, prefill_attention, received_attention, select_largest
+from pallas_kernels import (
+    dispatch,
+    grouped_product,
+    prefill_attention,
+    received_attention,
+    select_largest,
+)
 from pallas_kernels.decode import cases
 from pallas_kernels.prefill import cases as prefill_cases
 from pallas_kernels.received import cases as received_cases
@@ -49,6 +55,7 @@ KERNELS = {
         *("decode head_dim512", "decode group16_head_dim512"),
         *("prefill float16", "write rotated_head_dim64", "write rotated_float32"),
         *("training packed", "training dim_256_packed", "received ragged", "received dim_256"),
+        *("grouped 64 32 2880 2880", "grouped 9000 8 2048 1536"),
     ),
     "b200": (
         *("decode base", "decode float8_page16", "write float8", "select bfloat16"),
@@ -83,8 +90,21 @@ def call(name: str, case: str) -> tuple:
     if name == "select":
         scores = jax.ShapeDtypeStruct((4, 1024), jnp.dtype(case))
         return functools.partial(select_largest, count=64), {"scores": scores}
+    if name == "grouped":
+        rows, experts, inputs, outputs = map(int, case.split())
+        return grouped_gradient, {
+            "x": jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
+            "matrices": jax.ShapeDtypeStruct((experts, inputs, outputs), jnp.bfloat16),
+            "counts": jax.ShapeDtypeStruct((experts,), jnp.int32),
+        }
     case = write_cases.by_name(case)
     return operation(case), write_structs(case)
+
+
+def grouped_gradient(x, matrices, counts):
+    """Returns the products and the gradient of the rows, a kernel each."""
+    y, backward = jax.vjp(lambda x: grouped_product(x, matrices, counts), x)
+    return y, backward(y)
 
 
 def compile_on(kind: str) -> dict[str, int]:
@@ -102,7 +122,7 @@ def compile_on(kind: str) -> dict[str, int]:
     ):
         jax.clear_caches()
         for each in (*KERNELS[kind], *EVERYWHERE):
-            function, shapes = call(*each.split())
+            function, shapes = call(*each.split(maxsplit=1))
             placed = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
             )

@@ -143,6 +143,9 @@ def test_what_cannot_be_planned_is_refused():
         dms_jax.plan(config, ADAPTER, recipe=RECIPE, machine="h300")
     with pytest.raises(ConfigError, match="8 devices, which model_shards=3 does not divide"):
         dms_jax.plan(config, ADAPTER, recipe=RECIPE, machine="8xh200", model_shards=3)
+    options = dict(model_shards=2, expert_shards=8)
+    with pytest.raises(ConfigError, match=r"model_shards=2 times expert_shards=8 does not divide"):
+        dms_jax.plan(config, ADAPTER, recipe=RECIPE, machine="8xh200", **options)
 
 
 def test_a_program_is_compiled_for_each_stage_that_has_its_own(monkeypatch):

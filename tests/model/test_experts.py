@@ -1,0 +1,197 @@
+"""Mixtures of experts against a loop over tokens, in every way that they are computed and split."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dms_jax.config import Experts
+from dms_jax.model import layers
+from dms_jax.model.layers import ExpertMatrices, ExpertMLP, Routed, mix_experts
+from dms_jax.sharding import DECODING_RULES, make_mesh
+from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.support.for_gpus import told_by
+from tests.support.instances import further
+from tests.support.models import tiny_config
+
+BATCH, LENGTH = 4, 5
+QWEN = tiny_config(experts=Experts(4, 2))
+UNNORMALIZED = tiny_config(experts=Experts(6, 3, normalized=False))
+GPT_OSS = dataclasses.replace(
+    tiny_config(experts=Experts(4, 2), biases=True, qk_norm=False), activation="clamped_swiglu"
+)
+CONFIGS = {"qwen": QWEN, "unnormalized": UNNORMALIZED, "gpt_oss": GPT_OSS}
+
+
+@functools.cache
+def module(name: str) -> ExpertMLP:
+    """One layer's experts; biases and gates so large that they matter and are clamped."""
+    made = ExpertMLP(CONFIGS[name], stack=(), dtype=jnp.float64, rngs=nnx.Rngs(0))
+    random = np.random.default_rng(3)
+    return jax.tree.map(lambda x: jnp.asarray(3 * random.normal(size=x.shape) / x.ndim), made)
+
+
+def tokens(length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(4).normal(size=(BATCH, length, QWEN.hidden_size))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def activated(name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if name != "gpt_oss":
+        return gate * sigmoid(gate) * up
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate * sigmoid(1.702 * gate) * (up + 1)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def values(linear) -> tuple[np.ndarray, np.ndarray | float]:
+    bias = linear.bias
+    return np.asarray(linear.kernel[...]), 0.0 if bias is None else np.asarray(bias[...])
+
+
+def oracle(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token by token: outputs, numbers of tokens of each expert, sums of probabilities."""
+    mlp, experts = module(name), CONFIGS[name].experts
+    assert experts is not None
+    (router, router_bias), (gate_up, gate_up_bias), (down, down_bias) = (
+        values(each) for each in (mlp.router, mlp.gate_up_proj, mlp.down_proj)
+    )
+    y, counts, sums = np.zeros_like(x), np.zeros(experts.count), np.zeros(experts.count)
+    for place in np.ndindex(x.shape[:2]):
+        logits = x[place] @ router + router_bias
+        sums += softmax(logits)
+        best = np.argsort(-logits)[: experts.per_token]
+        weights = softmax(logits[best]) if experts.normalized else softmax(logits)[best]
+        for expert, weight in zip(best, weights, strict=True):
+            counts[expert] += 1
+            both = np.einsum("E,EgF->gF", x[place], gate_up[expert])
+            both += gate_up_bias if np.isscalar(gate_up_bias) else gate_up_bias[expert]
+            own = activated(name, *both) @ down[expert]
+            y[place] += weight * (
+                own + (down_bias if np.isscalar(down_bias) else down_bias[expert])
+            )
+    return y, counts, sums
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer(name):
+    with jax.enable_x64(True):
+        x = tokens()
+        chex.assert_trees_all_close(module(name)(x), oracle(name, x)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_expert_for_every_token_is_the_same(name):
+    """What a step of few sequences computes on GPUs."""
+    with jax.enable_x64(True):
+        mlp, x = module(name), tokens(1)
+        flat = [each[:, 0] for each in (jnp.asarray(x), *mlp.route(x))]
+        matrices = [each.matrices(x.dtype) for each in (mlp.gate_up_proj, mlp.down_proj)]
+        found = layers._every_expert(mlp.activation, *flat, *matrices)
+        chex.assert_trees_all_close(found, oracle(name, x)[0][:, 0], rtol=0, atol=1e-12)
+
+
+def test_what_an_expert_overflows_to_does_not_reach_tokens_of_others():
+    """0 times infinity is no number."""
+    matrices = ExpertMatrices(jnp.full((2, 1, 2, 1), jnp.inf).at[0].set(1.0), None)
+    down = ExpertMatrices(jnp.ones((2, 1, 1)), None)
+    given = (jnp.ones((1, 1)), jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.int32), matrices, down)
+    assert jnp.isfinite(layers._every_expert("silu", *given)).all()
+
+
+@pytest.mark.parametrize(("sequences", "length", "every"), [(4, 1, 1), (4, 2, 0), (129, 1, 0)])
+def test_only_steps_of_few_sequences_compute_every_expert(sequences, length, every, monkeypatch):
+    """One sequence of two experts of four is a step that need not read them all."""
+    called = []
+    real = layers._every_expert
+    monkeypatch.setattr(layers, "_every_expert", lambda *args: called.append(1) or real(*args))
+    x = jnp.zeros((sequences, length, QWEN.hidden_size))
+    jax.eval_shape(module("qwen"), x)
+    assert len(called) == every
+    jax.eval_shape(module("qwen"), x[:1])
+    assert len(called) == every
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("gpt_oss", dict(data=2, experts=2, model=2)),
+        *further(
+            ("qwen", dict(experts=4)),
+            ("qwen", dict(data=4, experts=2)),
+            ("gpt_oss", dict(model=4)),
+            ("unnormalized", dict(experts=4, model=2)),  # of 6 experts: each is split over both
+        ),
+    ],
+    ids=str,
+)
+def test_a_mesh_changes_nothing(name, axes):
+    """Neither outputs nor gradients, whether experts, each of them, or tokens are split."""
+
+    def both(mlp, x):
+        return jax.value_and_grad(lambda mlp, x: (mlp(x) ** 2).sum(), argnums=(0, 1))(mlp, x)
+
+    with jax.enable_x64(True):
+        x, mlp = jnp.asarray(tokens()), module(name)
+        expected = jax.jit(both)(mlp, x)
+        mesh = make_mesh(**axes)
+        places = shardings(mlp, mesh, DECODING_RULES)
+        split = rebuilder(mlp)(
+            {key: jax.device_put(each, places[key]) for key, each in parameters(mlp).items()}
+        )
+        kernel = split.down_proj.kernel[...]
+        parts = kernel.size // kernel.addressable_shards[0].data.size
+        assert parts == axes.get("experts", 1) * axes.get("model", 1)
+        with jax.set_mesh(mesh):
+            found = jax.jit(both)(split, jax.device_put(x, NamedSharding(mesh, PartitionSpec())))
+        chex.assert_trees_all_close(
+            jax.device_get(jax.tree.leaves(found)),
+            jax.device_get(jax.tree.leaves(expected)),
+            rtol=1e-11,
+            atol=1e-11,
+        )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_where_routers_send_tokens(name):
+    """Tokens that do not count are left out."""
+    with jax.enable_x64(True):
+        x = tokens()
+        counted = np.zeros(x.shape[:2], bool)
+        counted[:, 1:4] = True
+        found = module(name).routed(jnp.asarray(x), jnp.asarray(counted))
+        _, counts, sums = oracle(name, x[:, 1:4])
+        chex.assert_trees_all_close(found, Routed(counts, sums), rtol=1e-12)
+
+
+def test_experts_that_are_elsewhere_add_nothing():
+    """A shard of the first two of four experts and one of the others sum to all of them."""
+    with jax.enable_x64(True):
+        mlp, x = module("qwen"), jnp.asarray(tokens())
+        weights, chosen = mlp.route(x)
+        whole = [each.matrices(x.dtype) for each in (mlp.gate_up_proj, mlp.down_proj)]
+        parts = []
+        for first in (0, 2):
+            own = [ExpertMatrices(each.kernel[first : first + 2], None) for each in whole]
+            parts.append(mix_experts("silu", x, weights, chosen - first, *own))
+        chex.assert_trees_all_close(sum(parts), mlp(x), rtol=0, atol=1e-12)
+
+
+def test_a_step_reads_the_matrices_of_experts_where_they_are():
+    """The stack of all layers is neither cut nor transposed into arrays of its own."""
+    found = told_by("tests/model/compiled_experts.py")
+    assert found["every"] == {"written": [], "kernels": 0}
+    assert found["grouped"] == {"written": [], "kernels": 2 * 4}  # in a turn of four layers
