@@ -32,7 +32,7 @@ PerProblem = Float[np.ndarray, "seeds problems"]
 
 
 def point_label(
-    length: int, chains: int, compression_ratio: float | int | None, temperature: float
+    length: int, chains: int, compression_ratio: float | int | None, temperature: float | int
 ) -> str:
     """L-W-CR@T.
 
@@ -80,7 +80,7 @@ class Point:
     compression_ratio: float | int | None
     length: int
     chains: int
-    temperature: float
+    temperature: float | int
     policy: Mapping[str, Any]
     scores: Mapping[Method, PerProblem]
     reads: PerProblem

@@ -441,7 +441,8 @@ class ExpertMLP(nnx.Module):
         if self.experts.normalized:
             best, chosen = jax.lax.top_k(logits, self.experts.per_token)
             return jax.nn.softmax(best, axis=-1), chosen
-        return jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.per_token)
+        best, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.per_token)
+        return best, chosen
 
     def routed(self, x: Float[Array, "B T E"], counted: Bool[Array, "B T"]) -> "Routed":
         """Returns where the router sends the tokens that count, and how sure it is."""

@@ -182,8 +182,8 @@ def points(name: str, systems: Sequence[str], measure: str = "gsm8k") -> Hypersc
                         scores={"vote": np.stack([_votes(each, chains) for each in same])},
                         reads=np.stack([_spent(each, "reads", chains) for each in same]),
                         peak=np.stack([_spent(each, "peak", chains) for each in same]),
-                        new_tokens=first["new_tokens"],
-                        ended=first["ended"],
+                        new_tokens=float(first["new_tokens"]),
+                        ended=float(first["ended"]),
                     )
                 )
     most = max(len(point.reads) for point in found)

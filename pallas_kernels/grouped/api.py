@@ -82,6 +82,7 @@ def _forward(x, matrices, counts, implementation):
 
 def _backward(implementation, residuals, gradient):
     x, matrices, counts = residuals
+    gradient = jnp.asarray(gradient)  # a caller of `jax.vjp` may give NumPy's
     of_rows = OPERATION(implementation, gradient, matrices, counts, transposed=True)
     return of_rows, GRADIENT(None, x, gradient, counts), None
 

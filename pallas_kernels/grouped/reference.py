@@ -14,13 +14,13 @@ LEAST_ROWS, MOST_ROWS = 8, 256  # of a block
 
 
 def product_xla(
-    x: Float[Array, "R n"],
+    x: Float[Array, "R inputs"],
     matrices: Float[Array, "X n m"],
     counts: Int[Array, " X"],
     *,
     transposed: bool,
-) -> Float[Array, "R m"]:
-    """Returns the products, with the matrices or what they are transposed."""
+) -> Float[Array, "R outputs"]:
+    """Returns the products with the matrices, or with the transposed ones."""
     size, num_blocks, block_at = _blocks(len(x), counts)
     contract = 1 if transposed else 0
 
