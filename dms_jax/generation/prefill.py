@@ -458,25 +458,19 @@ class PrefillQueue:
                 self._first.setdefault(each.key, lane)
 
 
-def prompt_key(
-    policy: Policy,
-    shard: int,
-    tokens: Sequence[int],
-    max_length: int,
-    base: int | None = None,
-    adapter: str | None = None,
-) -> Hashable:
+def prompt_key(policy: Policy, shard: int, request: Request, tokens: Sequence[int]) -> Hashable:
     """Returns what makes the prefill of a prompt in a lane the same as in another lane.
 
     A policy whose budget is a share of the longest length prefills alike what may become as long.
+    Requests of another priority share nothing: who shares a prompt is preempted before who reads
+    it.
 
     Args:
       policy: the policy of the cache.
       shard: the part of the pages that the lane has (`PageAllocator.shard_of`).
-      tokens: the prompt.
-      max_length: length that the sequence can reach.
-      base: the lane whose sequence it continues, if any.
-      adapter: name of the adapter that reads it.
+      request: whose prompt it is.
+      tokens: the prompt, with what is before it.
     """
     limited = policy.for_length(1) is not policy
-    return adapter, base, shard, max_length if limited else None, tuple(tokens)
+    longest = request.max_length if limited else None
+    return request.priority, request.adapter, request.base, shard, longest, tuple(tokens)

@@ -401,10 +401,7 @@ class Scheduler:
         key = None  # what has no prompt, or an answer behind it, shares it with none
         if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)
-            key = prompt_key(
-                policy, shard, prompt, request.max_length, request.base, request.adapter
-            )
-            key = request.priority, key  # who shares is preempted before who reads
+            key = prompt_key(policy, shard, request, prompt)
         if policy.parallel == "prompts":
             answer = request.generated[:-1]
         else:
