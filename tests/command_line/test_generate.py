@@ -3,7 +3,7 @@
 import inspect
 import io
 import types
-from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -64,7 +64,7 @@ def test_a_prompt_is_a_message_where_there_is_a_template(capsys):
         return generate.as_prompts(config, ["Hi"], model)
 
     tokenizer = types.SimpleNamespace(chat_template="{{ messages }}")
-    model: Any = types.SimpleNamespace(tokenizer=tokenizer)
+    model = mock.Mock(spec=dms_jax.LanguageModel, tokenizer=tokenizer)
     message = [[{"role": "user", "content": "Hi"}]]
     assert read() == message
     assert "through the checkpoint's chat template (--plain" in capsys.readouterr().err

@@ -164,8 +164,13 @@ def test_centres_of_a_model_are_those_of_its_queries(tmp_path):
     out = dms_jax.generate(model, [[1, 5, 9]], policy=small, sampling=sampling)
     assert 12 <= out.usage.live_tokens < 43
     assert out.usage.peak_tokens <= 12 + 3 + 8
+
+
+def test_centres_of_one_row_of_tokens_are_refused(tmp_path, pytestconfig):
+    if pytestconfig.getoption("--jaxtyping-packages"):
+        pytest.skip("jaxtyping's checks refuse what the code is to refuse")
     with pytest.raises(DataError, match=r"wants token ids \[B, T\]"):
-        calibrate_queries(model, tokens[0], tmp_path / "no.safetensors")
+        calibrate_queries(stories(), np.arange(40), tmp_path / "no.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """The picture of needle grids."""
 
 import dataclasses
-import types
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.evaluation import NeedleGrid
+from dms_jax.evaluation.result import Result
 from experiments.reproduction.needle_plot import needle_figure
 
 
@@ -17,7 +17,7 @@ def test_the_picture_shows_every_number(tmp_path, monkeypatch):
 
     scores, nothing = np.array([[0.0], [0.25]]), np.zeros((2, 1))
     # Of the evaluation the picture names the task alone.
-    result: Any = types.SimpleNamespace(settings={"task": [{"task": "niah_single_1"}]})
+    result = mock.Mock(spec=Result, settings={"task": [{"task": "niah_single_1"}]})
     one = NeedleGrid((400,), (0, 100), scores, nothing, 1, np.array([272.0]), result)
     other = dataclasses.replace(one, scores=np.array([[1.0], [0.5]]))
     drawn, write = [], Axes.text
