@@ -441,6 +441,14 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
 
     return {
         "engine model": engine("ConfigError", "dms_jax.load", given=3),
+        "engine adapters list": engine(
+            "ConfigError", "adapters must be a dict, name -> adapter, got ['a']", adapters=["a"]
+        ),
+        "adapter of a number": Case(
+            lambda: dms_jax.Engine(model, max_tokens=16).generate([[5]], adapter=7),
+            "ConfigError",
+            ("adapter must be a name, or a list",),
+        ),
         "engine lanes": engine("ConfigError", "num_lanes must be", num_lanes=0),
         "engine lanes millions": engine("CapacityError", "Use fewer lanes", num_lanes=10**8),
         "engine lanes millions, little memory": engine(

@@ -32,7 +32,7 @@ Rebuild = Callable[[Mapping[str, Any]], Transformer]
 _ADAPTER = "layers.adapter."
 
 
-def _named(transformer: Transformer) -> list[tuple[str, nnx.Param]]:
+def _named(transformer: nnx.Module) -> list[tuple[str, nnx.Param]]:
     leaves = jax.tree_util.tree_leaves_with_path(
         transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
@@ -41,12 +41,12 @@ def _named(transformer: Transformer) -> list[tuple[str, nnx.Param]]:
     ]
 
 
-def parameters(transformer: Transformer) -> Parameters:
+def parameters(transformer: nnx.Module) -> Parameters:
     """Returns the parameters by name."""
     return {name: param.get_value() for name, param in _named(transformer)}
 
 
-def rebuilder(transformer: Transformer) -> Rebuild:
+def rebuilder(transformer: nnx.Module) -> Rebuild:
     """Returns the inverse of `parameters`: a function from arrays to such a transformer."""
     names = [name for name, _ in _named(transformer)]
     structure = jax.tree.structure(transformer)
@@ -54,7 +54,7 @@ def rebuilder(transformer: Transformer) -> Rebuild:
 
 
 def shardings(
-    transformer: Transformer, mesh: Mesh, rules: sharding.Rules
+    transformer: nnx.Module, mesh: Mesh, rules: sharding.Rules
 ) -> dict[str, NamedSharding]:
     """Returns the sharding of each parameter on a mesh.
 

@@ -90,7 +90,8 @@ def oracle(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 def test_a_layer(name):
     with jax.enable_x64(True):
         x = tokens()
-        chex.assert_trees_all_close(module(name)(x), oracle(name, x)[0], rtol=0, atol=1e-12)
+        found = module(name)(jnp.asarray(x))
+        chex.assert_trees_all_close(found, oracle(name, x)[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -98,7 +99,8 @@ def test_every_expert_for_every_token_is_the_same(name):
     """What a step of few sequences computes on GPUs."""
     with jax.enable_x64(True):
         mlp, x = module(name), tokens(1)
-        flat = [each[:, 0] for each in (jnp.asarray(x), *mlp.route(x))]
+        given = jnp.asarray(x)
+        flat = [each[:, 0] for each in (given, *mlp.route(given))]
         matrices = [each.matrices(x.dtype) for each in (mlp.gate_up_proj, mlp.down_proj)]
         found = layers._every_expert(mlp.activation, *flat, *matrices)
         chex.assert_trees_all_close(found, oracle(name, x)[0][:, 0], rtol=0, atol=1e-12)
