@@ -172,6 +172,7 @@ def test_a_value_of_another_report(monkeypatch, tmp_path):
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     assert claims.computed("json a.json rows 0 x .1f") == "3.0"
     assert claims.computed("json a.json rows 1 x / a.json rows 0 x .2f") == "0.50"
+    assert claims.computed("json 4800 / a.json rows 1 x ,.0f") == "3,200"
 
 
 def test_a_page_that_differs_is_named_and_mended(monkeypatch, tmp_path, capsys):
