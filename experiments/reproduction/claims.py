@@ -298,7 +298,7 @@ def _json(*words: str) -> str:
     values = []
     for part in parts:
         file, *keys = part.split(" ")
-        value = json.loads((RESULTS / file).read_text(encoding="utf-8")) if keys else file
+        value: Any = json.loads((RESULTS / file).read_text(encoding="utf-8")) if keys else file
         for key in keys:
             value = value[int(key)] if isinstance(value, list) else value[key]
         values.append(float(value))
