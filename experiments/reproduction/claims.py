@@ -62,6 +62,7 @@ PAGES = (
     "experiments/results/real_models/README.md",
     "experiments/results/reasoner_11m/README.md",
     "experiments/results/serving/README.md",
+    "experiments/results/speed/README.md",
     "experiments/docs/pages/policies.md",
     "experiments/docs/pages/retrofitting.md",
     "dms_jax/assets/smollm2-135m-instruct-dms/README.md",
