@@ -36,6 +36,11 @@ def test_no_error_stands_on_a_page_without_its_formula(name):
     assert not re.findall(r".*\*\*(?:holds|does not hold).*", text)
 
 
+def test_the_first_screen_of_the_readme_has_no_errors():
+    lines = (claims.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines[:40] if "±" in line]
+
+
 @pytest.fixture
 def made_up(monkeypatch):
     """Four problems, three trainings of one system, and votes of four chains."""
