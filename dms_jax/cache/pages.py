@@ -285,9 +285,9 @@ class PageAllocator:
     # -- copies and tables ------------------------------------------------------------------------
 
     def shard_of(self, sequence: int) -> int:
-        """Returns the part of the sequences, of those that have pages of their own, that it is in.
+        """Returns the index of the data shard that owns this sequence.
 
-        Only sequences of one part can copy each other's pages.
+        Only sequences of one shard can copy each other's pages.
         """
         return sequence // self._lanes_per_shard
 

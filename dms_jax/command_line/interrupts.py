@@ -1,8 +1,8 @@
-"""Ctrl-C that is not lost: what is raised where Python can raise nothing ends nothing.
+"""Re-raise a KeyboardInterrupt that Python swallowed.
 
-Such places are finalizers, callbacks of weak references and of the garbage collector. jax has some
-of them, and tracing collects often: Ctrl-C while programs were compiled was then answered with a
-traceback, and the command went on.
+Python prints and ignores an exception in a finalizer, or in a callback of a weak reference or of
+the garbage collector. jax has such callbacks, and tracing collects often: without this, Ctrl-C
+while programs compile can print a traceback and leave the command running.
 """
 
 import contextlib

@@ -83,6 +83,9 @@ def shipped(name: str) -> pathlib.Path:
 def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path:
     if name in names:
         return shipped(name)
+    if name in SHIPPED + ADAPTERS and not pathlib.Path(name).exists():
+        other, kind = ("--model", "a model") if name in SHIPPED else ("--adapter", "an adapter")
+        raise dms_jax.ConfigError(f"{option} {name}: that is {kind}; give {other} {name}.")
     beginning = [each for each in names if name and each.startswith(name.lower())]
     meant = guess(beginning[0] if beginning else name, names)
     if meant and "/" not in name and not pathlib.Path(name).exists():

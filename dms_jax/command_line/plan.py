@@ -137,7 +137,7 @@ def main(config: Config) -> None:
     told = {} if config.out is None else made_by(config)
     plans: list[dict[str, Any]] = []
     for machine in config.machine:
-        print(f"Compiling for {machine} ...", file=sys.stderr)
+        print(f"Compiling for {machine}, which takes minutes ...", file=sys.stderr)
         made = plan(
             shape,
             chosen.make_policy(),

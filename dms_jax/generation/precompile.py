@@ -118,7 +118,10 @@ def _parts(runner: Runner, request: Request) -> list[tuple[int, int, int]]:
 
 
 def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:
-    """Returns the programs of batches: only what cuts rows behind a prompt has one for either."""
+    """Returns the programs to compile, each with whether a prompt ends in it.
+
+    Only policies that cut rows after a prompt have a program of its own for that.
+    """
     found = {(shape, ends or not cuts_prompts(runner.policy, shape)) for shape, ends in batches}
     return sorted(found, key=str)  # in the same order in every process
 

@@ -168,7 +168,7 @@ class Shapes:
         return found
 
     def every(self, most: int) -> set[tuple[Shape, bool]]:
-        """Returns what `batches` does, of all prompts of at most so many tokens."""
+        """Like `batches`, for every length of a prompt up to `most`."""
         # Whole chunks more are no other programs.
         return self.batches(range(1, min(most, 2 * self.widths[0]) + 1), refilled=True)
 
@@ -374,7 +374,7 @@ class PrefillQueue:
         self._drop(left)
 
     def spared(self, cancelled: set[int]) -> set[int]:
-        """Returns those of the requests whose prompts others share that were not cancelled."""
+        """Returns cancelled requests that must go on because live requests share their prompt."""
         sources = {
             each.source for each in self.items.values() if each.request.index not in cancelled
         }
@@ -434,7 +434,8 @@ class PrefillQueue:
     def take_complete(self) -> dict[int, int]:
         """Removes the lanes that can decode; returns the lane that prefilled the prompt of each.
 
-        Where nothing is decoded meanwhile, they are all lanes, and none before.
+        If prefill and decoding do not alternate, returns all lanes once every prompt is done, and
+        none before.
         """
         complete = {
             lane: each.source

@@ -156,9 +156,9 @@ class Reservation:
     def _set_lengths(
         self, lengths: Int[np.ndarray, "L B K"], lanes: Bool[np.ndarray, " B"]
     ) -> None:
-        """Sets the lengths of some lanes to those after a program; it ran in no other one.
+        """Updates the lengths of `lanes` from a finished program.
 
-        Others may have been released and taken since it was launched.
+        Other lanes are left alone: they may have been reused since the launch.
         """
         # In these lanes alone: pages behind the cut of a prompt in flight are freed before the host
         # knows its new lengths.

@@ -349,9 +349,9 @@ class Runner:
         self.cache = dataclasses.replace(self.cache, adapters=adapters)
 
     def everywhere(self, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        """Returns what a program gave or the host has as every device of a mesh has it.
+        """Replicates an array over the mesh.
 
-        A program is compiled once more for an argument that lies elsewhere.
+        A program would be compiled again for an argument that is placed differently.
         """
         if self.model.mesh is None:
             return x

@@ -12,12 +12,12 @@ between batches of 4 or 24 and one prompt at a time (shipped models; answers to 
     H200, float32 (products in TF32)           2 to 3
     H200, bfloat16                             12 to 18
 
-A token is drawn in one pass over the vocabulary for each thing that is to be known of it:
+Tokens are sampled without sorting, each quantity in one pass over the vocabulary:
 
     the largest logit  ->  sums of blocks, from which tokens are drawn  ->  which of them are kept
 
-Few are rejected, and no threshold is known or needed. Where few tokens may be kept, the least
-likely of them is searched for; nothing is sorted.
+With a large top-p few draws are rejected, and no threshold is needed. Where few tokens may be kept,
+the least likely of them is searched for.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from dms_jax.serving.call_formats import (
-    FORMATS,
+from dms_jax.serving.call_formats import FORMATS
+from dms_jax.serving.call_readers import (
     Arguments,
     CallReader,
     CallStart,

@@ -9,7 +9,7 @@ from typing import Any
 from dms_jax.checks import Count, show
 from dms_jax.generation import Completion
 from dms_jax.serving.answers import Call
-from dms_jax.serving.call_formats import Arguments, CallStart, Text
+from dms_jax.serving.call_readers import Arguments, CallStart, Text
 from dms_jax.serving.chats import (
     Chat,
     call_of,

@@ -10,7 +10,7 @@ from typing import Any
 
 from dms_jax.checks import Count, show
 from dms_jax.generation import Completion
-from dms_jax.serving.call_formats import Arguments, CallStart, Piece, Text
+from dms_jax.serving.call_readers import Arguments, CallStart, Piece, Text
 from dms_jax.serving.chats import (
     Chat,
     call_of,

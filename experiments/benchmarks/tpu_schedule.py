@@ -75,7 +75,7 @@ class Config:
     """Model the TPU kernels from their compiled form."""
 
     out: pathlib.Path = pathlib.Path("runs/tpu_schedule")
-    """Folder for schedule.json and README.md."""
+    """Folder for schedule.json."""
     chips: tuple[str, ...] = tuple(CHIPS)
     """Chips to model, by name; all that are known unless given."""
 
@@ -234,79 +234,8 @@ def other_records(name: str, chip: Chip) -> list[dict[str, Any]]:
     return records
 
 
-def page(records: list[dict[str, Any]]) -> str:
-    """Returns the page of a report."""
-    lines = [
-        "# The TPU kernels, modelled from their compiled form",
-        "",
-        "**A model, not a measurement: no TPU was at hand.** Made by",
-        "`python -m experiments.benchmarks.tpu_schedule --out experiments/results/tpu_schedule`;",
-        "what is counted and what is left out is in the script's docstring. bfloat16, 4 query",
-        "heads a KV head, 128 numbers a head, 256 rows (32 sequences of 8 KV heads), whole rows.",
-        "",
-        "## Decode attention",
-        "",
-        "A block is computed while those that fill the other buffers are copied. Cycles of a",
-        "block: of its bytes at the bandwidth of the data sheet, and of its bundles (with its part",
-        "of what a row takes). The share of that bandwidth follows for a latency of a copy that no",
-        "data sheet tells. Beside it: tpu-inference claims 86% for its ragged paged attention,",
-        "which has one page table for all heads of a sequence; here each KV head has rows of its",
-        "own length.",
-        "",
-        "| chip | slots | page | buffers | copies a block | bytes each | cycles: bytes "
-        "| cycles: bundles | share at 0 | 0.5 | 1 us |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in records:
-        if one["operation"] == "decode":
-            shares = [f"{one[f'share_at_{latency * 1e6:g}_us']:.0%}" for latency in LATENCIES]
-            cells = [
-                one[key] for key in ("chip", "slots", "page_size", "buffers", "copies_a_block")
-            ]
-            cells += [one[key] for key in ("bytes_a_copy", "copy_cycles", "cycles")]
-            lines.append(f"| {' | '.join(map(str, [*cells, *shares]))} |")
-    lines += [
-        "",
-        "## Prompts",
-        "",
-        "Cycles of a tile of 128 keys that all 128 queries of a program see: of its bytes, of its",
-        "bundles (behind them those of a tile that is masked), and what it takes for a latency of",
-        "a copy; at last for 1 us with two buffers, as it was.",
-        "",
-        "| chip | query heads | buffers | cycles: bytes | cycles: bundles | at 0 | 0.5 | 1 us "
-        "| in 2 buffers |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in records:
-        if one["operation"] == "prefill":
-            cells = [one[key] for key in ("chip", "group", "buffers", "copy_cycles")]
-            cells.append(f"{one['cycles']} ({one['masked_cycles']})")
-            cells += [one[key] for key in one if key.startswith("cycles_in_")]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
-        "",
-        "## Selecting and fetching",
-        "",
-        "Cycles are bundles, and us those at the clock of one core (v5p has two). Selection by the",
-        "kernel counts all 32 rounds of its bisection, which ends earlier on most rows; XLA sorts,",
-        "and its loops whose number of rounds the compiler does not know are counted once.",
-        "The last column is the time of the bytes alone. Fetching has no kernel: XLA starts one",
-        "copy a row (two rows of 16-bit numbers share their words), so it is bound by starting",
-        "copies, and a copy takes 4 to 5 bundles to start in the decode kernel too.",
-        "",
-        "| chip | operation | by | rows | of | count | cycles | us | bytes alone, us |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in records:
-        if one["operation"] in ("select", "fetch"):
-            cells = [one[key] for key in ("chip", "operation", "implementation", "rows", "width")]
-            cells += [one.get("count", ""), one["cycles"], one["us"], one["bandwidth_us"]]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
-
-
 def main(config: Config) -> None:
-    """Compile, model, print, and write the report and its page."""
+    """Compile, model, print, and write the report."""
     unknown = [name for name in config.chips if name not in CHIPS]
     if unknown:
         raise dms_jax.ConfigError(f"--chips {unknown}: known are {', '.join(CHIPS)}.")
@@ -322,7 +251,6 @@ def main(config: Config) -> None:
                 print(json.dumps(record), flush=True)
                 report["records"].append(record)
         (config.out / "schedule.json").write_text(json_text(report, indent=1) + "\n")
-        (config.out / "README.md").write_text(page(report["records"]))
 
 
 if __name__ == "__main__":

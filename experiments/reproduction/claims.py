@@ -18,7 +18,8 @@ A number on a page carries its formula, in a comment that Markdown does not show
     sampled RECORD SYSTEM SYSTEM AXIS      the same with greedy points left out: what to distrust
     votes RECORD SYSTEM CHAINS             score of the vote of so many chains; greedy: 0 chains
     votes-gap RECORD SYSTEM CHAINS SYSTEM CHAINS, and likewise votes-reads (a ratio)
-    json FILE KEY ... [/ FILE KEY ...] FORMAT    a value of another report, or the ratio of two
+    json FILE KEY ... [/ FILE KEY ...] FORMAT    a value of another report, or the ratio of two; a
+                                           number may stand for either
     verdict FORMULA > BOUND [and FORMULA > BOUND ...]
 
 SYSTEMS is a system of the record, with its last training ("control"), one ("control:8") or all
@@ -61,6 +62,7 @@ PAGES = (
     "experiments/results/real_models/README.md",
     "experiments/results/reasoner_11m/README.md",
     "experiments/results/serving/README.md",
+    "experiments/results/speed/README.md",
     "experiments/docs/pages/policies.md",
     "experiments/docs/pages/retrofitting.md",
     "dms_jax/assets/smollm2-135m-instruct-dms/README.md",
@@ -297,7 +299,7 @@ def _json(*words: str) -> str:
     values = []
     for part in parts:
         file, *keys = part.split(" ")
-        value = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        value: Any = json.loads((RESULTS / file).read_text(encoding="utf-8")) if keys else file
         for key in keys:
             value = value[int(key)] if isinstance(value, list) else value[key]
         values.append(float(value))

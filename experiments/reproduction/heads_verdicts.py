@@ -291,39 +291,38 @@ def write_page(
     """Writes README.md: every picture, with the claims that it tests."""
     live: Mapping[str, float] = results["live_tokens"]  # pyright: ignore[reportAssignmentType]
     totals: Mapping[str, float] = results["totals"]  # pyright: ignore[reportAssignmentType]
+    held = sum(each.verdict == "holds" for each in verdicts)
     lines = [
         "# What single heads keep",
         "",
-        f"Figures 6 to 12 of the DMC paper (arXiv 2403.09636) in small: `{results['command']}`,",
-        f"{results['device']}, {results['date']}. Everything is read from the real cache, token by",
-        "token (`dms_jax.analysis.retention`). The models are small (11 million and 260 thousand",
-        "parameters; 8 layers of 2 KV heads and 5 of 4) where the paper's have 7 to 70 billion,",
-        "the retrofits of stories260K are short, and the paper's claims are of DMC alone: DMS is",
-        "held to them as well. A claim holds *in part* if some of the models pass its rule",
-        "(`experiments/reproduction/heads_verdicts.py`). DMC-C (figure 10) was not trained.",
+        f"**Finding.** Of {len(verdicts)} claims {held} hold for small models, the others in part "
+        "or not.",
+        "",
+        "| claim | where | verdict | measured |",
+        "|---|---|---|---|",
+        *(
+            f"| {each.claim} | {each.source} | **{each.verdict}** | {each.numbers} |"
+            for each in verdicts
+        ),
         "",
         "Tokens held at the end of 320, averaged over heads and problems: "
         + ", ".join(f"{name} {value:.1f}" for name, value in live.items())
-        + ".",
-        "",
-        "The retrofits of stories260K came to these ratios over all heads: "
+        + ". Ratios of the retrofits of stories260K over all heads: "
         + ", ".join(f"{name} {value:.2f}" for name, value in totals.items())
         + f". Where a model compresses less than {LEAST_RATIO:g} times, verdicts leave it out.",
         "",
-        "[page.html](page.html) shows a worked problem under all policies side by side, and",
-        "[stories.html](stories.html) a story under DMS and DMC; both open in any browser, from",
-        "the disk, with a slider over the queries and a choice of heads.",
-        "",
-        "| claim | where | verdict |",
-        "|---|---|---|",
-        *(f"| {each.claim} | {each.source} | **{each.verdict}** |" for each in verdicts),
+        "In a browser: [a problem](page.html) under all policies side by side, and "
+        "[a story](stories.html) under DMS and DMC.",
     ]
     for picture, caption in _PICTURES.items():
-        lines += ["", f"## {picture.removesuffix('.png').capitalize()}", "", caption, ""]
-        lines += [f"![{picture}]({picture})"]
-        for each in (verdict for verdict in verdicts if verdict.picture == picture):
-            lines += ["", f"- *{each.claim}* ({each.source}) **{each.verdict}.** {each.numbers}."]
-    lines += ["", "## Merged words", ""]
-    for each in (verdict for verdict in verdicts if verdict.picture.endswith(".html")):
-        lines += [f"- *{each.claim}* ({each.source}) **{each.verdict}.** {each.numbers}."]
+        lines += ["", f"![{picture}]({picture})", "", caption]
+    lines += [
+        "",
+        "**Limits.** Models of 11 million and 260 thousand parameters, where the DMC paper "
+        "(arXiv 2403.09636, figures 6 to 12) has 7 to 70 billion, and short retrofits. The claims "
+        "are of DMC alone; DMS is held to them as well, and *in part* means that some models pass. "
+        "DMC-C (figure 10) was not trained.",
+        "",
+        f"**Command.** `{results['command']}`, {results['device']}, {results['date']}.",
+    ]
     write_text(path, wrap("\n".join(lines)) + "\n")

@@ -403,6 +403,11 @@ def test_a_report_takes_the_place_of_files_alone(tmp_path):
         ("--model stories260", "--model stories260 (did you mean stories260k?)"),
         ("--model Reasoner", "--model Reasoner (did you mean reasoner-11m?)"),
         ("--adapter smollm2", "--adapter smollm2 (did you mean smollm2-135m-instruct-dms?)"),
+        ("--adapter reasoner-11m", "--adapter reasoner-11m: that is a model; give --model reas"),
+        (
+            "--model smollm2-135m-instruct-dms",
+            "--model smollm2-135m-instruct-dms: that is an adapter; give --adapter smol",
+        ),
     ],
 )
 def test_what_ships_is_suggested_where_its_name_is_nearly_given(

@@ -4,9 +4,10 @@ Seconds are estimates of computing alone: operations that are executed / (device
 What devices send to each other is not counted, so that on several of them they are the least.
 
 0.5 is between the shares of the peak that executed operations were measured at on one H200 (0.46
-for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training), which
-has the matrix units of an H100. On nothing else was it measured: other devices are taken to reach
-as much, and the report says so. B200 may not, whose attention has kernels of Ampere's products.
+for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training at commit
+e04d67c4), which has the matrix units of an H100. It was measured on nothing else: other devices are
+taken to reach as much, and the report says so. B200 may not, whose attention has kernels of
+Ampere's products.
 """
 
 import dataclasses

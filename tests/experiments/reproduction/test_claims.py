@@ -36,6 +36,11 @@ def test_no_error_stands_on_a_page_without_its_formula(name):
     assert not re.findall(r".*\*\*(?:holds|does not hold).*", text)
 
 
+def test_the_first_screen_of_the_readme_has_no_errors():
+    lines = (claims.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines[:40] if "±" in line]
+
+
 @pytest.fixture
 def made_up(monkeypatch):
     """Four problems, three trainings of one system, and votes of four chains."""
@@ -172,6 +177,7 @@ def test_a_value_of_another_report(monkeypatch, tmp_path):
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     assert claims.computed("json a.json rows 0 x .1f") == "3.0"
     assert claims.computed("json a.json rows 1 x / a.json rows 0 x .2f") == "0.50"
+    assert claims.computed("json 4800 / a.json rows 1 x ,.0f") == "3,200"
 
 
 def test_a_page_that_differs_is_named_and_mended(monkeypatch, tmp_path, capsys):

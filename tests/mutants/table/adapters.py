@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "adapters: equal prompts of two are read once",
         FOLDER + "prefill.py",
-        "return adapter, base, shard,",
-        "return base, shard,",
+        "request.priority, request.adapter, request.base, shard",
+        "request.priority, request.base, shard",
         (PREFIXES,),
     ),
     Mutant(

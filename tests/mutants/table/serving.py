@@ -19,7 +19,7 @@ APIS = "tests/serving/test_apis.py"
 MUTANTS = [
     Mutant(
         "serving: what a model of harmony thinks is content",
-        FOLDER + "call_formats.py",
+        FOLDER + "call_readers.py",
         'thought = channel is None or channel[1] == "analysis" or bool(to)',
         "thought = False",
         (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
@@ -360,14 +360,14 @@ MUTANTS = [
     ),
     Mutant(
         "serving: arguments of a call go on behind their end",
-        FOLDER + "call_formats.py",
+        FOLDER + "call_readers.py",
         "end = next(ends, len(text))",
         "end = len(text)",
         (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
     ),
     Mutant(
         "serving: what looked like a call and was none is lost",
-        FOLDER + "call_formats.py",
+        FOLDER + "call_readers.py",
         "        self.add_text(self._before + self._call.object.text)\n",
         "",
         (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
@@ -416,7 +416,7 @@ MUTANTS = [
     ),
     Mutant(
         "serving: a long parameter is searched from its beginning for every token",
-        FOLDER + "call_formats.py",
+        FOLDER + "call_readers.py",
         'self._searched = len(self.held) - len("</parameter>")',
         "self._searched = 0",
         (f"{CALLS}::test_long_parameters_are_searched_once",),
