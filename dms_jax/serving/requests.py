@@ -216,11 +216,11 @@ def _grammar(asked: Asked, form: AnswerForm) -> Grammar | None:
         rules += [f"output: {literal(header)} content", f"content: {asked.output}"]
         kinds.append("output")
     if tools is not None and tools.offered and calls is not None:
+        forced = tools.required or asked.output is not None
         for place, tool in enumerate(tools.callable):
-            if tool.strict or tools.required:
+            if tool.strict or forced:
                 with naming("tools", f"tools[{place}] ({tool.name})"):
                     Grammar.lark(f"start: {json_rule({'type': 'object', **tool.parameters})}")
-        forced = tools.required or asked.output is not None
         rules += calls.rules(tools.callable, parallel=tools.parallel, forced=forced)
         kinds.append("calls")
     rules += [f"answer: {' | '.join(kinds)}", *_thinking(form), r"TEXT: /(.|\n)*/"]
