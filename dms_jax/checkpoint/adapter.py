@@ -22,7 +22,7 @@ import numpy as np
 
 from dms_jax import policies
 from dms_jax.checkpoint import names
-from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, find, read_json
+from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, find, is_directory, read_json
 from dms_jax.checkpoint.low_rank import is_low_rank
 from dms_jax.checkpoint.weights import Tensors, Weights
 from dms_jax.config import ModelConfig
@@ -141,7 +141,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
     directory = expanded(path)
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise CheckpointError(f"there is no directory {directory} of an adapter")
     fields = _read_config(directory)
     if fields is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dms_jax.checkpoint import mxfp4, names
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, describe_adapter, of_run
-from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
+from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, is_directory, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checkpoint.weights import Tensors, Weights, tensor_files
@@ -117,7 +117,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             f"{plain(repr(path))}"
         )
     directory = expanded(path)
-    if directory.is_dir():
+    if is_directory(directory):
         return directory
     from dms_jax.checkpoint import gguf
 

@@ -44,6 +44,18 @@ def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
         raise CheckpointError(f"{plain(repr(path))} is no path: {error}") from error
 
 
+def is_directory(path: pathlib.Path) -> bool:
+    """Tell whether a directory is there.
+
+    Raises:
+        CheckpointError: that cannot be known: a directory above it may not be searched, say.
+    """
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
     """Find the regular file of this name in a checkpoint, following links; None if there is none.
 

@@ -108,7 +108,7 @@ def replaced(
         require(
             adapter.policy == before,
             f"Adapter {name!r} was trained for {adapter.policy}, and the one in its place for "
-            f"{before}. Make an engine with this one.",
+            f"{before}. Make an engine, or start the server, with this one.",
         )
         _check(model, name, adapter, policy)
         slots = slots.replaced(name, _read_by(policy, adapter))

@@ -525,6 +525,8 @@ class Engine:
                 f"adapter must be a name, or a list of one for each of {len(prompts)} prompts, got "
                 f"{show(adapter)}."
             )
+        for name in each:
+            self.check_adapter(name)
         tokens = encode_prompts(self.model, prompts)
         requests = make_requests(self.model.config, tokens, sampling, adapters=each)
         return self.serve(Source(requests, sampling, on_tokens=on_tokens))

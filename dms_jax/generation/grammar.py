@@ -244,10 +244,11 @@ class TokenMasks:
     Args:
       num_lanes: number of lanes (B).
       vocab_size: number of logits (V); word w of a lane has tokens 32 w ... 32 w + 31.
+      reused: whether `after` writes over the masks that it returned before, of a single device.
     """
 
-    def __init__(self, num_lanes: int, vocab_size: int):
-        self._shape = num_lanes, -(-vocab_size // BITS)
+    def __init__(self, num_lanes: int, vocab_size: int, *, reused: bool = True):
+        self._shape, self._reused = (num_lanes, -(-vocab_size // BITS)), reused
         self._executor: Any = None
         self._steps: Int[np.ndarray, "B words"] | None = None  # the masks of `after`
 
@@ -288,8 +289,9 @@ class TokenMasks:
     ) -> Int[np.ndarray, "B words"]:
         """Lets each request read the newest token of its lane; returns the masks behind them.
 
-        They are overwritten by the next call: whoever has the newest tokens has waited for the
-        program that read the last ones. To allocate megabytes takes longer than to fill them.
+        The next call overwrites them: whoever has the newest tokens has waited for the program that
+        read the last ones. To allocate megabytes takes longer than to fill them. On a mesh it does
+        not: tokens are read from one device, and another may still run that program.
 
         Args:
           requests: lane -> its request, of those that have a grammar and may go on.
@@ -302,7 +304,7 @@ class TokenMasks:
         tokens = newest.tolist()
         going = {lane: each for lane, each in requests.items() if tokens[lane] not in end_tokens}
         read = {lane: each.matcher.read(tokens[lane]) for lane, each in going.items()}
-        if self._steps is None:
+        if self._steps is None or not self._reused:
             self._steps = self.everything()
         others = np.ones(len(self._steps), bool)
         others[[lane for lane, fits in read.items() if fits]] = False

@@ -51,7 +51,10 @@ class InFlight:
 
     def __post_init__(self):
         self.last_tokens = np.zeros(self.runner.num_lanes, np.int32)
-        self._masks = TokenMasks(self.runner.num_lanes, self.runner.model.config.vocab_size)
+        model = self.runner.model
+        self._masks = TokenMasks(
+            self.runner.num_lanes, model.config.vocab_size, reused=model.mesh is None
+        )
 
     def collect_prompts(self) -> None:
         """Waits for prompts and first tokens, and records them in order.

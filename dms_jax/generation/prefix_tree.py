@@ -151,12 +151,15 @@ class PrefixTree:
         return upper
 
     def _cut_off(self, kept: Node) -> None:
-        """Removes the ends without a state that were used least recently, down to half the size."""
+        """Removes the ends without a state that were used least recently, down to half the size.
+
+        Those of prompts that wait stay.
+        """
         while self.size > MOST_TOKENS // 2:
             leaves = [
                 node
                 for node in self.root.leaves()
-                if node.state is None and node not in (kept, self.root)
+                if node.state is None and not node.waiting and node not in (kept, self.root)
             ]
             if not leaves:
                 return

@@ -214,6 +214,10 @@ class Prefixes:
     def begin(self, lane: int, request: "Request") -> None:
         """Notes that a request waits no more, but has a lane."""
         self._continued.pop(lane, None)
+        self.waits_no_more(request)
+
+    def waits_no_more(self, request: "Request") -> None:
+        """Takes a request that was noted out of those that wait."""
         if self.serves(request):
             self._tree(request).insert(request.prompt_array).waiting -= 1
 

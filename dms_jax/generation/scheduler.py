@@ -560,9 +560,13 @@ class Scheduler:
                     held = self.runner.reservation.bytes_of(request.slots)
                 record_usage(request, cached=0, live=0, **held)
         if any(each.state is State.DONE for each in changed):
-            left = [each for each in self.waiting if each.state is not State.DONE]
+            waiting = list(self.waiting)
             self.waiting.clear()
-            self.waiting.extend(left)
+            for each in waiting:
+                if each.state is State.DONE:
+                    self.runner.prefixes.waits_no_more(each)
+                else:
+                    self.waiting.append(each)
 
     def record_peak_bytes(self) -> None:
         """Adds the pages that are reserved now to the running requests' use of the cache."""

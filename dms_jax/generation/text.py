@@ -199,7 +199,7 @@ class TextTracker:
         found = self._find_stop(stream, tokens, final=final) if stop else None
         if found is not None:
             kept, text = found
-            del request.generated[kept:], request.logprobs[kept:]
+            del request.generated[kept:], request.logprobs[kept:], request.likeliest[kept:]
             request.finish_reason = "stop"
         elif request.finish_reason is not None:
             text = self._text(stream, tokens, len(tokens))

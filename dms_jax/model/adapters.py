@@ -132,7 +132,8 @@ class Slots:
         if adapter.rank > self.ranks[slot]:
             raise ConfigError(
                 f"Adapter {name!r} has low-rank updates of rank {adapter.rank}, and the engine was "
-                f"made for rank {self.ranks[slot]} in its place. Make an engine with this one."
+                f"made for rank {self.ranks[slot]} in its place. Make an engine, or start the "
+                "server, with this one."
             )
         adapters = (*self.adapters[:slot], adapter, *self.adapters[slot + 1 :])
         return dataclasses.replace(self, adapters=adapters)

@@ -123,9 +123,14 @@ class LanguageModel:
           parameters: a transformer, or the state of parts of one.
 
         Raises:
-          ConfigError: the model has no such parameter, or one of another shape or type; names the
-            first.
+          ConfigError: they are none, or the model has no such parameter, or one of another shape
+            or type; names the first.
         """
+        if not isinstance(parameters, nnx.Module | nnx.State):
+            raise ConfigError(
+                "Parameters are those of a transformer (model.transformer), or a state of it "
+                f"(flax.nnx.state), got {show(parameters)}."
+            )
         graph, state = nnx.split(self.transformer)
         held = dict(nnx.to_flat_state(state))
         given = parameters if isinstance(parameters, nnx.State) else nnx.state(parameters)

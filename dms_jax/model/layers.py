@@ -109,7 +109,7 @@ def contract(
         return jnp.tensordot(x, kernel, axes=inputs)
     halves = jnp.einsum(
         "...hn,hnm->h...m",
-        x.reshape(*x.shape[:-1], 2, -1),
+        x.reshape(*x.shape[:-1], 2, length // 2),
         kernel.reshape(2, length // 2, width),
         preferred_element_type=jnp.float32,
     )

@@ -28,7 +28,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dms_jax.checks import show
 from dms_jax.errors import (
+    BusyError,
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -190,7 +192,14 @@ class _Api:
             name, path = (check_field(each, fields.get(each), str) for each in _LOAD_FIELDS)
             if self._served.models.get(name) is None:
                 adapters = [each for each, own in self._served.models.items() if own is not None]
-                raise unknown_model(name, adapters)
+                raise RefusalError(
+                    f"There is no adapter {show(name)} here to be replaced, only "
+                    f"{', '.join(map(repr, adapters))}. Others are named when the server starts "
+                    "(--adapter NAME=DIRECTORY).",
+                    status=404,
+                    param=_LOAD_FIELDS[0],
+                    code="model_not_found",
+                )
             await self._engine.replace_adapter(name, path)
             response = JSONResponse(self._card(name))
         except CheckpointError as error:
@@ -411,6 +420,8 @@ def _as_refusal(error: Exception) -> RefusalError:
             )
         case QueueFullError(retry_after=seconds):
             return RefusalError(error, status=429, code="rate_limit_exceeded", retry_after=seconds)
+        case BusyError():
+            return RefusalError(error, status=409, retry_after=RETRY_FULL)
         case ClientDisconnect():
             return RefusalError("The client disconnected.", status=_CLIENT_CLOSED)
         case OtherProcessError():

@@ -76,6 +76,7 @@ def _check_echo(given: Mapping[str, Any], prompts: Sequence[Any], output: str | 
         (len(prompts) > 1, "several prompts in a request"),
         (given.get("n", 1) > 1, "several answers"),
         (output is not None, "structured answers"),
+        (bool(given.get("stop")), "stop strings, which the prompt may hold"),
     ):
         if is_there:
             raise RefusalError(f"echo: it is not served with {what}.", param="echo")

@@ -112,7 +112,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
     _check_answers(count, asked.choices, served.max_requests, field)
     prompts, form = encode(asked.prompts, served, field)
     room = served.max_tokens - max(map(len, prompts))
-    if room < 1:
+    if room < 1 and not (asked.echo and asked.max_new_tokens == 0):
         raise RefusalError(
             f"The prompt has {served.max_tokens - room:,} tokens, which leaves no room for an "
             f"answer in the {served.max_tokens:,} of a sequence here. Shorten it to at most "
@@ -133,10 +133,11 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         )
     if most is None:
         most = min(served.defaults.max_new_tokens, room)
-    grammar = _grammar(asked, form)
+    given, grammar = dict(asked.sampling), _grammar(asked, form)
     if asked.echo:
         ((first, *others),) = prompts
         prompts, grammar, most = [[first]], Opening(tuple(others)), most + len(others)
+        given["stop"] = ()  # the server's own too: the prompt may hold one
     if not most:
         raise RefusalError(
             f"{asked.max_field}: at least 1; 0 is for a prompt with echo=true that has more tokens "
@@ -145,7 +146,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         )
     sampling = dataclasses.replace(
         served.defaults,
-        **{"seed": seed, "logprobs": False} | dict(asked.sampling),
+        **{"seed": seed, "logprobs": False} | given,
         max_new_tokens=most,
         grammar=grammar,
     )
@@ -215,11 +216,11 @@ def _grammar(asked: Asked, form: AnswerForm) -> Grammar | None:
         rules += [f"output: {literal(header)} content", f"content: {asked.output}"]
         kinds.append("output")
     if tools is not None and tools.offered and calls is not None:
+        forced = tools.required or asked.output is not None
         for place, tool in enumerate(tools.callable):
-            if tool.strict or tools.required:
+            if tool.strict or forced:
                 with naming("tools", f"tools[{place}] ({tool.name})"):
                     Grammar.lark(f"start: {json_rule({'type': 'object', **tool.parameters})}")
-        forced = tools.required or asked.output is not None
         rules += calls.rules(tools.callable, parallel=tools.parallel, forced=forced)
         kinds.append("calls")
     rules += [f"answer: {' | '.join(kinds)}", *_thinking(form), r"TEXT: /(.|\n)*/"]

@@ -467,6 +467,7 @@ class Service:
                 except Exception as error:
                     self._recover(error)
             self._take_snapshot()
+            self._refuse_changes(DrainingError(_ENDING))
         except BaseException as error:  # clients that wait would wait for ever
             self._fail_all(error)
 
@@ -604,6 +605,13 @@ class Service:
         notify(job.listener, error)
         notify(job.after_chunk)
 
+    def _refuse_changes(self, error: Exception) -> None:
+        """Ends the changes of adapters that were not made."""
+        with self._changed:
+            changes, self._changes = self._changes, {}
+        for change in changes.values():
+            change.done.set_exception(error)
+
     def _fail_all(self, error: BaseException) -> None:
         """Ends every request because the thread ends, and admits no more."""
         _logger.critical("The engine has failed, and the server ends.", exc_info=error)
@@ -612,9 +620,7 @@ class Service:
             jobs = list(self._jobs.values())
             self._jobs.clear()
             self._queue.clear()
-            changes, self._changes = self._changes, {}
-        for change in changes.values():
-            change.done.set_exception(DrainingError(_FAILED))
+        self._refuse_changes(DrainingError(_FAILED))
         for job in jobs:
             for call, arguments in (
                 (job.listener, (DrainingError(_FAILED),)),

@@ -134,6 +134,7 @@ def test_requests_name_an_adapter_that_there_is():
     for adapter, said in (
         ("c", "There is no adapter 'c': there are a, b"),
         (["a", "c"], "There is no adapter 'c'"),
+        (["a", ["a"]], r"There is no adapter \['a'\]"),
         (["a"], "a list of one for each of 2 prompts, got"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -161,6 +162,7 @@ def test_an_update_that_does_not_fit_changes_nothing():
     large = low_rank.add_factors(stories().transformer, LowRank(5), large)
     large = dataclasses.replace(stories(), transformer=large)
     for given, adapters, said in (
+        (stories(), None, r"Parameters are those of a transformer \(model.transformer\)"),
         (small, None, r"embedding is float32\[31, 16\], and float32\[512, 64\] in this model"),
         (other, None, r"embedding is bfloat16\[512, 64\], and float32\[512, 64\]"),
         (adapted("a").transformer, None, "lora_a is no parameter of this model"),

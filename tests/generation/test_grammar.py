@@ -302,6 +302,17 @@ def test_an_opening_allows_its_next_token_alone_and_then_every_one():
     assert matcher.only == 69
 
 
+@pytest.mark.parametrize("reused", [True, False])
+def test_masks_of_a_step_are_overwritten_only_where_one_device_reads_them(reused):
+    masks, opening = TokenMasks(1, 70, reused=reused), grammar.Opening((9, 5))
+    request = {0: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening))}
+    first = masks.after(request, np.array([9]), end_tokens=())
+    before = first.copy()
+    second = masks.after(request, np.array([5]), end_tokens=())
+    assert (second == -1).all()
+    assert (first is second, (first == before).all()) == (reused, not reused)
+
+
 def test_masks_of_lanes_without_a_grammar_allow_everything():
     assert (TokenMasks(3, 70).next({}) == -1).all()
     assert TokenMasks(3, 70).everything().shape == (3, 3)
@@ -346,6 +357,7 @@ def test_a_grammar_is_kept_on_a_mesh():
     mesh = dms_jax.make_mesh(2, 2)
     model = dms_jax.load(assets.path("stories260k"), mesh=mesh)
     engine = Engine(model, dms_jax.Vanilla(), max_tokens=64, **SHAPE)
+    assert not InFlight(engine.runner, ())._masks._reused
     jax.monitoring.register_event_duration_secs_listener(count)
     found = engine.generate(PROMPTS, sampling=sampling)
     jax.monitoring.unregister_event_duration_listener(count)

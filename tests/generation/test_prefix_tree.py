@@ -74,3 +74,17 @@ def test_what_leads_to_no_state_is_cut_off_the_oldest_first(monkeypatch):
     assert tree.walk(array([1, 2, 3, 4]))[0] == [kept]
     assert tree.walk(array([9] * 4))[0] == [newest]
     assert [tree.walk(array([first] * 4))[1] for first in range(6, 9)] == [0, 0, 0]
+
+
+def test_prompts_that_wait_are_not_cut_off(monkeypatch):
+    """They are found again when they are read, and those that begin as they do share a state."""
+    monkeypatch.setattr(prefix_tree, "MOST_TOKENS", 10)
+    tree = PrefixTree()
+    waiting = [tree.insert(array([first] * 4)) for first in range(2)]
+    for node in waiting:
+        node.waiting = 1
+    read = tree.insert(array([2] * 2))
+    tree.insert(array([3] * 4))
+    assert [tree.insert(array([first] * 4)) for first in range(2)] == waiting
+    assert read.depth == 2
+    assert tree.walk(array([2] * 2))[0] == []

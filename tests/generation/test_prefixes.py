@@ -568,3 +568,24 @@ def check_consistent(prefixes: Prefixes) -> None:
     matched = np.flatnonzero(host._device_of >= 0)
     chex.assert_trees_all_equal(host._host_of[host._device_of[matched]], matched)
     assert np.count_nonzero(host._host_of >= 0) == len(matched)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_was_cancelled_while_it_waited_waits_no_more(name):
+    """No state is taken for it: no program ends where it parts from others."""
+    engine, given = engine_of(name, lanes=1), [DOCUMENT + each for each in QUESTIONS]
+    requests = [
+        make_request(engine.model.config, prompt, SHORT, index=index)
+        for index, prompt in enumerate(given)
+    ]
+    looks = iter([requests, [], []])
+
+    def incoming(wait):
+        engine.cancel([1, 2])
+        return next(looks, None)
+
+    engine.serve(Source([], SHORT, incoming=incoming))
+    assert [each.finish_reason for each in requests] == ["length", *["cancelled"] * 2, "length"]
+    trees = engine.runner.prefixes._trees.values()
+    nodes = [tree.insert(np.array(prompt, np.int32)) for tree in trees for prompt in given]
+    assert [node.waiting for node in nodes] == [0] * len(given)

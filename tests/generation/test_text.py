@@ -49,6 +49,7 @@ def stream(kind: str, tokens, sizes, *, stop=(), limit=None, end_tokens=(), prom
         fed = len(new) - (done == 0)
         running.generated += new
         running.logprobs += [0.0] * len(new)
+        running.likeliest += [(0, 0.0)] * len(new)
         running.steps.append(np.ones((2, fed), np.int32))
         done += size
         pieces.append(tracker.update(running))
@@ -173,7 +174,7 @@ def test_a_stop_string_is_found_whatever_the_chunks(kind):
             running, pieces = stream(kind, tokens, sizes, stop=stops)
             assert running.finish_reason == "stop"
             assert running.generated == tokens[:fewest]
-            assert len(running.logprobs) == fewest
+            assert len(running.logprobs) == len(running.likeliest) == fewest
             assert [len(each) for each in running.totals()] == [fewest - 1] * 2
             assert running.text == "".join(pieces) == decoded[:cut]
 

@@ -47,6 +47,7 @@ def test_only_a_single_narrow_vector_is_multiplied_beside_zeros(shape, inputs, d
 @pytest.mark.parametrize(
     ("vectors", "length", "width", "dtype", "halves"),
     [
+        (0, 512, 128, jnp.bfloat16, True),
         (1, 512, 128, jnp.bfloat16, True),
         (64, 512, 128, jnp.float16, True),
         (65, 512, 128, jnp.bfloat16, False),

@@ -143,7 +143,29 @@ def test_an_adapter_is_replaced_between_its_requests():
         service.replace_adapter("a", new)
 
 
-def test_a_client_may_replace_an_adapter_if_it_is_allowed(tmp_path):
+def test_nobody_waits_for_a_change_after_the_last_request_has_failed(monkeypatch):
+    service, refused = make_service(adapters={"a": adapted("a")}), []
+
+    def fail(source):
+        raise dms_jax.CapacityError("The pool is full.")
+
+    def replace():
+        with pytest.raises(DrainingError, match="about to end") as error:
+            service.replace_adapter("a", adapted("a"))
+        refused.append(error)
+
+    monkeypatch.setattr(service.engine, "serve", fail)
+    service.submit([tokens()], dms_jax.Sampling(max_new_tokens=4), print, adapter="a")
+    thread = threading.Thread(target=replace, daemon=True)
+    thread.start()
+    wait_until(lambda: "a" in service._changes)
+    service.close()
+    service.start()
+    thread.join(60)
+    assert refused
+
+
+def test_a_client_may_replace_an_adapter_if_it_is_allowed(tmp_path, monkeypatch):
     base = dms_jax.load(dms_jax.assets.path("stories260k"))
     base = dataclasses.replace(base, generation=stories().generation)
     dms_jax.save(
@@ -164,14 +186,22 @@ def test_a_client_may_replace_an_adapter_if_it_is_allowed(tmp_path):
         before = client.service.engine.runner.slots.adapters
         shipped = str(dms_jax.assets.path("smollm2-135m-instruct-dms"))
         for status, name, path, said in (
-            (404, "d", "x", "There is no model 'd' here, only 'a', 'b'."),
-            (404, "stories", "x", "There is no model 'stories' here, only 'a', 'b'."),
+            (404, "d", "x", "no adapter 'd' here to be replaced, only 'a', 'b'. Others are named"),
+            (404, "stories", "x", "no adapter 'stories' here to be replaced, only 'a', 'b'."),
             (400, "a", str(tmp_path / "no"), "adapter 'a': there is no directory"),
+            (400, "a", str(tmp_path / ("no" * 500)), "cannot be read: [Errno"),
             (400, "a", shipped, "trained on another base"),
             (400, "a", None, "lora_path must be a text, got None"),
         ):
             assert said in load(status, lora_name=name, lora_path=path)["error"]["message"]
         assert client.service.engine.runner.slots.adapters[1] is before[1]
+        with monkeypatch.context() as patch:  # another client's is on its way
+            patch.setitem(client.service._changes, "a", None)
+            patch.setattr(client.service, "_replace_adapters", lambda queued: None)
+            fields = dict(lora_name="a", lora_path=str(tmp_path / "c"))
+            response = client.send(fields, path="/v1/load_lora_adapter")
+            assert (response.status, response.getheader("Retry-After")) == (409, "1")
+            assert b"is being replaced already" in response.read()
         assert load(200, lora_name="a", lora_path=str(tmp_path / "c"))["id"] == "a"
         after = client.service.engine.runner.slots.adapters
         assert [x is y for x, y in zip(before, after, strict=True)][1:] == [False, True]

@@ -605,6 +605,16 @@ REFUSED = [
         "tools",
         "tools[0] (get_weather): The grammar cannot be compiled",
     ),
+    (  # which an answer may call in place of its JSON
+        CHAT,
+        dict(
+            messages=[USER],
+            tools=[{"type": "function", "function": {**WEATHER, "parameters": {"properties": []}}}],
+            response_format={"type": "json_object"},
+        ),
+        "tools",
+        "tools[0] (get_weather): The grammar cannot be compiled",
+    ),
     (
         CHAT,
         dict(messages=[USER], tools=[TOOL], parallel_tool_calls=1),

@@ -1,12 +1,14 @@
 """What is not served: a clear error in OpenAI's form, and nothing runs."""
 
 import asyncio
+import dataclasses
 import json
 import time
 
 import pytest
 
 from dms_jax.errors import ConfigError
+from dms_jax.generation import Sampling
 from tests.serving.support import make_service, served
 
 MANY = "Once upon a time " * 60
@@ -31,6 +33,8 @@ REFUSED = [
     (False, dict(prompt=["a", "b"], echo=True), "echo", "several prompts"),
     (False, dict(prompt="a", echo=True, n=2), "echo", "several answers"),
     (False, dict(prompt="a", echo=True, guided_regex="a"), "echo", "structured answers"),
+    (False, dict(prompt="a", echo=True, stop="a"), "echo", "stop strings"),
+    (False, dict(prompt=[5] * 160, echo=True, max_tokens=1), "prompt", "at most 159"),
     (False, dict(prompt="a", max_tokens=0), "max_tokens", "at least 1"),
     (False, dict(prompt=[5], max_tokens=0, echo=True), "max_tokens", "more tokens than one"),
     (False, dict(prompt="a", presence_penalty=0.5), "presence_penalty", "not served"),
@@ -87,6 +91,17 @@ def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch)
     with pytest.raises(RefusalError, match="send the text as prompt to /v1/completions") as refused:
         body.parse(served(client.service))
     assert refused.value.param == "messages"
+
+
+def test_a_prompt_that_is_scored_may_fill_a_sequence_and_hold_stop_strings_of_the_server(client):
+    from dms_jax.serving.parsing import RequestBody
+
+    own = served(client.service)
+    own = dataclasses.replace(own, defaults=Sampling(stop=("a",)))
+    for more, stop, count in ((dict(echo=True, max_tokens=0), (), 159), ({}, ("a",), 1)):
+        body = dict(prompt=[5] * (160 if more else 159)) | more
+        parsed = RequestBody(json.dumps(body).encode(), "/v1/completions", seed=0).parse(own)
+        assert (parsed.sampling.stop_strings, parsed.sampling.max_new_tokens) == (stop, count)
 
 
 @pytest.mark.usefixtures("fakes")
