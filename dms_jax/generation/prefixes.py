@@ -113,7 +113,7 @@ class Prefixes:
       ConfigError: prefixes are to be kept on a mesh.
     """
 
-    def __init__(self, runner: "Runner", host_bytes: float | None):
+    def __init__(self, runner: "Runner", host_bytes: float | int | None):
         # Not a cycle, in which the memory of a runner would outlive it.
         self._runner, self._policy = weakref.proxy(runner), runner.policy
         self._on_mesh = runner.model.mesh is not None

@@ -377,7 +377,7 @@ def test_who_was_put_back_continues_where_it_was(name):
 
 
 def test_prefixes_on_a_mesh_are_refused():
-    model = dataclasses.replace(stories(), mesh=mock.sentinel.mesh)
+    model = dataclasses.replace(stories(), mesh=mock.Mock(spec=jax.sharding.Mesh))
     runner = mock.Mock(model=model)
     with pytest.raises(ConfigError, match=r"prefix_cache.*one device"):
         Prefixes(runner, 0)
