@@ -5,7 +5,7 @@ are RULER's, all of one length. kvpress (0.5.5 was compared) wants transformers 
 an environment of its own, by its interpreter (`kvpress_side`):
 
     uv venv peer && uv pip install -p peer/bin/python "kvpress==0.5.5" "transformers<5.3" torch
-    python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b.gguf \
+    python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b-instruct.gguf \
         --kvpress peer/bin/python --out experiments/results/kvpress
 
 Each layer is cut to a share of the prompt at its end. Compared are the positions that every layer
@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 import dms_jax
 from dms_jax.command_line.reports import make_folder, provenance, write_json
@@ -48,37 +48,42 @@ from dms_jax.policies import (
 from experiments.reproduction.files import table, wrap, write_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SIDE = "import pathlib, sys; from experiments.reproduction import kvpress_side as side; "
+SIDE = """
+import pathlib, sys
+from experiments.reproduction import kvpress_side
+kvpress_side.main(pathlib.Path(sys.argv[1]))
+"""
 _PAGE = """# dms_jax keeps what kvpress keeps
 
-The same weights in float32 (Qwen2.5-Coder-0.5B-Instruct), the same {prompts} prompts of {tokens} tokens (RULER: {tasks}),
-each cut once at its end: by presses of {told}, and by policies of dms_jax. Under the {policies} policies whose
-rule is the same, at least **{least:.2%}** of the positions that kvpress keeps are kept here, and every
-position that differs has a score within {furthest:.0e} of the edge, relative to it: rounding decides
-there. **{answers}** greedy answers of at most {new} tokens are equal to the last token.
+The same weights in float32 ({model}), the same {prompts} prompts of {tokens} tokens (RULER:
+{tasks}), each cut once at its end: by presses of kvpress ({told}), and by policies of dms_jax.
+Under the {policies} policies whose rule is the same, at least **{least:.3%}** of the positions
+that kvpress keeps are kept here, and every position that differs has a score within
+{furthest:.0e} of the edge, relative to it: rounding decides there. **{answers}** greedy answers
+of at most {new} tokens are equal to the last token.
 
 {table}
 
-removed: share of the prompt. same positions: of those that kvpress keeps, over all layers, KV heads
-and prompts. equal rows: KV heads of a layer in a prompt that agree on every position. furthest: of the
-positions that differ, the largest distance of kvpress's score from the highest score that it drops,
-relative to that. scores: largest and median relative difference of a position's score. answers:
-given from the smaller share removed, where nothing is evicted during the answer.
+removed: share of the prompt. same positions: of those that kvpress keeps, over all layers, KV
+heads and prompts. equal rows: KV heads of a layer in a prompt that agree on every position.
+furthest: of the positions that differ, the largest distance of kvpress's score from the highest
+score that it drops, relative to that. scores: largest and median relative difference of a
+position's score. answers: given from the smaller share removed, where nothing is evicted during
+the answer.
 
 Where rules differ:
 
 {reasons}
 
-Knorm's scores differ by up to 2**-13 because norms are compared in 12 bits here, so that equal tokens
-tie, and of equal tokens the latest stays.
+*Its rule* is ours, applied in NumPy to the press's own scores.
 
-Limits: three prompts of one small model on a CPU. kvpress reads a prompt once and hands every press what its hook
-would get. Prompts are cut with their questions; kvpress's leaderboard cuts the context alone and
-appends the question, which `ExpectedAttention(recent=...)` stands for here, with the question's
-queries among the others. RandomPress draws, and is left out. AdaKVPress masks keys where dms_jax frees
-pages: what is compared is what remains.
+Limits: three prompts of one small model on a CPU. kvpress reads a prompt once and hands every
+press what its hook would get. Prompts are cut with their questions; kvpress's leaderboard cuts
+the context alone and appends the question, which `ExpectedAttention(recent=...)` stands for here,
+with the question's queries among the others. RandomPress draws, and is left out. AdaKVPress masks
+keys where dms_jax frees pages: what is compared is what remains.
 
-    python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b.gguf
+    python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b-instruct.gguf
         --kvpress peer/bin/python --new-tokens {new}
 
 `data.json` has every figure and both sides' answers.
@@ -105,10 +110,11 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
 OTHER = {
     "TOVA": "the press always keeps the last token of a prompt, as its source says; the paper and "
     "dms_jax drop it where the last query hardly attends to it.",
+    "Knorm": "norms are compared in 12 bits here, so that equal tokens tie, and of equal norms the "
+    "latest stays.",
     "H2O": "ObservedAttentionPress ranks tokens by the mean weight of the queries that see them, "
     "and no token is kept for being recent. H2O, in the paper and here, takes the sum and gives "
-    "half of the budget to the most recent tokens. *Its rule* is that of the paper, applied to "
-    "the press's own weights.",
+    "half of the budget to the most recent tokens.",
 }
 # Beyond the prompt these evict a token for each new one, and presses do not.
 BY_TOKEN = ("TOVA", "StreamingLLM", "H2O")
@@ -172,9 +178,7 @@ def main(config: Config) -> None:
             "answered": [name for name in POLICIES if name not in BY_TOKEN],
         }
         write_json(config.work / "texts.json", asked)
-        command = [config.kvpress, "-c", SIDE + "side.main(pathlib.Path(sys.argv[1]))"]
-        if subprocess.run([*command, config.work.resolve()], cwd=ROOT, check=False).returncode:
-            raise dms_jax.ConfigError(f"--kvpress {config.kvpress}: it failed, as it said above.")
+        run_side(config.kvpress, config.work)
     ours = ours_of(model, texts, config)
     theirs, versions = peers(config)
     figures = {
@@ -189,6 +193,21 @@ def main(config: Config) -> None:
     report = {"versions of kvpress's side": versions, "policies": figures, "answers": answers}
     write_json(config.out / "data.json", provenance(config) | report)
     write_text(config.out / "README.md", wrap(page(config, versions, figures, answers)))
+
+
+def run_side(python: pathlib.Path, work: pathlib.Path) -> None:
+    """Runs kvpress's side in its own environment.
+
+    Raises:
+      ConfigError: it cannot be started, or failed.
+    """
+    command = [python.absolute(), "-c", SIDE, work.absolute()]
+    try:
+        failed = subprocess.run(command, cwd=ROOT, check=False).returncode
+    except OSError as error:
+        raise dms_jax.ConfigError(f"--kvpress {python}: {error.strerror}.") from error
+    if failed:
+        raise dms_jax.ConfigError(f"--kvpress {python}: it failed, as it said above.")
 
 
 def prompts(model: LanguageModel, config: Config) -> list[list[int]]:
@@ -319,15 +338,16 @@ def figures_of(name: str, budget: int, place: str, ours: Side, theirs: Side) -> 
     """
     mine, score = ours.kept[place], ours.scores[place]
     kept, want = theirs.kept[place], theirs.scores[place]
-    found = {"budget": budget} | agreement(mine, kept, want, pooled=name.startswith("AdaKV"))
+    pooled = name.startswith("AdaKV")
+    found: dict[str, Any] = {"budget": budget} | agreement(mine, kept, want, pooled=pooled)
     if name == "StreamingLLM":
         return found
     protected = np.isinf(score) | (want == want.max((1, 2, 3), keepdims=True))
     if name == "H2O":  # a sum over queries; the press takes the mean over those that see a key
         want = want * np.arange(want.shape[-1], 0, -1)
-        by_rule = h2o(want, budget)
+    if name in RULES:
+        by_rule = RULES[name](want, budget)
         found["by its rule"] = agreement(mine, by_rule, want, pooled=False)
-        protected |= np.isinf(score)
     error = np.abs(score - want)[~protected] / np.abs(want)[~protected]
     return found | {"scores": [float(error.max()), float(np.median(error))]}
 
@@ -349,7 +369,8 @@ def agreement(
     """
     axes = (2, 3) if pooled else (3,)
     edge = np.where(kept, -np.inf, scores).max(axes, keepdims=True)
-    distance = np.abs(scores - edge) / np.abs(edge)
+    with np.errstate(divide="ignore", invalid="ignore"):  # StreamingLLM's are 0 and 1
+        distance = np.abs(scores - edge) / np.abs(edge)
     differ = mine != kept
     return {
         "same": float((mine & kept).sum() / kept.sum()),
@@ -362,8 +383,21 @@ def h2o(sums: Float[np.ndarray, "L B K T"], budget: int) -> Bool[np.ndarray, "L 
     """Returns what H2O keeps: the larger half by recency, the rest by the sums of weights."""
     sums = np.array(sums)
     sums[..., sums.shape[-1] - (budget - budget // 2) :] = np.inf
-    rank = np.argsort(np.argsort(sums, -1, kind="stable"), -1)
-    return rank >= sums.shape[-1] - budget
+    return _latest_of_the_highest(sums, budget)
+
+
+def knorm(scores: Float[np.ndarray, "L B K T"], budget: int) -> Bool[np.ndarray, "L B K T"]:
+    """Returns what Knorm keeps of norms that have 12 bits behind the first."""
+    mantissa, exponent = np.frexp(scores.astype(np.float64))  # of 0.5 to 1
+    return _latest_of_the_highest(np.ldexp(np.round(mantissa * 2**13), exponent - 13), budget)
+
+
+def _latest_of_the_highest(scores: np.ndarray, budget: int) -> np.ndarray:
+    rank = np.argsort(np.argsort(scores, -1, kind="stable"), -1)
+    return rank >= scores.shape[-1] - budget
+
+
+RULES = {"H2O": h2o, "Knorm": knorm}
 
 
 def same_answers(pairs: list[list[list[int]]]) -> str:
@@ -399,6 +433,7 @@ def page(
     pairs = [pair for each in answers.values() for pair in each]
     heads = ["policy", "removed", "same positions", "equal rows", "furthest", "scores", "answers"]
     return _PAGE.format(
+        model=pathlib.Path(config.model).stem,
         told=", ".join(f"{name} {version}" for name, version in versions.items()),
         policies=len({place.split("/")[0] for place in alike}),
         least=least,
@@ -416,7 +451,7 @@ def page(
 def shares(each: dict[str, float]) -> list[str]:
     """Returns the cells of `agreement`."""
     part = f"{each['furthest']:.0e}" if each["same"] < 1 else "-"
-    return [f"{each['same']:.2%}", f"{each['rows']:.1%}", part]
+    return [f"{each['same']:.3%}", f"{each['rows']:.1%}", part]
 
 
 if __name__ == "__main__":

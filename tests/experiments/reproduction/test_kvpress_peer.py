@@ -1,5 +1,8 @@
 """What two sides keep, compared; what kvpress itself keeps is run by hand (its page says how)."""
 
+import pathlib
+import sys
+
 import numpy as np
 import pytest
 
@@ -39,6 +42,21 @@ def test_heads_that_compete_have_one_edge():
 def test_h2o_keeps_the_larger_half_by_recency():
     found = kvpress_peer.h2o(SCORES, 3)
     assert np.flatnonzero(found[0, 0, 0]).tolist() == [0, 4, 5]
+
+
+def test_norms_that_are_equal_in_12_bits_tie_and_the_latest_stays():
+    scores = -np.array([1 + 2**-14, 1.0, 1 + 2**-11, 1 - 2**-10])[None, None, None]
+    found = kvpress_peer.knorm(scores, 2)
+    assert np.flatnonzero(found[0, 0, 0]).tolist() == [1, 3]
+    assert np.flatnonzero(kvpress_peer.knorm(scores[..., [1, 0]], 1)).tolist() == [1]
+
+
+def test_kvpress_that_cannot_run_is_named_by_its_option(tmp_path):
+    with pytest.raises(dms_jax.ConfigError, match=r"--kvpress .*nothing: No such file"):
+        kvpress_peer.run_side(tmp_path / "nothing", tmp_path)
+    with pytest.raises(dms_jax.ConfigError, match="--kvpress .*it failed"):
+        # This environment has no kvpress.
+        kvpress_peer.run_side(pathlib.Path(sys.executable), tmp_path)
 
 
 def test_keys_that_are_left_are_found_in_any_order():
