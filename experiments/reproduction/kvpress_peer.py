@@ -56,9 +56,9 @@ kvpress_side.main(pathlib.Path(sys.argv[1]))
 _PAGE = """# dms_jax keeps what kvpress keeps
 
 The same weights in float32 ({model}), the same {prompts} prompts of {tokens} tokens (RULER:
-{tasks}), each cut once at its end: by presses of kvpress ({told}), and by policies of dms_jax.
-Under the {policies} policies whose rule is the same, at least **{least:.3%}** of the positions
-that kvpress keeps are kept here, and every position that differs has a score within
+{tasks}), each cut once at its end: by presses of kvpress {kvpress} ({beside}), and by policies of
+dms_jax. Under the {policies} policies whose rule is the same, at least **{least:.3%}** of the
+positions that kvpress keeps are kept here, and every position that differs has a score within
 {furthest:.0e} of the edge, relative to it: rounding decides there. **{answers}** greedy answers
 of at most {new} tokens are equal to the last token.
 
@@ -434,7 +434,8 @@ def page(
     heads = ["policy", "removed", "same positions", "equal rows", "furthest", "scores", "answers"]
     return _PAGE.format(
         model=pathlib.Path(config.model).stem,
-        told=", ".join(f"{name} {version}" for name, version in versions.items()),
+        kvpress=versions["kvpress"],
+        beside=", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch")),
         policies=len({place.split("/")[0] for place in alike}),
         least=least,
         furthest=furthest,
