@@ -1,0 +1,459 @@
+"""What kvpress and dms_jax keep of the same prompts, with the same weights, press by press.
+
+The weights are written in float32 as a Hugging Face directory that both sides read, and the prompts
+are RULER's, all of one length. kvpress (0.5.5 was compared) wants transformers < 5.3, so it runs in
+an environment of its own, by its interpreter (`kvpress_side`):
+
+    uv venv peer && uv pip install -p peer/bin/python "kvpress==0.5.5" "transformers<5.3" torch
+    python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b-instruct.gguf \
+        --kvpress peer/bin/python --out experiments/results/kvpress
+
+Each layer is cut to a share of the prompt at its end. Compared are the positions that every layer
+and KV head keeps, the scores, and greedy answers from what is kept, where both sides leave it alone
+during the answer. Writes README.md and data.json; what travels between the sides is in --work.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+import dms_jax
+from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.running import run
+from dms_jax.evaluation import Chat
+from dms_jax.evaluation.prompting import encode_problem, fit_task
+from dms_jax.evaluation.tasks import RULER
+from dms_jax.evaluation.tasks.ruler import RulerName
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import (
+    H2O,
+    TOVA,
+    AdaKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    Policy,
+    SnapKV,
+    StreamingLLM,
+)
+from experiments.reproduction.files import table, wrap, write_text
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SIDE = """
+import pathlib, sys
+from experiments.reproduction import kvpress_side
+kvpress_side.main(pathlib.Path(sys.argv[1]))
+"""
+_PAGE = """# dms_jax keeps what kvpress keeps
+
+The same weights in float32 ({model}), the same {prompts} prompts of {tokens} tokens (RULER:
+{tasks}), each cut once at its end: by presses of kvpress {kvpress} ({beside}), and by policies of
+dms_jax. Under the {policies} policies whose rule is the same, at least **{least:.3%}** of the
+positions that kvpress keeps are kept here, and every position that differs has a score within
+{furthest:.0e} of the edge, relative to it: rounding decides there. **{answers}** greedy answers
+of at most {new} tokens are equal to the last token.
+
+{table}
+
+removed: share of the prompt. same positions: of those that kvpress keeps, over all layers, KV
+heads and prompts. equal rows: KV heads of a layer in a prompt that agree on every position.
+furthest: of the positions that differ, the largest distance of kvpress's score from the highest
+score that it drops, relative to that. scores: largest and median relative difference of a
+position's score. answers: given from the smaller share removed, where nothing is evicted during
+the answer.
+
+Where rules differ:
+
+{reasons}
+
+*Its rule* is ours, applied in NumPy to the press's own scores.
+
+Limits: three prompts of one small model on a CPU. kvpress reads a prompt once and hands every
+press what its hook would get. Prompts are cut with their questions; kvpress's leaderboard cuts
+the context alone and appends the question, which `ExpectedAttention(recent=...)` stands for here,
+with the question's queries among the others. RandomPress draws, and is left out. AdaKVPress masks
+keys where dms_jax frees pages: what is compared is what remains.
+
+    python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b-instruct.gguf
+        --kvpress peer/bin/python --new-tokens {new}
+
+`data.json` has every figure and both sides' answers.
+"""
+TRIES = 200  # problems of a task among which one has just the length
+
+# Each policy as a function of the tokens that are kept, and of those of the whole request.
+POLICIES: dict[str, Callable[[int, int], Policy]] = {
+    "SnapKV, window 32": lambda kept, _: SnapKV(budget=kept, window=32, interval=None),
+    "SnapKV, window 64": lambda kept, _: SnapKV(budget=kept, window=64, interval=None),
+    "AdaKV(SnapKV)": lambda kept, _: AdaKV(SnapKV(budget=kept, interval=None)),
+    "ExpectedAttention": lambda kept, _: ExpectedAttention(budget=kept, interval=None),
+    "AdaKV(ExpectedAttention)": lambda kept, _: AdaKV(
+        ExpectedAttention(budget=kept, epsilon=1e-2, interval=None)
+    ),
+    "Knorm": lambda kept, _: Knorm(budget=kept, interval=None),
+    "KeyDiff": lambda kept, _: KeyDiff(budget=kept, interval=None),
+    "TOVA": lambda kept, _: TOVA(budget=kept),
+    # Its prompts are dense with a compression ratio alone.
+    "StreamingLLM": lambda kept, tokens: StreamingLLM(compression_ratio=tokens / kept),
+    "H2O": lambda kept, _: H2O(budget=kept),
+}
+# Rules of dms_jax that are not those of the press.
+OTHER = {
+    "TOVA": "the press always keeps the last token of a prompt, as its source says; the paper and "
+    "dms_jax drop it where the last query hardly attends to it.",
+    "Knorm": "norms are compared in 12 bits here, so that equal tokens tie, and of equal norms the "
+    "latest stays.",
+    "H2O": "ObservedAttentionPress ranks tokens by the mean weight of the queries that see them, "
+    "and no token is kept for being recent. H2O, in the paper and here, takes the sum and gives "
+    "half of the budget to the most recent tokens.",
+}
+# Beyond the prompt these evict a token for each new one, and presses do not.
+BY_TOKEN = ("TOVA", "StreamingLLM", "H2O")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Compare what kvpress and dms_jax keep."""
+
+    model: str
+    """Model with a tokenizer and a chat template: GGUF file, Hugging Face directory or hub id."""
+    kvpress: pathlib.Path | None = None
+    """Python of the environment that holds kvpress. Unless given, what it wrote into --work before
+    is read again."""
+    tasks: tuple[RulerName, ...] = ("niah_multikey_1", "niah_multivalue", "fwe")
+    """RULER's tasks, a prompt of each."""
+    tokens: int = 512
+    """Tokens of each prompt."""
+    ratios: tuple[float, ...] = (0.5, 0.75)
+    """Shares of a prompt that are removed; answers are given from the first."""
+    new_tokens: int = 32
+    """Tokens of each answer, at most."""
+    work: pathlib.Path = pathlib.Path("runs/kvpress")
+    """Folder for the weights, the prompts and what each side kept."""
+    out: pathlib.Path = pathlib.Path("runs/kvpress/page")
+    """Folder for README.md and data.json."""
+
+    def kept(self, ratio: float) -> int:
+        """Returns the tokens that a row keeps, as kvpress rounds them."""
+        return int(self.tokens * (1 - ratio))
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What one side kept of the prompts.
+
+    Attributes:
+      kept: mask of the positions by policy and ratio, as in "Knorm/0.5".
+      scores: the score of every position, likewise; inf for what is always kept.
+      answers: greedy answers by policy.
+    """
+
+    kept: dict[str, Bool[np.ndarray, "L B K T"]]
+    scores: dict[str, Float[np.ndarray, "L B K T"]]
+    answers: dict[str, list[list[int]]]
+
+
+def main(config: Config) -> None:
+    """Runs both sides and writes the page."""
+    make_folder("--out", config.out)
+    make_folder("--work", config.work)
+    model = dms_jax.load(config.model, dtype="float32")
+    texts = prompts(model, config)
+    if config.kvpress is not None:
+        dms_jax.save(model, "Vanilla", config.work / "model")
+        asked = {
+            "texts": texts,
+            "ratios": config.ratios,
+            "new_tokens": config.new_tokens,
+            "end": model.generation.eos_token_ids,
+            "answered": [name for name in POLICIES if name not in BY_TOKEN],
+        }
+        write_json(config.work / "texts.json", asked)
+        run_side(config.kvpress, config.work)
+    ours = ours_of(model, texts, config)
+    theirs, versions = peers(config)
+    figures = {
+        f"{name}/{ratio:g}": figures_of(name, config.kept(ratio), f"{name}/{ratio:g}", ours, theirs)
+        for name in POLICIES
+        for ratio in config.ratios
+    }
+    answers = {
+        name: [[ours.answers[name][n], theirs.answers[name][n]] for n in range(len(texts))]
+        for name in ours.answers
+    }
+    report = {"versions of kvpress's side": versions, "policies": figures, "answers": answers}
+    write_json(config.out / "data.json", provenance(config) | report)
+    write_text(config.out / "README.md", wrap(page(config, versions, figures, answers)))
+
+
+def run_side(python: pathlib.Path, work: pathlib.Path) -> None:
+    """Runs kvpress's side in its own environment.
+
+    Raises:
+      ConfigError: it cannot be started, or failed.
+    """
+    command = [python.absolute(), "-c", SIDE, work.absolute()]
+    try:
+        failed = subprocess.run(command, cwd=ROOT, check=False).returncode
+    except OSError as error:
+        raise dms_jax.ConfigError(f"--kvpress {python}: {error.strerror}.") from error
+    if failed:
+        raise dms_jax.ConfigError(f"--kvpress {python}: it failed, as it said above.")
+
+
+def prompts(model: LanguageModel, config: Config) -> list[list[int]]:
+    """Returns a prompt of each task, the first that has just the length.
+
+    Raises:
+      DataError: there is none.
+    """
+    found = []
+    for name in config.tasks:
+        probe = fit_task(model, RULER(name), Chat())
+        longest = getattr(probe.problem("test", 0), "answer_tokens", 0)
+        task = fit_task(model, RULER(name, length=config.tokens + longest), Chat())
+        for number in range(TRIES):
+            text = encode_problem(model, task.problem("test", number), Chat(), name=name)
+            if len(text) == config.tokens:
+                found.append(text)
+                break
+        else:
+            raise dms_jax.DataError(
+                f"none of {TRIES} problems of {name} has a prompt of {config.tokens} tokens; give "
+                "another number, or another task."
+            )
+    return found
+
+
+# -- our side --------------------------------------------------------------------------------------
+
+_cuts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # layer -> scores, mask of what is kept
+
+
+def _note(layer: Any, scores: Any, keep: Any) -> None:
+    _cuts[int(layer)] = np.asarray(scores), np.asarray(keep)
+
+
+@functools.cache
+def _noting(policy: type[Any]) -> type[Any]:
+    """Returns the class of a policy that notes the scores and the mask of every cut.
+
+    A prompt is appended, so before it is cut the slot of a token is its position.
+    """
+    traced: list[jax.Array] = []
+
+    class Noting(policy):
+        def scores(self, *given: Any) -> jax.Array:
+            traced.append(super().scores(*given))
+            return traced[-1]
+
+        def survivors(self, state: Any, chunk: Any, rows: Any, q: Any) -> jax.Array:
+            traced.clear()
+            keep = super().survivors(state, chunk, rows, q)
+            # StreamingLLM has no scores.
+            scores = traced[-1] if traced else keep
+            jax.debug.callback(_note, chunk.tokens.layer, scores, keep)
+            return keep
+
+    return Noting
+
+
+def ours_of(model: LanguageModel, texts: list[list[int]], config: Config) -> Side:
+    """Reads the prompts under every policy, and answers them from what it keeps."""
+    side = Side({}, {}, {})
+    for name, make in POLICIES.items():
+        for ratio in config.ratios:
+            answered = ratio == config.ratios[0] and name not in BY_TOKEN
+            # A second token is asked for, so that the prompt is cut before the answer ends.
+            new = config.new_tokens if answered else 2
+            policy = make(config.kept(ratio), config.tokens + new)
+            fields = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+            _cuts.clear()
+            done = dms_jax.generate(
+                model,
+                texts,
+                policy=_noting(type(policy))(**fields),
+                sampling=dms_jax.Sampling(temperature=0, max_new_tokens=new),
+            )
+            jax.effects_barrier()
+            layers = [_cuts[layer] for layer in range(model.config.num_layers)]
+            place = f"{name}/{ratio:g}"
+            side.scores[place], side.kept[place] = (
+                np.stack(each)[..., : config.tokens] for each in zip(*layers, strict=True)
+            )
+            if answered:
+                end = set(model.generation.eos_token_ids)
+                side.answers[name] = [
+                    [token for token in each.tokens if token not in end]
+                    for each in done.completions
+                ]
+            print(f"dms_jax: {place}", flush=True)
+    return side
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def peers(config: Config) -> tuple[Side, dict[str, str]]:
+    """Returns what kvpress kept, and the versions that it ran with.
+
+    Raises:
+      DataError: it has not run.
+    """
+    try:
+        said = json.loads((config.work / "peer.json").read_text(encoding="utf-8"))
+        arrays = dict(np.load(config.work / "peer.npz"))
+    except OSError as error:
+        raise dms_jax.DataError(
+            f"{error.filename}: {error.strerror}: give --kvpress, so that kvpress runs."
+        ) from error
+    kinds = {
+        kind: {
+            name.removeprefix(f"{kind}/"): array
+            for name, array in arrays.items()
+            if name.startswith(f"{kind}/")
+        }
+        for kind in ("kept", "scores")
+    }
+    return Side(**kinds, answers=said["answers"]), said["versions"]
+
+
+def figures_of(name: str, budget: int, place: str, ours: Side, theirs: Side) -> dict[str, Any]:
+    """Returns how far both sides agree on one policy at one ratio.
+
+    `same`: share of the positions that kvpress keeps that dms_jax keeps too. `rows`: share of the
+    rows (a KV head of a layer in a prompt) that are equal to the last position. `furthest`: of the
+    positions that differ, the largest distance of kvpress's score from the highest that it drops,
+    relative to that. `scores`: the largest and the median relative difference of two scores, of
+    positions that neither side protects.
+    """
+    mine, score = ours.kept[place], ours.scores[place]
+    kept, want = theirs.kept[place], theirs.scores[place]
+    pooled = name.startswith("AdaKV")
+    found: dict[str, Any] = {"budget": budget} | agreement(mine, kept, want, pooled=pooled)
+    if name == "StreamingLLM":
+        return found
+    protected = np.isinf(score) | (want == want.max((1, 2, 3), keepdims=True))
+    if name == "H2O":  # a sum over queries; the press takes the mean over those that see a key
+        want = want * np.arange(want.shape[-1], 0, -1)
+    if name in RULES:
+        by_rule = RULES[name](want, budget)
+        found["by its rule"] = agreement(mine, by_rule, want, pooled=False)
+    error = np.abs(score - want)[~protected] / np.abs(want)[~protected]
+    return found | {"scores": [float(error.max()), float(np.median(error))]}
+
+
+def agreement(
+    mine: Bool[np.ndarray, "L B K T"],
+    kept: Bool[np.ndarray, "L B K T"],
+    scores: Float[np.ndarray, "L B K T"],
+    *,
+    pooled: bool,
+) -> dict[str, float]:
+    """Returns `same`, `rows` and `furthest` of `figures_of`.
+
+    Args:
+      mine: what dms_jax keeps.
+      kept: what kvpress keeps.
+      scores: kvpress's scores.
+      pooled: whether the heads of a layer compete.
+    """
+    axes = (2, 3) if pooled else (3,)
+    edge = np.where(kept, -np.inf, scores).max(axes, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):  # StreamingLLM's are 0 and 1
+        distance = np.abs(scores - edge) / np.abs(edge)
+    differ = mine != kept
+    return {
+        "same": float((mine & kept).sum() / kept.sum()),
+        "rows": float((~differ.any(-1)).mean()),
+        "furthest": float(np.where(differ, distance, 0).max()),
+    }
+
+
+def h2o(sums: Float[np.ndarray, "L B K T"], budget: int) -> Bool[np.ndarray, "L B K T"]:
+    """Returns what H2O keeps: the larger half by recency, the rest by the sums of weights."""
+    sums = np.array(sums)
+    sums[..., sums.shape[-1] - (budget - budget // 2) :] = np.inf
+    return _latest_of_the_highest(sums, budget)
+
+
+def knorm(scores: Float[np.ndarray, "L B K T"], budget: int) -> Bool[np.ndarray, "L B K T"]:
+    """Returns what Knorm keeps of norms that have 12 bits behind the first."""
+    mantissa, exponent = np.frexp(scores.astype(np.float64))  # of 0.5 to 1
+    return _latest_of_the_highest(np.ldexp(np.round(mantissa * 2**13), exponent - 13), budget)
+
+
+def _latest_of_the_highest(scores: np.ndarray, budget: int) -> np.ndarray:
+    rank = np.argsort(np.argsort(scores, -1, kind="stable"), -1)
+    return rank >= scores.shape[-1] - budget
+
+
+RULES = {"H2O": h2o, "Knorm": knorm}
+
+
+def same_answers(pairs: list[list[list[int]]]) -> str:
+    """Returns how many answers are equal, as in "2 of 3"."""
+    return f"{sum(mine == theirs for mine, theirs in pairs)} of {len(pairs)}"
+
+
+def page(
+    config: Config,
+    versions: dict[str, str],
+    figures: dict[str, dict[str, Any]],
+    answers: dict[str, list[list[list[int]]]],
+) -> str:
+    """Returns README.md."""
+    rows = []
+    for place, each in figures.items():
+        name, ratio = place.split("/")
+        scores = each.get("scores")
+        given = answers.get(name) if float(ratio) == config.ratios[0] else None
+        row = [
+            name,
+            ratio,
+            *shares(each),
+            f"{scores[0]:.0e}, {scores[1]:.0e}" if scores else "-",
+            same_answers(given) if given else "-",
+        ]
+        rows.append(row)
+        if own := each.get("by its rule"):
+            rows.append([f"{name}, its rule", ratio, *shares(own), *row[-2:]])
+    alike = {place: each for place, each in figures.items() if place.split("/")[0] not in OTHER}
+    least = min(each["same"] for each in alike.values())
+    furthest = max(each["furthest"] for each in alike.values())
+    pairs = [pair for each in answers.values() for pair in each]
+    heads = ["policy", "removed", "same positions", "equal rows", "furthest", "scores", "answers"]
+    return _PAGE.format(
+        model=pathlib.Path(config.model).stem,
+        kvpress=versions["kvpress"],
+        beside=", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch")),
+        policies=len({place.split("/")[0] for place in alike}),
+        least=least,
+        furthest=furthest,
+        answers=same_answers(pairs),
+        prompts=len(config.tasks),
+        tokens=config.tokens,
+        new=config.new_tokens,
+        tasks=", ".join(config.tasks),
+        table=table(heads, rows),
+        reasons="\n".join(f"- **{name}**: {reason}" for name, reason in OTHER.items()),
+    )
+
+
+def shares(each: dict[str, float]) -> list[str]:
+    """Returns the cells of `agreement`."""
+    part = f"{each['furthest']:.0e}" if each["same"] < 1 else "-"
+    return [f"{each['same']:.3%}", f"{each['rows']:.1%}", part]
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

@@ -1,0 +1,102 @@
+"""What two sides keep, compared; what kvpress itself keeps is run by hand (its page says how)."""
+
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax import assets
+from dms_jax.policies import H2O, AdaKV, Knorm, SnapKV
+from experiments.reproduction import kvpress_peer, kvpress_side
+
+SCORES = np.array([9.0, 1, 8, 4, 7, 5])[None, None, None]  # [L, B, K, T]
+KEPT = SCORES > 4.5
+
+
+def test_equal_masks_agree():
+    found = kvpress_peer.agreement(KEPT, KEPT, SCORES, pooled=False)
+    assert found == {"same": 1, "rows": 1, "furthest": 0}
+
+
+def test_positions_that_differ_are_counted_and_measured_from_the_highest_that_is_dropped():
+    mine = KEPT.copy()
+    mine[..., [3, 4]] = True, False  # 4 instead of 7: the first is the edge itself
+    found = kvpress_peer.agreement(mine, KEPT, SCORES, pooled=False)
+    assert found == {"same": 0.75, "rows": 0, "furthest": pytest.approx(3 / 4)}
+
+
+def test_heads_that_compete_have_one_edge():
+    scores = np.concatenate([SCORES, SCORES / 100], axis=2)
+    kept = np.concatenate([SCORES > 0, SCORES < 0], axis=2)
+    mine = kept.copy()
+    mine[0, 0, 0, 1] = False  # scores 1, and the other head drops 0.09 at most
+    assert kvpress_peer.agreement(mine, kept, scores, pooled=True) == {
+        "same": pytest.approx(5 / 6),
+        "rows": 0.5,
+        "furthest": pytest.approx(0.91 / 0.09),
+    }
+
+
+def test_h2o_keeps_the_larger_half_by_recency():
+    found = kvpress_peer.h2o(SCORES, 3)
+    assert np.flatnonzero(found[0, 0, 0]).tolist() == [0, 4, 5]
+
+
+def test_norms_that_are_equal_in_12_bits_tie_and_the_latest_stays():
+    scores = -np.array([1 + 2**-14, 1.0, 1 + 2**-11, 1 - 2**-10])[None, None, None]
+    found = kvpress_peer.knorm(scores, 2)
+    assert np.flatnonzero(found[0, 0, 0]).tolist() == [1, 3]
+    assert np.flatnonzero(kvpress_peer.knorm(scores[..., [1, 0]], 1)).tolist() == [1]
+
+
+def test_kvpress_that_cannot_run_is_named_by_its_option(tmp_path):
+    with pytest.raises(dms_jax.ConfigError, match=r"--kvpress .*nothing: No such file"):
+        kvpress_peer.run_side(tmp_path / "nothing", tmp_path)
+    with pytest.raises(dms_jax.ConfigError, match=r"--kvpress .*it failed"):
+        kvpress_peer.run_side(pathlib.Path(sys.executable), tmp_path)
+
+
+def test_keys_that_are_left_are_found_in_any_order():
+    keys = np.arange(10.0).reshape(5, 2)
+    assert kvpress_side.find(keys, keys[[4, 1]]).tolist() == [False, True, False, False, True]
+    with pytest.raises(KeyError):
+        kvpress_side.find(keys, keys[:1] + 0.5)
+
+
+def test_an_answer_ends_before_its_end_token():
+    assert kvpress_side.until([5, 6, 2, 7], [1, 2]) == [5, 6]
+    assert kvpress_side.until([5, 6], [1, 2]) == [5, 6]
+
+
+@pytest.mark.nightly
+def test_our_side_notes_the_scores_and_the_mask_of_the_cut(monkeypatch):
+    policies = {
+        "Knorm": lambda kept, _: Knorm(budget=kept, interval=None),
+        "AdaKV": lambda kept, _: AdaKV(SnapKV(budget=kept, window=4, interval=None)),
+        "H2O": lambda kept, _: H2O(budget=kept),
+    }
+    monkeypatch.setattr(kvpress_peer, "POLICIES", policies)
+    model = dms_jax.load(assets.path("stories260k"), dtype="float32")
+    texts = np.random.default_rng(0).integers(3, 500, (2, 24)).tolist()
+    config = kvpress_peer.Config("-", tokens=24, ratios=(0.5, 0.75), new_tokens=3)
+    side = kvpress_peer.ours_of(model, texts, config)
+    shape = (model.config.num_layers, 2, model.config.num_kv_heads, 24)
+    for name in policies:
+        for ratio in config.ratios:
+            kept, scores = side.kept[f"{name}/{ratio}"], side.scores[f"{name}/{ratio}"]
+            assert kept.shape == scores.shape == shape
+            budget = config.kept(ratio)
+            assert (kept.sum(-1).mean(2) == budget).all()
+            if name != "AdaKV":
+                lowest = np.where(kept, scores, np.inf).min(-1)
+                assert (lowest >= np.where(kept, -np.inf, scores).max(-1)).all()
+    plain = dms_jax.generate(
+        model,
+        texts,
+        policy=Knorm(budget=12, interval=None),
+        sampling=dms_jax.Sampling(temperature=0, max_new_tokens=3),
+    )
+    assert side.answers["Knorm"] == [each.tokens for each in plain.completions]
+    assert set(side.answers) == {"Knorm", "AdaKV"}
