@@ -682,7 +682,7 @@ class Engine:
 
 
 def _with_slots(model: LanguageModel, slots: Slots | None) -> LanguageModel:
-    """Returns the model with several adapters in place of its own, if there are any."""
+    """Returns the model with the adapters of all slots joined; the model itself without slots."""
     if slots is None:
         return model
     return dataclasses.replace(model, transformer=slots.join(model))

@@ -97,7 +97,7 @@ class Opening:
     """The tokens that an answer begins with; behind them it is free.
 
     Attributes:
-      tokens: token ids, none of which may end an answer.
+      tokens: token ids; an end token is not allowed among them.
     """
 
     tokens: tuple[int, ...]

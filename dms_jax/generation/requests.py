@@ -59,8 +59,8 @@ class Completion:
       finish_reason: "end" for an end token, "stop" for a stop string, "length" for max_new_tokens
         or the model's last position, "cancelled" if `Engine.cancel` ended it.
       usage: the use of the cache.
-      likeliest: of an answer with an opening (`grammar.Opening`), the likeliest token in place of
-        each of its tokens, and the log-probability of that; None of others.
+      likeliest: the token with the highest logit at each position of the answer, and its
+        log-probability; only if the answer has an opening (`grammar.Opening`), else None.
     """
 
     text: str

@@ -141,7 +141,7 @@ class Runner:
 
     Attributes:
       num_lanes: number of lanes (B).
-      slots: the adapters that the model has in place of one; None if it has one at most.
+      slots: the adapters that requests choose from; None if the model has one or none.
       traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
       num_shards: number of devices with pages of their own.

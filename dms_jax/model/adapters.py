@@ -1,4 +1,4 @@
-"""Several adapters beside one model, of which each sequence has its own.
+"""Several adapters on one base model; each sequence chooses one.
 
 An adapter is a decision head (`layers.Adapter`), low-rank updates (`low_rank`), or both. Those of a
 model are stacked, and every token has the number of its own (its slot):
@@ -13,7 +13,7 @@ model are stacked, and every token has the number of its own (its slot):
 So updates of any ranks are one of their sum, and a product has the shape of one for any number of
 adapters: nothing is gathered by token, and weights are read once for all lanes of a step. The time
 of these products grows with the number of adapters; a rank of 16 of a width of 2,048 is 1% of a
-projection. Heads have all their logits computed, of which each token takes its own.
+projection. The decision heads of all adapters are computed, and each token selects its logits.
 """
 
 import dataclasses
@@ -150,7 +150,7 @@ class Slots:
         return LaneAdapters(*lanes)
 
     def join(self, model: LanguageModel) -> Transformer:
-        """Returns the transformer of a model with these adapters in place of its own."""
+        """Returns the transformer of a model with these adapters stacked into it."""
         arrays = {
             path: array
             for path, array in _arrays(model.transformer).items()

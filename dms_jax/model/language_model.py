@@ -142,7 +142,7 @@ class LanguageModel:
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise ConfigError(
                     f"{name} is {new.dtype}{list(new.shape)}, and {old.dtype}{list(old.shape)} in "
-                    "this model, for which its programs were compiled. Give it so, or make another "
+                    "this model, whose programs are compiled for that. Convert it, or make a new "
                     "engine."
                 )
             held[path] = held[path].replace(_placed_as(new, old))

@@ -197,7 +197,7 @@ class CallReader:
         self._before = ""  # what came before the call, should it be none
 
     def read(self, text: str) -> list[Piece]:
-        """Takes more text of the answer; returns what is known now."""
+        """Reads the next text of the answer; returns the pieces that it completes."""
         self.held += text
         while self.held and self.state():
             pass

@@ -113,7 +113,7 @@ class System:
     """A library and how it stores and reads keys and values.
 
     Attributes:
-      library: whose engine it is.
+      project: whose engine it is.
       lanes: most sequences at a time.
       cache: bytes for keys and values.
       longest: tokens of the longest sequence.
@@ -122,7 +122,7 @@ class System:
       policy: what dms_jax keeps.
     """
 
-    library: Literal["dms_jax", "vllm"]
+    project: Literal["dms_jax", "vllm"]
     lanes: int
     cache: float
     longest: int
@@ -133,7 +133,7 @@ class System:
     @property
     def label(self) -> str:
         """The name of its rows."""
-        if self.library == "dms_jax":
+        if self.project == "dms_jax":
             words = ["dms_jax", short(self.policy)]
         else:
             words = ["vLLM", str(self.backend), f"{self.lanes} sequences"]
@@ -263,7 +263,7 @@ def serve_loads(config: Config, system: System, pipe: Connection) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        engine = (Ours if system.library == "dms_jax" else Theirs)(config, system)
+        engine = (Ours if system.project == "dms_jax" else Theirs)(config, system)
         pipe.send(engine.start())
         while (load := pipe.recv()) is not None:
             seconds, expected = [], len(load.prompts) * load.new
@@ -349,7 +349,7 @@ def workers(config: Config, systems: Sequence[System]) -> Iterator[list[Worker]]
     held = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     try:
         for system in systems:
-            if system.library == "dms_jax":
+            if system.project == "dms_jax":
                 share = (system.cache + weight_bytes(config) + BESIDE) / 143e9
                 os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.3f}"
             made.append(Worker(config, system))
@@ -430,7 +430,7 @@ class Report:
 
     def about(self, worker: Worker) -> None:
         """Takes what a system runs on."""
-        name = worker.system.library
+        name = worker.system.project
         self.results["systems"].setdefault(name, worker.about)
 
     def add(self, part: str, load: str, system: str, **figures: Any) -> None:

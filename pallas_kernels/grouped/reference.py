@@ -84,7 +84,7 @@ def _blocks(
 
 
 def product_ragged_dot(x, matrices, counts, *, transposed: bool) -> Array:
-    """See `product_xla`."""
+    """Computes `product_xla` by `lax.ragged_dot_general`, a kernel on TPU."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -95,7 +95,7 @@ def product_ragged_dot(x, matrices, counts, *, transposed: bool) -> Array:
 
 
 def gradient_ragged_dot(x, gradient, counts) -> Array:
-    """See `gradient_xla`."""
+    """Computes `gradient_xla` by `lax.ragged_dot_general`, a kernel on TPU."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],
