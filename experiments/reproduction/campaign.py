@@ -694,6 +694,8 @@ def main(config: Config) -> int:
             left_out += 1
             continue
         begin = time.monotonic()
+        left = (campaign.end - begin) / 60
+        print(f"{piece.name}: begins, {left:.1f} minutes are left", flush=True)
         try:
             with _interrupted_at(campaign.end):
                 made = piece.work(campaign)
