@@ -3,7 +3,7 @@ r"""The papers' claims on one chat model, in pieces of at most 25 minutes of one
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --only list
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --minutes 25
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --only record \
-        --record experiments/results/qwen2.5-coder-1.5b/record.json
+        --record experiments/results/real_models/qwen2.5-coder-1.5b.json
 
 Each call does the pieces that are left, in their order or that of the patterns of `--only`, and is
 interrupted after `--minutes`. What a piece has made lies in `done/PIECE.json` of the run directory,
