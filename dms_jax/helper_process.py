@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import threading
@@ -122,6 +123,11 @@ class Helper:
                     self.close()
         return reply
 
+    @property
+    def busy(self) -> bool:
+        """Whether a question is asked at the moment."""
+        return self._lock.locked()
+
     def close(self) -> None:
         """End the process; the next question starts another one."""
         if self.running is not None:
@@ -131,3 +137,25 @@ class Helper:
     def forget(self) -> None:
         """Drop the process after a fork: it belongs to the parent."""
         self._lock, self.running = threading.Lock(), None
+
+
+class Helpers:
+    """Several processes of one program: threads that ask at the same time need not wait.
+
+    Args:
+      program: its file.
+      *arguments: those of its command line.
+      seconds: the most that an answer may take; then its process is killed.
+      count: the most processes. As many start as questions are asked at the same time.
+
+    Attributes:
+      each: the processes.
+    """
+
+    def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, count: int):
+        self.each = tuple(Helper(program, *arguments, seconds=seconds) for _ in range(count))
+
+    def ask(self, question: str) -> dict[str, Any]:
+        """Ask the first process that is free; see `Helper.ask`."""
+        free = next((helper for helper in self.each if not helper.busy), None)
+        return (random.choice(self.each) if free is None else free).ask(question)

@@ -126,8 +126,8 @@ def _scored(
         tuple(done.text for done in completions[index * chains : (index + 1) * chains])
         for index in range(count)
     ]
-    answers = [tuple(judge.answer(i, text) for text in own) for i, own in enumerate(texts)]
     judge.together((i, text) for i, own in enumerate(texts) for text in own)
+    answers = [tuple(judge.answer(i, text) for text in own) for i, own in enumerate(texts)]
     scores = [[judge(i, text) for text in own] for i, own in enumerate(texts)]
     answer_scores = [[judge.answer_score(i, each) for each in own] for i, own in enumerate(answers)]
 

@@ -4,9 +4,10 @@ An answer is looked for where the prompts request it (`\boxed{...}`, "the final 
 otherwise among the expressions of the text. Two answers are the same if they are the same number,
 expression, set, interval or word, however they are written: 0.5 is \frac{1}{2}.
 
-All of it happens in a process of its own (`mathematics_worker.py`), because sympy computes some
+All of it happens in processes of their own (`mathematics_worker.py`), because sympy computes some
 expressions for hours: there the time has a limit, whatever thread asks. What takes longer is no
-answer, or not the expected one, and is logged.
+answer, or not the expected one, and is logged. Reading a solution takes milliseconds, so as many
+threads as there are processors are answered side by side, and what was read is remembered.
 """
 
 import functools
@@ -18,15 +19,17 @@ from typing import Any
 from dms_jax.data.written_answers import readable
 from dms_jax.errors import CapacityError, plain
 from dms_jax.evaluation.extras import import_extra
-from dms_jax.helper_process import Helper
+from dms_jax.evaluation.sandbox import cores
+from dms_jax.helper_process import Helpers
 
 MAX_CHARACTERS = 20_000  # the end of a completion; an answer is short and comes last
 _SECONDS = 5  # limit for parsing and for comparing
 _logger = logging.getLogger("dms_jax")
-_worker = Helper(
+_workers = Helpers(
     pathlib.Path(__file__).with_name("mathematics_worker.py"),
     str(_SECONDS),
     seconds=6.0 * _SECONDS,  # of what keeps the worker's own limit from coming
+    count=cores(),
 )
 
 
@@ -35,6 +38,7 @@ def require_math_verify(task: str) -> None:
     import_extra("math_verify", package="Math-Verify", purpose=f"Judging the answers of {task}")
 
 
+@functools.lru_cache(maxsize=1 << 16)  # all chains of an evaluation: score and vote ask for it
 def find_answer(completion: str) -> str | None:
     r"""The answer of a completion in a normal form, as LaTeX; None where there is none.
 
@@ -76,7 +80,7 @@ def vote_of(answer: str) -> str:
 
 def _ask(what: str, given: Any) -> dict[str, Any]:
     try:
-        reply = _worker.ask(json.dumps({what: given}))
+        reply = _workers.ask(json.dumps({what: given}))
     except OSError as error:
         require_math_verify("mathematics")
         raise CapacityError(

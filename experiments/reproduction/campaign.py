@@ -3,13 +3,15 @@ r"""The papers' claims on one chat model, in pieces of at most 25 minutes of one
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --only list
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --minutes 25
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --only record \
-        --record experiments/results/qwen2.5-coder-1.5b/record.json
+        --record experiments/results/real_models/qwen2.5-coder-1.5b.json
 
-Each call does the pieces that are left, in their order, and begins none after `--minutes`; a
-training stops at a checkpoint then. What a piece has made lies in `done/PIECE.json` of the run
-directory, so that the same call goes on, also inside a piece: answers, trainings and lessons have
-journals and checkpoints of their own. `--only record` gathers what is done into one file with the
-score of every problem, which `experiments.reproduction.claims` reads.
+Each call does the pieces that are left, in their order or that of the patterns of `--only`, and is
+interrupted after `--minutes`. What a piece has made lies in `done/PIECE.json` of the run directory,
+so that the same call goes on, also inside a piece: answers, trainings and lessons have journals and
+checkpoints of their own. A piece that fails says why, and the others go on. `--only record` gathers
+what is done into one file with the score of every problem, which `experiments.reproduction.claims`
+reads. Trainings of other `--seeds` may run elsewhere, in a run directory with copies of `data`,
+`lessons` and `done/lessons-*`; the files of its `done`, copied back, belong to the record.
 
     lessons-SET              own answers to training problems, greedy ones among them; correct ones
                              are trained on. The last `held_out` questions of GSM8K are in no lesson
@@ -23,13 +25,18 @@ prompt and the longest answer (`share`). After eight worked examples (`gsm8k-8sh
 thousand tokens, so that a budget holds more than the question.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
 import json
+import os
 import pathlib
+import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -40,7 +47,7 @@ from dms_jax import recipes
 from dms_jax.command_line.options import find_model
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
-from dms_jax.command_line.self_taught.answering import choose, sample
+from dms_jax.command_line.self_taught.answering import choose, read_lessons, sample
 from dms_jax.command_line.self_taught.questions import read_questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Documents
@@ -80,13 +87,13 @@ class Config:
     left out, and says so."""
     out: pathlib.Path = pathlib.Path("runs/campaign")
     """Run directory. The same command goes on with what is there."""
-    only: str = "*"
-    """Pieces to do, as a pattern ("train-dms-3.3-*"); "list" says how all stand, "record" gathers
-    what is done."""
+    only: tuple[str, ...] = ("*",)
+    """Pieces to do, as patterns ("train-dms-3.3-*"), those of the first one first; "list" says how
+    all stand, "record" gathers what is done."""
     record: pathlib.Path | None = None
     """File for --only record; record.json in the run directory unless given."""
     minutes: float = 25.0
-    """No piece begins later than this, and a training stops."""
+    """Until pieces are interrupted, to go on with the same call."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and cache."""
 
@@ -231,7 +238,7 @@ class Piece:
     Attributes:
       name: for files and patterns.
       needs: pieces that must be done before.
-      work: does it and returns what `done/NAME.json` holds; None where time ran out.
+      work: does it and returns what `done/NAME.json` holds.
       file: what it reads, below the data; empty for nothing.
     """
 
@@ -333,14 +340,11 @@ class Campaign:
         found: list[Any] = []
         for kind in LESSONS:
             if self.mark(f"lessons-{kind}").exists():
-                own = self.self_taught(kind)
-                questions = read_questions(own, self.model(PLAIN))
-                answers = sample(own, self.model(PLAIN), questions, own.out / "answers")
-                found += choose(own, questions, answers, own.out).training
+                found += read_lessons(self.config.out / "lessons" / kind)
         return found
 
-    def train(self, name: str, seed: int) -> dict[str, Any] | None:
-        """Trains, or goes on; None if the time is over before its end."""
+    def train(self, name: str, seed: int) -> dict[str, Any]:
+        """Trains, or goes on."""
         training, folder = TRAININGS[name], self.config.out / "trainings" / f"{name}-{seed}"
         recipe = training.recipe(self.config)
         options: Any = dict(
@@ -349,21 +353,14 @@ class Campaign:
             out=folder,
             seed=seed,
             adapter_only=training.trainable != "all",
-            stop_after=max(self.end - time.monotonic(), 1.0),
             checkpoint_every=100,
             progress=False,
         )
         model = self.model(PLAIN)
-        try:
-            if training.policy is None:
-                dms_jax.train(model, **options)
-            else:
-                dms_jax.retrofit(model, training.policy, **options)
-        except KeyboardInterrupt:
-            if time.monotonic() < self.end:  # not ours
-                raise
-        if not (folder / "model").exists():
-            return None
+        if training.policy is None:
+            dms_jax.train(model, **options)
+        else:
+            dms_jax.retrofit(model, training.policy, **options)
         lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
         return {"training": name, "seed": seed, "steps": len(lines), "last": json.loads(lines[-1])}
 
@@ -669,24 +666,21 @@ def _frontier(task: str, system: str, temperature: float) -> Piece:
 
 
 def main(config: Config) -> int:
-    """Does what is left of the pieces that are asked for; 1 if the file of one is missing."""
+    """Does what is left of the pieces that are asked for; 1 if one failed or has no file."""
     campaign = Campaign(config)
     plan = list(pieces(config))
-    if config.only == "list":
+    if config.only == ("list",):
         for piece in plan:
             print(f"{'done' if campaign.mark(piece.name).exists() else 'left':5} {piece.name}")
         return 0
     make_folder("--out", config.out / "done")
     if not config.model:
         raise dms_jax.ConfigError("give --model, a chat model.")
-    if config.only == "record":
+    if config.only == ("record",):
         gather(campaign, plan)
         return 0
-    wanted = [piece for piece in plan if fnmatch.fnmatchcase(piece.name, config.only)]
-    if not wanted:
-        raise dms_jax.ConfigError(f"--only {config.only}: no piece is called so; see --only list.")
-    missing = 0
-    for piece in wanted:
+    left_out = 0
+    for piece in _wanted(plan, config.only):
         if campaign.mark(piece.name).exists():
             continue
         if time.monotonic() > campaign.end:
@@ -697,17 +691,57 @@ def main(config: Config) -> int:
             continue
         if piece.file and not (config.data / piece.file).exists():
             print(f"{piece.name}: left out: there is no {config.data / piece.file}")
-            missing += 1
+            left_out += 1
             continue
         begin = time.monotonic()
-        made = piece.work(campaign)
-        if made is None:
+        left = (campaign.end - begin) / 60
+        print(f"{piece.name}: begins, {left:.1f} minutes are left", flush=True)
+        try:
+            with _interrupted_at(campaign.end):
+                made = piece.work(campaign)
+        except KeyboardInterrupt:
+            if time.monotonic() < campaign.end:  # not ours
+                raise
             print(f"{piece.name}: the time is over; the same command goes on.")
             break
+        except Exception:  # the machine is lent for a while: what does not depend on it goes on
+            traceback.print_exc()
+            print(f"{piece.name}: failed", flush=True)
+            left_out += 1
+            continue
         seconds = time.monotonic() - begin
         write_json(campaign.mark(piece.name), made)
         print(f"{piece.name}: {seconds:.0f} s", flush=True)
-    return 1 if missing else 0
+    return 1 if left_out else 0
+
+
+def _wanted(plan: list[Piece], patterns: tuple[str, ...]) -> list[Piece]:
+    """The pieces of the first pattern, then those of the next.
+
+    Raises:
+      ConfigError: there are none of a pattern.
+    """
+    found: dict[str, Piece] = {}
+    for pattern in patterns:
+        own = {each.name: each for each in plan if fnmatch.fnmatchcase(each.name, pattern)}
+        if not own:
+            raise dms_jax.ConfigError(f"--only {pattern}: no piece is called so; see --only list.")
+        found = {**found, **own}  # a piece stays where it was found first
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _interrupted_at(end: float) -> Iterator[None]:
+    """Ctrl-C comes at a time of `time.monotonic`, unless the block has ended."""
+    wait = max(end - time.monotonic(), 0)
+    timer = threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # a signal that is on its way comes here, not behind the block
 
 
 def _safe(name: str) -> str:

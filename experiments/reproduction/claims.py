@@ -16,8 +16,9 @@ A number on a page carries its formula, in a comment that Markdown does not show
                                            the second; `worst`: the least sure one at a budget of
                                            more than 1.5 of its greedy chains
     sampled RECORD SYSTEM SYSTEM AXIS      the same with greedy points left out: what to distrust
-    votes RECORD SYSTEM CHAINS             score of the vote of so many chains; greedy: 0 chains
-    votes-gap RECORD SYSTEM CHAINS SYSTEM CHAINS, and likewise votes-reads (a ratio)
+    votes RECORD SYSTEM CHAINS [MEASURE]   score of the vote of so many chains ("9", or "9@0.7"
+                                           where several temperatures were asked); greedy: 0 chains
+    votes-gap RECORD SYSTEM CHAINS SYSTEM CHAINS [MEASURE], and likewise votes-reads (a ratio)
     json FILE KEY ... [/ FILE KEY ...] FORMAT    a value of another report, or the ratio of two; a
                                            number may stand for either
     verdict FORMULA > BOUND [and FORMULA > BOUND ...]
@@ -50,11 +51,11 @@ from dms_jax.evaluation.pareto import Level, gain_at
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
-RECORDS = {
+RECORDS = {  # of each model
+    "1.5b": "real_models/qwen2.5-coder-1.5b.json",  # written by `campaign`
     "0.5b": "real_models/qwen2.5-coder-0.5b.json",
     "135m": "real_models/smollm2-135m.json",
     "11m": "reasoner_11m/record.json",
-    "1.5b": "qwen2.5-coder-1.5b/record.json",  # written by `campaign`
 }
 PAGES = (
     "README.md",
@@ -264,23 +265,36 @@ def _sampled(name: str, left: str, right: str, axis: str, *measure: str) -> Meas
     return found
 
 
-def _point(name: str, system: str, chains: str) -> Point:
-    (found,) = (
+def _point(name: str, system: str, chains: str, *measure: str) -> Point:
+    """The point of the longest answers."""
+    whole = points(name, (system,), *measure).points
+    count, _, temperature = chains.partition("@")
+    found = [
         point
-        for point in points(name, (system,)).points
-        if point.length == max(each.length for each in points(name, (system,)).points)
-        and (point.greedy if chains == "0" else not point.greedy and point.chains == int(chains))
-    )
-    return found
+        for point in whole
+        if point.length == max(each.length for each in whole)
+        and (point.greedy if count == "0" else not point.greedy and point.chains == int(count))
+        and temperature in ("", f"{point.temperature:g}")
+    ]
+    if len(found) != 1:
+        there = ", ".join(point.label for point in found or whole)
+        raise DataError(f"votes of {chains} chains of {system} are one of {there}: which?")
+    return found[0]
 
 
-def _votes_gap(name: str, left: str, chains: str, right: str, others: str) -> Measured:
-    one, other = _point(name, left, chains), _point(name, right, others)
+def _two_points(
+    name: str, left: str, chains: str, right: str, others: str, *measure: str
+) -> tuple[Point, Point]:
+    return _point(name, left, chains, *measure), _point(name, right, others, *measure)
+
+
+def _votes_gap(*words: str) -> Measured:
+    one, other = _two_points(*words)
     return difference(one.scores["vote"], other.scores["vote"])
 
 
-def _votes_reads(name: str, left: str, chains: str, right: str, others: str) -> float:
-    one, other = _point(name, left, chains), _point(name, right, others)
+def _votes_reads(*words: str) -> float:
+    one, other = _two_points(*words)
     return one.budget("reads") / other.budget("reads")
 
 
@@ -404,6 +418,20 @@ def formulas(text: str) -> int:
 
 # -- pictures -------------------------------------------------------------------------------------
 
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture of what a record has, drawn as soon as the record is there.
+
+    Attributes:
+      record: its name.
+      draw: draws it into a file, from the record of a name.
+    """
+
+    record: str
+    draw: Callable[[pathlib.Path, str], None]
+
+
 COLOURS = {  # the same on every picture
     "plain": "#222222",
     "control": "#8a8a8a",
@@ -416,87 +444,159 @@ COLOURS = {  # the same on every picture
     "H2O": "#5d6d7e",
     "StreamingLLM": "#d68910",
 }
-CURVES = {  # of GSM8K: name -> systems
-    "DMS": ("nine", "low-rank@2", "low-rank-to-8@8:*", "low-rank-to-4@4:*"),
-    "KVpop": ("kvpop@2", "kvpop", "kvpop@4", "kvpop@8"),
-    "KVzap": ("kvzap@2", "kvzap", "kvzap@4", "kvzap@8"),
-    "ExpectedAttention": (
-        *("expected-attention@2", "expected-half-more", "expected-attention"),
-        *("expected-attention@4", "expected-attention@8"),
-    ),
-    "SnapKV": ("snapkv@2", "snapkv", "snapkv@4", "snapkv@8"),
-    "TOVA": ("tova@2", "tova-half-more", "tova", "tova@4", "tova@8"),
-    "H2O": ("h2o@2", "h2o", "h2o@4", "h2o@8"),
-    "StreamingLLM": ("streamingllm@2", "streamingllm", "streamingllm@4", "streamingllm@8"),
-}
+Curves = dict[str, tuple[str, ...]]  # name -> systems
 
 
-def draw_curves(path: pathlib.Path) -> None:
-    """GSM8K against the peak of live tokens, every method at every budget that was asked."""
+def draw_curves(path: pathlib.Path, name: str, *, title: str, curves: Curves) -> None:
+    """GSM8K against the peak of live tokens, every method at every budget that was asked.
+
+    Systems that the record does not have yet are left out.
+    """
     from matplotlib.figure import Figure
+
+    asked = {row["system"] for row in record(name)["rows"] if row["measure"] == "gsm8k"}
+    asked |= set(record(name).get("groups", {}))
+
+    def point(system: str) -> tuple[float, Measured]:
+        """The peak, and the score in percent."""
+        score = mean_over_seeds(scores(name, system, "gsm8k"))
+        return _mean(name, system, "gsm8k", "peak"), Measured(100 * score.value, 100 * score.error)
 
     figure = Figure(figsize=(8.6, 4.8), layout="constrained")
     axes = figure.subplots()
-    whole = scores("0.5b", "plain", "gsm8k")
-    base = mean_over_seeds(whole)
-    axes.axhline(100 * base.value, color=COLOURS["plain"], linewidth=1, linestyle=":")
-    peak = _mean("0.5b", "plain", "gsm8k", "peak")
-    axes.errorbar(
-        [peak], [100 * base.value], yerr=[100 * base.error], color=COLOURS["plain"], marker="s"
-    )
-    axes.annotate("the model itself, greedy", (peak, 100 * base.value), (-8, 8), ha="right",
+    peak, base = point("plain")
+    drawn = [(peak, base)]
+    axes.axhline(base.value, color=COLOURS["plain"], linewidth=1, linestyle=":")
+    axes.errorbar([peak], [base.value], yerr=[base.error], color=COLOURS["plain"], marker="s")
+    axes.annotate("the model itself, greedy", (peak, base.value), (-8, 8), ha="right",
                   textcoords="offset points", color=COLOURS["plain"])  # fmt: skip
-    for name, systems in CURVES.items():
-        found = [
-            (_mean("0.5b", s, "gsm8k", "peak"), mean_over_seeds(scores("0.5b", s, "gsm8k")))
-            for s in systems
-        ]
+    for method, systems in curves.items():
+        found = [point(each) for each in systems if each.partition(":")[0] in asked]
+        if not found:
+            continue
         found.sort(key=lambda each: each[0])
+        drawn += found
         axes.errorbar(
             [x for x, _ in found],
-            [100 * y.value for _, y in found],
-            yerr=[100 * y.error for _, y in found],
-            color=COLOURS[name],
+            [y.value for _, y in found],
+            yerr=[y.error for _, y in found],
+            color=COLOURS[method],
             marker="o",
             markersize=4,
             capsize=2,
-            linewidth=2 if name == "DMS" else 1.1,
-            label=name,
+            linewidth=2 if method == "DMS" else 1.1,
+            label=method,
         )
-    prompt = 105  # tokens of a question with its template, on average
-    axes.axvspan(60, prompt, color="#000000", alpha=0.05, linewidth=0)
-    axes.text(prompt - 1, 0.6, "the prompt alone", ha="right", fontsize=8, color="#555555")
-    axes.set_xlim(60, 420)
+    least = min(x for x, _ in drawn) / 1.07
+    prompt = 105  # tokens of a question with Qwen's template, on average
+    if least < prompt:
+        axes.axvspan(least, prompt, color="#000000", alpha=0.05, linewidth=0)
+        axes.text(prompt - 1, 0.6, "the prompt alone", ha="right", fontsize=8, color="#555555")
     axes.set_xscale("log")
-    ticks = [64, 80, 105, 127, 200, 300, 386]
+    axes.set_xlim(least, 1.09 * max(x for x, _ in drawn))
+    ticks = [each for each in (64, 80, prompt, 127, 200, 300) if least < each < 0.9 * peak]
+    ticks.append(round(peak))
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_ylim(0, 31)
-    axes.set_xlabel("peak of live tokens, mean over layers and heads (the model itself: 386)")
-    axes.set_ylabel("GSM8K, % of 1,319 problems, greedy")
-    axes.set_title(
-        "Qwen2.5-Coder-0.5B-Instruct: DMS holds a third of the tokens (nine trainings pooled there)"
+    axes.set_ylim(0, max(1.0, 1.13 * max(y.value for _, y in drawn)))
+    axes.set_xlabel(
+        f"peak of live tokens, mean over layers and heads (the model itself: {peak:.0f})"
     )
+    count = len(rows(name, "plain", "gsm8k")[-1]["scores"])
+    axes.set_ylabel(f"GSM8K, % of {count:,} problems, greedy")
+    axes.set_title(title)
     axes.legend(loc="lower right", fontsize=8, ncols=2)
     axes.grid(alpha=0.2)
     figure.savefig(path, dpi=120)
 
 
-def draw_frontier(path: pathlib.Path) -> None:
-    """Votes against reads and peak, with the greedy chain of every system."""
+def draw_frontier(
+    path: pathlib.Path, name: str, *, title: str, systems: dict[str, str], measure: str = "gsm8k"
+) -> None:
+    """Votes against reads and peak, with the greedy chain of every system.
+
+    Args:
+      path: the picture.
+      name: the record.
+      title: above it.
+      systems: of the record, and how the picture names them.
+      measure: the task.
+    """
     from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 
-    names = {"plain:8": "plain", "control:8": "trained further", "from-attention:8": "DMS, 3.0x"}
-    found = points("0.5b", tuple(names))
-    renamed = [dataclasses.replace(each, system=names[each.system]) for each in found.points]
-    hyperscaling_figure(
-        path,
-        Hyperscaling({}, tuple(renamed)),
-        title="GSM8K, Qwen2.5-Coder-0.5B: votes at 0.7 (dots), one greedy chain (squares)",
+    found = points(name, tuple(systems), measure)
+    renamed = [dataclasses.replace(each, system=systems[each.system]) for each in found.points]
+    hyperscaling_figure(path, Hyperscaling({}, tuple(renamed)), title=title)
+
+
+def _frontier_of_1_5b(task: str, measure: str) -> Picture:
+    return Picture(
+        "1.5b",
+        functools.partial(
+            draw_frontier,
+            title=f"{task}, Qwen2.5-Coder-1.5B: votes (dots), one greedy chain (squares)",
+            systems={"plain": "plain", "dms-3.3:*": "DMS, 3.3x"},
+            measure=measure,
+        ),
     )
 
 
-PICTURES = {"real_models/gsm8k.png": draw_curves, "real_models/frontier.png": draw_frontier}
+PICTURES = {
+    "real_models/gsm8k.png": Picture(
+        "0.5b",
+        functools.partial(
+            draw_curves,
+            title="Qwen2.5-Coder-0.5B-Instruct: DMS holds a third of the tokens (nine trainings "
+            "pooled there)",
+            curves={
+                "DMS": ("nine", "low-rank@2", "low-rank-to-8@8:*", "low-rank-to-4@4:*"),
+                "KVpop": ("kvpop@2", "kvpop", "kvpop@4", "kvpop@8"),
+                "KVzap": ("kvzap@2", "kvzap", "kvzap@4", "kvzap@8"),
+                "ExpectedAttention": (
+                    *("expected-attention@2", "expected-half-more", "expected-attention"),
+                    *("expected-attention@4", "expected-attention@8"),
+                ),
+                "SnapKV": ("snapkv@2", "snapkv", "snapkv@4", "snapkv@8"),
+                "TOVA": ("tova@2", "tova-half-more", "tova", "tova@4", "tova@8"),
+                "H2O": ("h2o@2", "h2o", "h2o@4", "h2o@8"),
+                "StreamingLLM": (
+                    *("streamingllm@2", "streamingllm", "streamingllm@4", "streamingllm@8"),
+                ),
+            },
+        ),
+    ),
+    "real_models/frontier.png": Picture(
+        "0.5b",
+        functools.partial(
+            draw_frontier,
+            title="GSM8K, Qwen2.5-Coder-0.5B: votes at 0.7 (dots), one greedy chain (squares)",
+            systems={
+                "plain:8": "plain",
+                "control:8": "trained further",
+                "from-attention:8": "DMS, 3.0x",
+            },
+        ),
+    ),
+    "real_models/gsm8k-1.5b.png": Picture(
+        "1.5b",
+        functools.partial(
+            draw_curves,
+            title="Qwen2.5-Coder-1.5B-Instruct: what is held, and what is solved",
+            curves={
+                "control": ("control:*",),
+                "DMS": ("dms-3.3@2:*", "dms-3.3:*", "dms-8:*"),
+                "KVpop": ("kvpop:*",),
+                "ExpectedAttention": ("expected/peak", "expected/share"),
+                "SnapKV": ("snapkv-64/peak", "snapkv-64/share"),
+                "TOVA": ("tova/peak", "tova/share"),
+                "H2O": ("h2o/peak", "h2o/share"),
+                "StreamingLLM": ("streamingllm/peak", "streamingllm/share"),
+            },
+        ),
+    ),
+    "real_models/frontier-gsm8k-1.5b.png": _frontier_of_1_5b("GSM8K", "gsm8k"),
+    "real_models/frontier-math500-1.5b.png": _frontier_of_1_5b("MATH-500", "math500"),
+}
 
 
 def main(config: Config) -> int:
@@ -517,8 +617,9 @@ def main(config: Config) -> int:
         if config.write and wrong:
             page.write_text(right, encoding="utf-8")
     if config.write:
-        for name, draw in PICTURES.items():
-            draw(RESULTS / name)
+        for name, picture in PICTURES.items():
+            if (RESULTS / RECORDS[picture.record]).exists():
+                picture.draw(RESULTS / name, picture.record)
         return 0
     return 1 if differs else 0
 

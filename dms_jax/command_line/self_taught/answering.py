@@ -120,18 +120,16 @@ def choose(
         for number in questions.held_out
     ]
     if (folder / "lessons.json").exists():
-        lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
-        training = [_exchange(json.loads(line)) for line in lines]
         figures = json.loads((folder / "lessons.json").read_text(encoding="utf-8"))
-        return Lessons(training, held_out, figures)
+        return Lessons(read_lessons(folder), held_out, figures)
     training: list[Exchange] = []
     rows: list[dict[str, Any]] = []
     counts: collections.Counter[str] = collections.Counter()
-    for (number, k), completion in sorted(answers.items()):
-        if number in questions.held_out:
-            continue
+    own = [each for each in sorted(answers.items()) if each[0][0] not in questions.held_out]
+    scores = questions.scores([(number, each.text) for (number, _), each in own])
+    for ((number, k), completion), score in zip(own, scores, strict=True):
         ended = completion.finish_reason == "end"
-        correct = questions.score(number, completion.text) == 1
+        correct = score == 1
         counts["sampled"] += 1
         counts["ended"] += ended
         counts["correct"] += correct
@@ -161,6 +159,12 @@ def choose(
     (folder / ".lessons.jsonl").replace(folder / "lessons.jsonl")
     write_json(folder / "lessons.json", figures)
     return Lessons(training, held_out, figures)
+
+
+def read_lessons(folder: pathlib.Path) -> list[Exchange]:
+    """What `choose` has written to be trained on."""
+    lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
+    return [_exchange(json.loads(line)) for line in lines]
 
 
 def _exchange(row: dict[str, Any]) -> Exchange:

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import pathlib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import dms_jax
@@ -50,11 +51,12 @@ class Questions:
     chat: Chat | None
     fingerprint: str
 
-    def score(self, number: int, text: str) -> float:
-        """The score of an answer; 0 if there is no judge."""
+    def scores(self, answers: Sequence[tuple[int, str]]) -> list[float]:
+        """The scores of answers, (number of the prompt, text) each; 0 if there is no judge."""
         if self.task is None:
-            return 0.0
-        return self.task.score(self.task.problem("train", number), text)
+            return [0.0] * len(answers)
+        task = self.task
+        return task.scores([(task.problem("train", number), text) for number, text in answers])
 
 
 def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:

@@ -39,6 +39,6 @@ arguments is done to those of the test, because tests of functions that sort or 
 at them; tests of other functions give a copy, or write down what they expect.
 """
 
-from dms_jax.evaluation.sandbox.confined import Call, Run, Sandbox, side_by_side
+from dms_jax.evaluation.sandbox.confined import Call, Run, Sandbox, cores, side_by_side
 
-__all__ = ["Call", "Run", "Sandbox", "side_by_side"]
+__all__ = ["Call", "Run", "Sandbox", "cores", "side_by_side"]

@@ -7,7 +7,9 @@ instructions: the problem alone, as lm-evaluation-harness puts it, most often af
 
 import collections
 import dataclasses
+import functools
 import re
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from dms_jax.data.tasks import Problem
@@ -19,6 +21,7 @@ from dms_jax.evaluation.mathematics import (
     vote_of,
 )
 from dms_jax.evaluation.records import Record
+from dms_jax.evaluation.sandbox import side_by_side
 from dms_jax.evaluation.tasks.files import FileTask
 
 META_PROMPT = (
@@ -124,6 +127,16 @@ class Mathematics(FileTask):
     def score(self, problem: Problem, completion: str) -> float:
         answer = self.answer(completion)
         return 0.0 if answer is None else self.score_answer(problem, answer)
+
+    def scores(self, pairs: Sequence[tuple[Problem, str]]) -> list[float]:
+        def judged(problem: Problem, completion: str) -> float:
+            answer = self.answer(completion)
+            if answer is None:
+                return 0.0
+            self.vote(answer)  # which is asked for afterwards, one by one, and remembered
+            return self.score_answer(problem, answer)
+
+        return side_by_side([functools.partial(judged, *pair) for pair in pairs])
 
     def score_answer(self, problem: Problem, answer: str) -> float:
         return float(is_same(problem.answers[0], answer))

@@ -1,8 +1,10 @@
 """Mathematical tasks on files: the prompts of appendix G, and answers in any writing."""
 
+import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,7 +13,7 @@ from dms_jax.evaluation import mathematics, mathematics_worker
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.statistics import majority
 from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
-from dms_jax.helper_process import Helper
+from dms_jax.helper_process import Helper, Helpers
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
 
@@ -214,12 +216,12 @@ def test_equal_expressions_are_one_vote_in_any_order(tmp_path, backwards):
 @pytest.fixture
 def hurried(monkeypatch):
     """Answers have one second each."""
-    program = mathematics._worker.program
+    program = mathematics._workers.each[0].program
     worker = Helper(program, "1", seconds=30.0)
-    monkeypatch.setattr(mathematics, "_worker", worker)
+    monkeypatch.setattr(mathematics, "_workers", worker)
     yield worker
     worker.close()
-    for each in (mathematics.is_same, mathematics.vote_of):
+    for each in (mathematics.find_answer, mathematics.is_same, mathematics.vote_of):
         each.cache_clear()
 
 
@@ -247,6 +249,50 @@ def test_a_judgement_that_ends_its_process_is_wrong(hurried, caplog):
     assert "it runs for more than 0 seconds" in caplog.text
     hurried.seconds = 30.0
     assert mathematics.is_same("1", "1.0")
+
+
+def test_what_was_judged_together_is_known(gsm8k, monkeypatch):
+    """Scores are those of one by one, and votes ask no process again."""
+    task = GSM8K(gsm8k, style="boxed")
+    texts = [f"Then \\boxed{{{each}}}." for each in ("10", "10.0", "11", "\\frac{20}{2}")] + ["no"]
+    problem = task.problem("test", 0)
+    one_by_one = [task.score(problem, each) for each in texts]
+    for each in (mathematics.find_answer, mathematics.is_same, mathematics.vote_of):
+        each.cache_clear()
+    judge = Judge(Questions("evaluate", (task,), "test", 0, None, (0,), (problem,)))
+    judge.together((0, each) for each in texts)
+    monkeypatch.setattr(mathematics, "_ask", None)
+    assert [judge(0, each) for each in texts] == one_by_one == [1, 1, 0, 1, 0]
+    answers = [judge.answer(0, each) for each in texts]
+    assert answers[0] == answers[1]
+    assert [judge.answer_score(0, each) for each in answers] == one_by_one
+
+
+_MEETING = """
+import json, pathlib, sys, time
+print("ready", flush=True)
+for line in sys.stdin:
+    mine, other = map(pathlib.Path, json.loads(line))
+    mine.touch()
+    while not other.exists():
+        time.sleep(0.01)
+    print(json.dumps({"met": mine.name}), flush=True)
+"""
+
+
+def test_questions_of_several_threads_are_answered_side_by_side(tmp_path):
+    """Each of two answers waits until the other question was asked."""
+    program = tmp_path / "meeting.py"
+    program.write_text(_MEETING)
+    helpers = Helpers(program, seconds=60.0, count=2)
+    places = [str(tmp_path / each) for each in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        told = pool.map(helpers.ask, map(json.dumps, (places, places[::-1])))
+        assert list(told) == [{"met": "a"}, {"met": "b"}]
+    assert helpers.ask(json.dumps(places)) == {"met": "a"}
+    assert helpers.each[1].running is not None
+    for each in helpers.each:
+        each.close()
 
 
 def test_aime(tmp_path):

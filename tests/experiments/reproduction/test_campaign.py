@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import pytest
 
@@ -43,7 +44,7 @@ def config(tmp_path):
 
 
 def call(config, only, **changes):
-    return campaign.main(dataclasses.replace(config, only=only, **changes))
+    return campaign.main(dataclasses.replace(config, only=tuple(only.split()), **changes))
 
 
 @pytest.fixture
@@ -96,6 +97,10 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
     assert all(len(own) == 4 for row in record["votes"] for own in row["scores"].values())
     assert claims.computed("gap tiny quest/share plain gsm8k") == "+0.0 ± 0.0"
     assert claims.computed("gain tiny quest plain peak") == "+0.0 ± 0.0"
+    assert claims.computed("votes tiny plain 3@0.7 gsm8k") == "0.0"
+    assert claims.computed("votes-gap tiny quest 3 plain 0") == "+0.0 ± 0.0"
+    claims.PICTURES["real_models/gsm8k-1.5b.png"].draw(config.out / "drawn.png", "tiny")
+    assert (config.out / "drawn.png").stat().st_size > 0
     points = claims.points("tiny", ("plain",))
     assert points.has_greedy("plain")
     assert len(points.points) == 6
@@ -143,14 +148,80 @@ def test_what_cannot_be_done_yet_says_why(config, capsys):
     assert call(config, "ask-gsm8k-plain", minutes=1e-9) == 0
     assert "The time is over" in capsys.readouterr().out
     for changes, said in (
-        (dict(only="aks-*"), "no piece is called so"),
-        (dict(only="record"), "is done yet"),
+        (dict(only=("aks-*",)), "no piece is called so"),
+        (dict(only=("record",)), "is done yet"),
         (dict(model=""), "give --model"),
     ):
         with pytest.raises(dms_jax.ConfigError, match=said):
             campaign.main(dataclasses.replace(config, **changes))
     with pytest.raises(dms_jax.ConfigError, match="--lanes must be positive"):
         dataclasses.replace(config, lanes=0)
+
+
+def test_pieces_are_done_in_the_order_of_the_patterns(config):
+    plan = list(campaign.pieces(config))
+    wanted = campaign._wanted(plan, ("ask-arc-plain", "lessons-*", "ask-arc-*", "lessons-math"))
+    assert [piece.name for piece in wanted] == [
+        *("ask-arc-plain", "lessons-gsm8k", "lessons-math"),
+        *(f"ask-arc-{name}-0" for name in ("dms-3.3", "control", "dms-8", "kvpop", "all-3.3")),
+    ]
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Makes a plan of pieces, by what they do."""
+
+    def plan(**work):
+        monkeypatch.setattr(
+            campaign, "pieces", lambda config: [campaign.Piece(n, (), w) for n, w in work.items()]
+        )
+
+    return plan
+
+
+def never_ends(_):
+    while True:
+        time.sleep(0.01)
+
+
+def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys):
+    made_up(quick=lambda _: {"is": "done"}, endless=never_ends, behind=lambda _: {})
+    assert call(config, "*", minutes=0.01) == 0
+    assert "endless: the time is over; the same command goes on." in capsys.readouterr().out
+    assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
+
+
+def test_ctrl_c_ends_a_call_before_its_time(config, made_up):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    made_up(stop=stop)
+    with pytest.raises(KeyboardInterrupt):
+        call(config, "*")
+
+
+def test_pieces_behind_one_that_fails_are_done(config, made_up, capsys):
+    made_up(broken=lambda _: {}["key"], sound=lambda _: {"is": "done"})
+    assert call(config, "*") == 1
+    said = capsys.readouterr()
+    assert "broken: failed" in said.out
+    assert "KeyError: 'key'" in said.err
+    assert [path.stem for path in (config.out / "done").iterdir()] == ["sound"]
+    assert call(config, "sound") == 0
+
+
+def test_a_training_elsewhere_needs_the_lessons_alone(config):
+    """Neither the model nor the answers that they were chosen from."""
+    own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
+    folder = config.out / "lessons" / "math"
+    folder.mkdir(parents=True)
+    rows = [{"question": 0, "answer": 0, "prompt": [1, 2], "response": [3]}] * 2
+    (folder / "lessons.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert own.documents() == []  # not done yet
+    own.mark("lessons-math").parent.mkdir()
+    own.mark("lessons-math").write_text("{}")
+    told = [(each.prompt.tolist(), each.response.tolist()) for each in own.documents()]
+    assert told == [([1, 2], [3])] * 2
 
 
 def test_names_are_unique_and_what_they_wait_for_stands_before_them(config):

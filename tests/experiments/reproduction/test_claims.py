@@ -127,6 +127,15 @@ def test_votes_by_hand():
     assert claims.computed("votes m small 0") == "50.0"  # greedy
     assert claims.computed("votes-reads m small 9 plain 0") == "1.8"
     assert claims.computed("votes-gap m small 9 plain 0").startswith("-25.0 ± ")
+    assert claims.computed("votes m plain 4@0.7 gsm8k") == claims.computed("votes m plain 4")
+    assert claims.computed("votes m plain 0 math500") == "75.0"
+    for asked, said in (("4@0.5", "8-1@0, 8-1@0.7, 8-4@0.7: which"), ("5", "which")):
+        with pytest.raises(DataError, match=said):
+            claims.computed(f"votes m plain {asked}")
+    claims.record("m")["votes"].append(claims.record("m")["votes"][1] | dict(temperature=1.0))
+    with pytest.raises(DataError, match=r"one of 8-4@0\.7, 8-4@1: which"):
+        claims.computed("votes m plain 4")
+    assert claims.computed("votes m plain 4@1") == claims.computed("votes m plain 4@0.7")
     # The small cache's best, 50%, is below one greedy plain chain, 75%, wherever both have budgets.
     assert claims.computed("gain m small plain reads").startswith("-25.0 ± ")
     # Of points beyond 15 reads there is one, of nine chains for 18; nothing is above 75% there.
@@ -185,7 +194,13 @@ def test_a_page_that_differs_is_named_and_mended(monkeypatch, tmp_path, capsys):
     page.write_text("solves 1.0<!--= score m plain gsm8k -->%, **shown**<!--= a -->\n")
     monkeypatch.setattr(claims, "ROOT", tmp_path)
     monkeypatch.setattr(claims, "PAGES", ("page.md",))
-    monkeypatch.setattr(claims, "PICTURES", {"drawn.png": lambda path: drawn.append(path.name)})
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    monkeypatch.setattr(claims, "RECORDS", {"m": "page.md", "later": "later.json"})
+    picture = {
+        name: claims.Picture(name, lambda path, name: drawn.append((path.name, name)))
+        for name in ("m", "later")
+    }
+    monkeypatch.setattr(claims, "PICTURES", {f"{name}.png": each for name, each in picture.items()})
     monkeypatch.setattr(claims, "computed", lambda word: "**shown**" if word == "a" else "2.5")
     drawn = []
     assert claims.main(claims.Config()) == 1
@@ -193,5 +208,5 @@ def test_a_page_that_differs_is_named_and_mended(monkeypatch, tmp_path, capsys):
     assert drawn == []
     assert claims.main(claims.Config(write=True)) == 0
     assert page.read_text().startswith("solves 2.5<!--= score m plain gsm8k -->%, **shown**")
-    assert drawn == ["drawn.png"]
+    assert drawn == [("m.png", "m")]
     assert claims.main(claims.Config()) == 0
