@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt32
 
 from dms_jax.generation.grammar import GrammarError, OpeningMatcher, TokenMasks
 from dms_jax.generation.programs import Steps
-from dms_jax.generation.requests import Request, check_finite
+from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter, Given
 
@@ -48,6 +48,7 @@ class InFlight:
         default_factory=collections.deque
     )
     _records: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    _prompts: list[Request] = dataclasses.field(default_factory=list)  # that records are of
 
     def __post_init__(self):
         self.last_tokens = np.zeros(self.runner.num_lanes, np.int32)
@@ -63,6 +64,7 @@ class InFlight:
           NotNumbersError: logits are not numbers.
         """
         records, self._records = self._records, []
+        self._prompts = []
         for record in records:
             record()
         self.drawn = frozenset()
@@ -191,6 +193,13 @@ class InFlight:
                 meter.prefilled += len(live)
 
         self._records.append(record)
+        self._prompts += requests.values()
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether there are prompts in flight, all of which are read further by later programs."""
+        unread = not self.drawn and bool(self._prompts)
+        return unread and all(each.state is State.PREFILL for each in self._prompts)
 
     def launch_first_tokens(
         self,

@@ -3,7 +3,7 @@
 A chunk of decode steps is one program, `decode`. Where grammars say which tokens may be drawn,
 each step is two, `advance` and `draw` (`grammar`).
 
-Each takes the cache as a donated argument and returns it. The page table is passed from the host,
+Each takes the cache as a donated argument and returns it. The page table is an argument of its own,
 is read-only inside, and is not part of the cache between programs. `Program` holds the compiler
 options of each platform; `Packed` makes the results of a program one transfer to the host.
 """
@@ -406,6 +406,21 @@ def detach_tail(cache: Cache) -> tuple[Cache, Tail | None]:
     """Returns the cache without its tail, and the tail, whose values the host must write."""
     tail = cache.pool.tail
     return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, tail=None)), tail
+
+
+@Program
+def update_table(
+    page_table: Int[Array, "L B K M"], cells: Int[Array, "3 n"]
+) -> Int[Array, "L B K M"]:
+    """Sets cells of a page table: (row, column, page), rows counted over layers, lanes and heads.
+
+    A row beyond the last one means none. The table that is given stays as it is: steps that were
+    launched read it.
+    """
+    rows, columns, pages = cells
+    flat = page_table.reshape(-1, page_table.shape[-1])
+    updated = flat.at[rows, columns].set(pages, mode="drop").reshape(page_table.shape)
+    return sharding.constrain(updated, None, None, None, None)
 
 
 @functools.partial(Program, donate_argnums=1, static_argnums=(9, 10))

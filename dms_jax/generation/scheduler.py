@@ -512,16 +512,16 @@ class Scheduler:
             self.runner.clear(list(ended))
         self._finish_waiting(cancelled)
 
-    def finish_and_notify(self) -> None:
+    def finish_and_notify(self, *, cancel: bool = True) -> None:
         """Ends what has ended, and then what was cancelled because of its updates.
 
-        What is cancelled while another chunk is in flight ends after it.
+        What is cancelled while another chunk is in flight ends after it. `cancel` is as in `finish`.
         """
-        self.finish()
+        self.finish(cancel=cancel)
         if self.notifier.on_tokens is None:
             return
         self.notifier.notify()
-        while self._cancelled_now():
+        while cancel and self._cancelled_now():
             self.finish()
             self.notifier.notify()
 
