@@ -20,7 +20,6 @@ from jaxtyping import Bool, Int
 
 from dms_jax.errors import CapacityError
 
-
 _CELL_NUMBERS = 3  # that say what a cell holds: its row, its column and the page
 
 
@@ -344,7 +343,9 @@ class PageAllocator:
         if changes is None:
             return None
         none = np.zeros(0, np.int64)
-        return np.stack([np.concatenate([none, *each]) for each in zip((none, none), *changes)])
+        return np.stack(
+            [np.concatenate([none, *each]) for each in zip((none, none), *changes, strict=True)]
+        )
 
     def _note_changes(self, rows: Int[np.ndarray, " n"], columns: Int[np.ndarray, " n"]) -> None:
         self._num_changes += len(rows)

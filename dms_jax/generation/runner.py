@@ -552,7 +552,8 @@ class Runner:
         )
         self.seen = self.seen + counts
         if self.host is not None:
-            assert program.tail is not None and program.table is not None
+            assert program.tail is not None
+            assert program.table is not None
             self.host.write(program.tail, program.table)
         return steps
 

@@ -515,7 +515,7 @@ class Scheduler:
     def finish_and_notify(self, *, cancel: bool = True) -> None:
         """Ends what has ended, and then what was cancelled because of its updates.
 
-        What is cancelled while another chunk is in flight ends after it. `cancel` is as in `finish`.
+        What is cancelled while another chunk is in flight ends after it. `cancel`: see `finish`.
         """
         self.finish(cancel=cancel)
         if self.notifier.on_tokens is None:

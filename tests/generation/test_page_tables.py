@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_steps_have_the_table_of_the_host(name, most, monkeypatch):
             table, stepping = arguments[3], arguments[5] > 0
             assert isinstance(table, jax.Array)
             expected = engine.runner.reservation.table(stepping=stepping)
-            np.testing.assert_array_equal(np.asarray(table), expected)
+            chex.assert_trees_all_equal(np.asarray(table), expected)
             given.append(table)
         if program is programs.update_table:
             updates.append(arguments[0])
@@ -46,7 +47,8 @@ def test_steps_have_the_table_of_the_host(name, most, monkeypatch):
         for _ in range(2):
             for prompt, one in zip(asked, engine.generate(asked, sampling=GREEDY), strict=True):
                 answered = answer(prompt, name=name)
-                assert one.tokens == answered.tokens and one.logprobs == answered.logprobs
+                assert one.tokens == answered.tokens
+                assert one.logprobs == answered.logprobs
         engine.runner.prefixes.clear()
     assert len(updates) > len(given) // 4
     assert len({id(each) for each in updates}) > 1
@@ -65,7 +67,8 @@ def test_a_table_that_has_not_changed_is_not_sent_again(monkeypatch):
     monkeypatch.setattr(programs.Program, "__call__", launched)
     sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
     engine.generate(prompts((3, 5)), sampling=sampling)  # two programs of four steps
-    assert len(given) == 2 and given[0] is given[1]
+    assert len(given) == 2
+    assert given[0] is given[1]
     assert all(isinstance(each, jax.Array) for each in given)
 
 
