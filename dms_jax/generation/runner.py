@@ -98,6 +98,7 @@ class StepsInFlight:
       newest: Int[B] on the device, the newest token of each lane after it.
       most: Int[B], the most tokens that each lane takes.
       end_tokens: token ids that end an answer.
+      endless: Bool[B], lanes whose answers they do not end.
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with, if so.
       epochs: Int[B], those of `Reservation` when it was launched.
@@ -107,6 +108,7 @@ class StepsInFlight:
     newest: Array
     most: Int[np.ndarray, " B"]
     end_tokens: tuple[int, ...]
+    endless: Bool[np.ndarray, " B"]
     tail: Tail | None
     table: Int[np.ndarray, "L B K M"] | None
     epochs: Int[np.ndarray, " B"]
@@ -115,6 +117,12 @@ class StepsInFlight:
 def sends_changes(size: int) -> bool:
     """Whether changes of a page table of so many cells are sent, and not all of it each time."""
     return size > 4 * CELLS
+
+
+def _joined(
+    remaining: Int[np.ndarray, " B"], endless: Bool[np.ndarray, " B"]
+) -> Int[np.ndarray, " B"]:
+    return (remaining + programs.ENDLESS * endless).astype(np.int32)
 
 
 def build_batch(
@@ -392,6 +400,10 @@ class Runner:
     # -- running ----------------------------------------------------------------------------------
 
     @property
+    def _no_lanes(self) -> Bool[np.ndarray, " B"]:
+        return np.zeros(self.num_lanes, bool)
+
+    @property
     def cached(self) -> tuple[Any, ...]:
         """What programs over the cache take first: weights, the cache, values in host memory."""
         host = None if self.host is None else self.host.rows
@@ -445,6 +457,7 @@ class Runner:
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
+        endless: Bool[np.ndarray, " B"] | None = None,
     ) -> StepsInFlight:
         """Launches C decode steps in one program (pages must be reserved); see `collect`.
 
@@ -456,16 +469,17 @@ class Runner:
           rule: sampling settings, or the tokens to look up instead of drawing.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
+          endless: lanes whose answers they do not end; None for no lane.
         """
-        cached = self.cached
+        cached, endless = self.cached, self._no_lanes if endless is None else endless
         table, own_table = self._table_of_steps(remaining > 0)
-        given = table, self.everywhere(tokens), remaining.astype(np.int32), seeds
+        given = table, self.everywhere(tokens), _joined(remaining, endless), seeds
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
                 *cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
-        return self._launched(steps, newest, most, end_tokens, tail, own_table)
+        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table)
 
     def decode_masked(
         self,
@@ -476,16 +490,18 @@ class Runner:
         make_masks: Callable[[Int[np.ndarray, " B"]], Int[np.ndarray, "B words"]],
         *,
         end_tokens: tuple[int, ...],
+        endless: Bool[np.ndarray, " B"] | None = None,
     ) -> StepsInFlight:
         """Launches one decode step whose tokens are drawn from those that masks allow.
 
         Args:
-          tokens, remaining, seeds, rule, end_tokens: as in `decode`.
+          tokens, remaining, seeds, rule, end_tokens, endless: as in `decode`.
           make_masks: called with the newest tokens while the layers run; see `Filter.allowed`.
         """
         cached, everywhere = self.cached, self.everywhere(tokens)
+        endless = self._no_lanes if endless is None else endless
         table, own_table = self._table_of_steps(remaining > 0)
-        given = table, everywhere, remaining.astype(np.int32)
+        given = table, everywhere, _joined(remaining, endless)
         with use_mesh(self.model.mesh):
             self.cache, step, tail = programs.advance(
                 *cached, *given, self.traced_policy, end_tokens
@@ -494,7 +510,7 @@ class Runner:
             steps, newest = programs.draw(self.model.transformer, step, everywhere, seeds, masked)
         newest.copy_to_host_async()  # the next masks wait for it
         most = np.minimum(remaining, 1).astype(np.int64)
-        return self._launched(steps, newest, most, end_tokens, tail, own_table)
+        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table)
 
     def _table_of_steps(
         self, stepping: Bool[np.ndarray, " B"]
@@ -530,13 +546,14 @@ class Runner:
         newest: Array,
         most: Int[np.ndarray, " B"],
         end_tokens: tuple[int, ...],
+        endless: Bool[np.ndarray, " B"],
         tail: Tail | None,
         table: Int[np.ndarray, "L B K M"] | None,
     ) -> StepsInFlight:
         """Counts steps that were launched; see `StepsInFlight`."""
         self.reservation.add_steps(most)
         epochs = self.reservation.epochs
-        return StepsInFlight(steps, newest, most, end_tokens, tail, table, epochs)
+        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs)
 
     def collect(self, program: StepsInFlight) -> Steps:
         """Waits for the oldest program in flight; returns its steps but those of released lanes."""
@@ -547,6 +564,7 @@ class Runner:
         # A lane without steps was idle, with the end token of its last answer perhaps, and may have
         # been taken since.
         ended = np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)
+        ended &= ~program.endless
         self.reservation.collect_steps(
             steps.lengths, ran=counts > 0, most=program.most, ended=ended, current=current
         )

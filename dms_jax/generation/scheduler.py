@@ -233,7 +233,8 @@ class Admission:
         Its last token is not cached.
         """
         tokens = len(request.before) + len(request.prompt) + request.max_new_tokens - 1
-        if request.given is None and (self.end_tokens or request.sampling.stop_strings):
+        by_token = bool(self.end_tokens) and not request.sampling.ignore_eos
+        if request.given is None and (by_token or request.sampling.stop_strings):
             return self._prompt_slots(request)
         return self._at_least(tokens)
 
