@@ -593,7 +593,7 @@ def test_who_was_cancelled_while_it_waited_waits_no_more(name):
 
 
 def test_copies_to_the_host_take_a_share_of_the_time(monkeypatch):
-    """What leaves the device behind them is dropped; what is too large for any has its turn, too."""
+    """What leaves behind them is dropped; what is too large for any has its turn, too."""
     engine = engine_of("keeps", 2)
     states = engine.runner.prefixes
     monkeypatch.setattr(prefixes_module, "TO_HOST", 100.0)
