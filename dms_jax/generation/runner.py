@@ -521,10 +521,11 @@ class Runner:
         """
         table = self.reservation.table(stepping=stepping)
         changes = self.reservation.allocator.take_changes()
-        known = self._table is not None and self._table.shape == table.shape
-        if not known or changes is None or not sends_changes(table.size):
+        on_device = self._table
+        known = on_device is not None and on_device.shape == table.shape
+        if changes is None or on_device is None or not (known and sends_changes(table.size)):
             # A copy: pages are released while it runs.
-            self._table = jax.device_put(self.everywhere(table.copy()))
+            on_device = jax.device_put(self.everywhere(table.copy()))
             changes = np.zeros((2, 0), np.int64)
         rows, columns = changes[:, changes[1] < table.shape[-1]]
         pages = table.reshape(-1, table.shape[-1])[rows, columns]
@@ -533,8 +534,9 @@ class Runner:
             some = np.stack([rows, columns, pages])[:, start : start + CELLS]
             cells[:, : some.shape[1]] = some
             with use_mesh(self.model.mesh):
-                self._table = programs.update_table(self._table, cells)
-        return self._table, None if self.host is None else table.copy()
+                on_device = programs.update_table(on_device, cells)
+        self._table = on_device
+        return on_device, None if self.host is None else table.copy()
 
     def no_cells(self, shape: tuple[int, ...]) -> Int[np.ndarray, "3 n"]:
         """Returns cells for `programs.update_table` of which none belongs to a table."""
