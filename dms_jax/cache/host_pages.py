@@ -44,6 +44,11 @@ class HostPages:
         """Number of host pages in use; one that several prefixes share counts once."""
         return len(self._uses) - len(self._free)
 
+    def bytes_of(self, pages: Int[np.ndarray, " n"]) -> int:
+        """Returns the bytes of those pages of the device that are not here yet."""
+        missing = int(np.count_nonzero(self._host_of[pages] == NO_PAGE))
+        return missing * sum(x[0].nbytes for x in jax.tree.leaves(self._pages))
+
     def add(
         self,
         pages: Int[np.ndarray, " n"],

@@ -20,6 +20,8 @@ from jaxtyping import Bool, Int
 
 from dms_jax.errors import CapacityError
 
+_CELL_NUMBERS = 3  # that say what a cell holds: its row, its column and the page
+
 
 class PageAllocator:
     """Allocates the pages of a pool to rows.
@@ -55,6 +57,8 @@ class PageAllocator:
         rows = (num_layers, num_sequences, num_kv_heads)
         self.reserved = np.zeros(rows, np.int32)
         self.table = np.full((*rows, 1), self.no_page, np.int32)
+        self._changes: list[tuple[np.ndarray, np.ndarray]] | None = []  # None: too many
+        self._num_changes = 0
         first_layers, first_pages = first
         shards = sequence_shards * head_shards
         self._shards = shards
@@ -127,6 +131,7 @@ class PageAllocator:
                 pages = self._pop(shard, count)
                 table[rows[own], columns[own]] = pages
                 self._rows[shard % self._shards, pages] = 1
+        self._note_changes(rows, columns)
         self.reserved = target
 
     def _pop(self, number: int, count: int) -> Int[np.ndarray, " n"]:
@@ -157,6 +162,7 @@ class PageAllocator:
             if own.any():
                 self._give_back(shard, table[rows[own], columns[own]], self._rows)
         table[rows, columns] = self.no_page
+        self._note_changes(rows, columns)
         self.reserved = target
 
     def _give_back(
@@ -278,7 +284,10 @@ class PageAllocator:
     ) -> None:
         width = int(counts.max(initial=0))
         self._widen(width)
-        self.table[:, sequence, :, :width][np.arange(width) < counts[..., None]] = pages
+        layers, heads, columns = np.nonzero(np.arange(width) < counts[..., None])
+        self.table[layers, sequence, heads, columns] = pages
+        num_sequences, num_heads = self.table.shape[1:3]
+        self._note_changes((layers * num_sequences + sequence) * num_heads + heads, columns)
         self.reserved = self.reserved.copy()
         self.reserved[:, sequence] = counts
 
@@ -323,6 +332,27 @@ class PageAllocator:
             return self.table[..., :width]
         pad = [(0, 0)] * 3 + [(0, width - self.table.shape[-1])]
         return np.pad(self.table, pad, constant_values=self.no_page)
+
+    def take_changes(self) -> Int[np.ndarray, "2 n"] | None:
+        """Returns the cells of the table that have changed since it was called, (row, column).
+
+        Rows are counted over layers, sequences and heads. A cell that changed twice may be there
+        twice. None stands for so many cells that the whole table is as easily copied.
+        """
+        changes, self._changes, self._num_changes = self._changes, [], 0
+        if changes is None:
+            return None
+        none = np.zeros(0, np.int64)
+        return np.stack(
+            [np.concatenate([none, *each]) for each in zip((none, none), *changes, strict=True)]
+        )
+
+    def _note_changes(self, rows: Int[np.ndarray, " n"], columns: Int[np.ndarray, " n"]) -> None:
+        self._num_changes += len(rows)
+        if self._num_changes > self.table.size // _CELL_NUMBERS:
+            self._changes = None
+        if self._changes is not None and len(rows):
+            self._changes.append((rows, columns))
 
     def _widen(self, width: int) -> None:
         if width > self.table.shape[-1]:

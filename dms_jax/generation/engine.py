@@ -19,6 +19,9 @@ the next one:
                                                             before it are given away meanwhile
     else                                                    all programs
 
+Prompts that steps of others interrupt stay in flight until they end: their next part and the next
+steps are launched while the device still runs the last ones.
+
 Updates of a chunk are sent when the next one is launched, except to such a listener. Equal prompts
 that are admitted together are prefilled once, and their sequence is copied to the other lanes.
 Requests whose copies do not fit into the pool wait again. Those that begin as others do wait until
@@ -394,17 +397,19 @@ class Call:
         in_flight.launch_steps(decoding, scheduler.seeds, self._rule(), num_steps)
         self._notifier.notify()  # of the chunk before
         reports_now = overlap.hands_over and bool(in_flight.drawn or before)
-        in_flight.collect_prompts()  # while the steps run
+        reads_on = in_flight.reads_on
+        if not reads_on:  # else their next parts are launched before the steps run
+            in_flight.collect_prompts()  # while the steps run
         in_flight.collect_steps(before)
         reservation.trim()
         scheduler.record_peak_bytes()
         if reports_now:  # newcomers do not wait for the steps to be told of their first tokens
-            scheduler.finish_and_notify()
+            scheduler.finish_and_notify(cancel=not reads_on)
         in_flight.collect_steps(len(in_flight.programs) - self._stays_in_flight())
         if overlap.waits:
             scheduler.finish_and_notify()
         else:
-            scheduler.finish()
+            scheduler.finish(cancel=not reads_on)
 
     def _stays_in_flight(self) -> int:
         """Returns how many programs of a chunk are collected behind the launch of the next one.

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
-from jaxtyping import Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from dms_jax.generation.grammar import GrammarError, OpeningMatcher, TokenMasks
 from dms_jax.generation.programs import Steps
-from dms_jax.generation.requests import Request, check_finite
+from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter, Given
 
@@ -48,6 +48,7 @@ class InFlight:
         default_factory=collections.deque
     )
     _records: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    _prompts: list[Request] = dataclasses.field(default_factory=list)  # that records are of
 
     def __post_init__(self):
         self.last_tokens = np.zeros(self.runner.num_lanes, np.int32)
@@ -63,6 +64,7 @@ class InFlight:
           NotNumbersError: logits are not numbers.
         """
         records, self._records = self._records, []
+        self._prompts = []
         for record in records:
             record()
         self.drawn = frozenset()
@@ -95,6 +97,7 @@ class InFlight:
           NotNumbersError, GrammarError: a request with a grammar cannot go on.
         """
         size, remaining = self.steps_a_program(num_steps), self.remaining(running)
+        endless = self._endless(running)
         if any(each.matcher is not None and remaining[lane] for lane, each in running.items()):
             assert rule is not None, "answers that are given have no grammar"
             self._launch_masked_steps(running, remaining, seeds, rule, num_steps)
@@ -109,6 +112,7 @@ class InFlight:
                 rule or given_tokens(running, remaining, size),
                 num_steps=size,
                 end_tokens=self.end_tokens,
+                endless=endless,
             )
             self.programs.append((program, dict(running)))
             self.last_tokens = program.newest
@@ -134,7 +138,13 @@ class InFlight:
             )
             try:
                 program = self.runner.decode_masked(
-                    self.last_tokens, remaining, seeds, rule, make_masks, end_tokens=self.end_tokens
+                    self.last_tokens,
+                    remaining,
+                    seeds,
+                    rule,
+                    make_masks,
+                    end_tokens=self.end_tokens,
+                    endless=self._endless(running),
                 )
             except GrammarError:  # or what was drawn from logits that are not numbers
                 self.collect_prompts()
@@ -143,6 +153,11 @@ class InFlight:
             self.programs.append((program, dict(running)))
             self.last_tokens = program.newest
             remaining = np.maximum(remaining - 1, 0)
+
+    def _endless(self, running: Mapping[int, Request]) -> Bool[np.ndarray, " B"]:
+        endless = np.zeros(self.runner.num_lanes, bool)
+        endless[[lane for lane, each in running.items() if each.sampling.ignore_eos]] = True
+        return endless
 
     def steps_a_program(self, num_steps: int) -> int:
         """Returns the steps of each program of a chunk of so many."""
@@ -191,6 +206,13 @@ class InFlight:
                 meter.prefilled += len(live)
 
         self._records.append(record)
+        self._prompts += requests.values()
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether there are prompts in flight, all of which are read further by later programs."""
+        unread = not self.drawn and bool(self._prompts)
+        return unread and all(each.state is State.PREFILL for each in self._prompts)
 
     def launch_first_tokens(
         self,

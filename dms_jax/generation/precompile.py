@@ -27,7 +27,7 @@ from dms_jax.generation.prefill import (
     tokens_in_one_pass,
 )
 from dms_jax.generation.requests import Request
-from dms_jax.generation.runner import Runner
+from dms_jax.generation.runner import Runner, sends_changes
 from dms_jax.generation.sampling import Filter, Given, LanesFilter
 from dms_jax.model.language_model import use_mesh
 
@@ -99,6 +99,7 @@ def compile_first(
         (
             # Steps take the compiler longest: it begins with them, while prompts are traced.
             *(calls.steps(pages_of_steps, num_steps, end_tokens, masked=masked) if steps else []),
+            *(calls.update_table(pages_of_steps) if steps else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens(masked=masked)] if drawn else []),
             *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
@@ -156,6 +157,8 @@ def compile_all(
         for pages in widths
         for each in calls.steps(pages, size, end_tokens)
     ]
+    for pages in widths:
+        steps += calls.update_table(pages)
     if grammar.is_served(runner.model):
         for pages in widths:
             steps += calls.steps(pages, 1, end_tokens, masked=True)
@@ -207,7 +210,7 @@ class _Calls:
     def steps(
         self, pages: int, num_steps: int, end_tokens: tuple[int, ...], *, masked: bool = False
     ) -> list[_Call]:
-        lanes, table = self._lanes, self._table(len(self._lanes), pages)
+        lanes, table = self._lanes, self.runner.everywhere(self._table(len(self._lanes), pages))
         tokens, policy = self.runner.everywhere(lanes), self.runner.traced_policy
         before = *self.runner.cached, table, tokens, lanes
         if not masked:
@@ -218,6 +221,13 @@ class _Calls:
         step = jax.tree.map(lambda x: self.runner.everywhere(np.zeros(x.shape, x.dtype)), shapes)
         drawn = (self.runner.model.transformer, step, tokens, self._seeds, self._rule(1, masked))
         return [(programs.advance, given), (programs.draw, drawn)]
+
+    def update_table(self, pages: int) -> list[_Call]:
+        table = self._table(len(self._lanes), pages)
+        if not sends_changes(table.size):
+            return []
+        cells = self.runner.no_cells(table.shape)
+        return [(programs.update_table, (self.runner.everywhere(table), cells))]
 
     def first_tokens(self, *, masked: bool = False) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0

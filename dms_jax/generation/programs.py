@@ -3,7 +3,7 @@
 A chunk of decode steps is one program, `decode`. Where grammars say which tokens may be drawn,
 each step is two, `advance` and `draw` (`grammar`).
 
-Each takes the cache as a donated argument and returns it. The page table is passed from the host,
+Each takes the cache as a donated argument and returns it. The page table is an argument of its own,
 is read-only inside, and is not part of the cache between programs. `Program` holds the compiler
 options of each platform; `Packed` makes the results of a program one transfer to the host.
 """
@@ -225,6 +225,11 @@ def _devices(arrays: Any) -> list[jax.Device]:
     return list(found[0].device_set) if found else jax.devices()[:1]
 
 
+# Added to the number of tokens that a lane may generate if end tokens do not end its answer: a
+# second argument for that would be a transfer of its own in every chunk.
+ENDLESS = 2**30
+
+
 # -- transfers -------------------------------------------------------------------------------------
 
 
@@ -408,6 +413,21 @@ def detach_tail(cache: Cache) -> tuple[Cache, Tail | None]:
     return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, tail=None)), tail
 
 
+@Program
+def update_table(
+    page_table: Int[Array, "L B K M"], cells: Int[Array, "3 n"]
+) -> Int[Array, "L B K M"]:
+    """Sets cells of a page table: (row, column, page), rows counted over layers, lanes and heads.
+
+    A row beyond the last one means none. The table that is given stays as it is: steps that were
+    launched read it.
+    """
+    rows, columns, pages = cells
+    flat = page_table.reshape(-1, page_table.shape[-1])
+    updated = flat.at[rows, columns].set(pages, mode="drop").reshape(page_table.shape)
+    return sharding.constrain(updated, None, None, None, None)
+
+
 @functools.partial(Program, donate_argnums=1, static_argnums=(9, 10))
 def extend(
     transformer: Transformer,
@@ -530,6 +550,11 @@ def are_numbers(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
     return jnp.isfinite(logits.max(-1))
 
 
+def _split(remaining: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Returns how many tokens lanes may generate, and whether end tokens do not end them."""
+    return remaining % ENDLESS, remaining >= ENDLESS
+
+
 def _ends(tokens: Int[Array, " B"], end_tokens: tuple[int, ...]) -> Bool[Array, " B"]:
     return functools.reduce(
         jnp.logical_or, [tokens == end for end in end_tokens], jnp.zeros(tokens.shape, bool)
@@ -560,6 +585,8 @@ def decode(
 ) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None]:
     """Adds up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
 
+    `ENDLESS` is added to those of a lane whose answer goes on behind end tokens.
+
     The results are the cache, the `Steps`, the newest token of each lane, and the tail.
     """
     keys = request_keys(seeds)
@@ -572,7 +599,8 @@ def decode(
             logits = transformer.unembed(passed.hidden[:, 0])
             drawn = _next_tokens(logits, keys, passed.cache.seen, rule, given)
         new = jnp.where(active, drawn.tokens, tokens)
-        remaining = jnp.where(_ends(new, end_tokens), 0, remaining - active)
+        ended = _ends(new, end_tokens) & ~endless
+        remaining = jnp.where(ended, 0, remaining - active)
         out = dataclasses.replace(
             drawn,
             tokens=new,
@@ -583,7 +611,8 @@ def decode(
         return (passed.cache, new, remaining), out
 
     # The token after a prompt may have ended its request, and the host does not know it yet.
-    remaining = jnp.where(_ends(tokens, end_tokens), 0, remaining)
+    remaining, endless = _split(remaining)
+    remaining = jnp.where(_ends(tokens, end_tokens) & ~endless, 0, remaining)
     table_before = cache.page_table
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
     carry = (cache, tokens, remaining)
@@ -647,7 +676,8 @@ def advance(
     block: int = 1,
 ) -> tuple[Cache, Advance, Tail | None]:
     """Runs a decode step up to its draw, for which masks are computed meanwhile; see `draw`."""
-    active = (remaining > 0) & ~_ends(tokens, end_tokens)
+    remaining, endless = _split(remaining)
+    active = (remaining > 0) & (endless | ~_ends(tokens, end_tokens))
     table_before = cache.page_table
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, 1)
     passed = _read_newest(transformer, cache, host, tokens, active, policy, block)

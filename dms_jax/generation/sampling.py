@@ -122,6 +122,8 @@ class Sampling(Options):
         and grammar).
       grammar: what the answer must match, or begin with (`dms_jax.generation.grammar`); tokens that
         it does not allow are left out before the other filters.
+      ignore_eos: whether the answer goes on behind end tokens, which are tokens like any other, as
+        benchmarks ask for that want answers of one length; not with a grammar, which they end.
     """
 
     temperature: Annotated[Number, Range(0), "0 is greedy"] = 1.0
@@ -133,9 +135,14 @@ class Sampling(Options):
     seed: Seed | Sequence[Seed] = 0
     logprobs: bool = False
     grammar: Grammar | Opening | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self):
         super().__post_init__()
+        if self.ignore_eos and self.grammar is not None:
+            raise ConfigError(
+                "Sampling: ignore_eos is not for an answer with a grammar, which an end token ends."
+            )
         if not all(self.stop_strings):
             raise ConfigError(f"Sampling: no stop string may be empty, got {show(self.stop)}.")
 

@@ -233,7 +233,8 @@ class Admission:
         Its last token is not cached.
         """
         tokens = len(request.before) + len(request.prompt) + request.max_new_tokens - 1
-        if request.given is None and (self.end_tokens or request.sampling.stop_strings):
+        by_token = bool(self.end_tokens) and not request.sampling.ignore_eos
+        if request.given is None and (by_token or request.sampling.stop_strings):
             return self._prompt_slots(request)
         return self._at_least(tokens)
 
@@ -512,16 +513,16 @@ class Scheduler:
             self.runner.clear(list(ended))
         self._finish_waiting(cancelled)
 
-    def finish_and_notify(self) -> None:
+    def finish_and_notify(self, *, cancel: bool = True) -> None:
         """Ends what has ended, and then what was cancelled because of its updates.
 
-        What is cancelled while another chunk is in flight ends after it.
+        What is cancelled while another chunk is in flight ends after it. `cancel`: see `finish`.
         """
-        self.finish()
+        self.finish(cancel=cancel)
         if self.notifier.on_tokens is None:
             return
         self.notifier.notify()
-        while self._cancelled_now():
+        while cancel and self._cancelled_now():
             self.finish()
             self.notifier.notify()
 

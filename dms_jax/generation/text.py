@@ -169,7 +169,8 @@ class TextTracker:
 
     def end(self, request: Request) -> None:
         """Says why a request has ended, if it has by its tokens alone."""
-        if request.generated and request.generated[-1] in self._end_tokens:
+        ends = bool(request.generated) and request.generated[-1] in self._end_tokens
+        if ends and not request.sampling.ignore_eos:
             request.finish_reason = "end"
         elif request.remaining == 0 and request.finish_reason is None:
             request.finish_reason = "length"

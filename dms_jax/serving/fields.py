@@ -19,6 +19,7 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 _SLIP = 0.8  # how much of two names is alike, by `difflib`
 _NEVER: tuple[Any, ...] = ()
+_GIVEN = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
 
 # Of every address that generates.
 SAMPLING: dict[str, Any] = {
@@ -37,6 +38,7 @@ COMPLETING: dict[str, Any] = SAMPLING | {
     "n": Annotated[int, Range(1, MOST_CHOICES)],
     "max_tokens": Count,
     "stop": Any,
+    "ignore_eos": bool,
     "guided_json": Any,
     "guided_regex": Any,
     "guided_choice": Any,
@@ -98,6 +100,7 @@ WHY = {
     "ebnf": "send response_format, guided_json, guided_regex or guided_choice",
     "regex": "send guided_regex",
     "json_schema": "send response_format",
+    "min_tokens": "ignore_eos with max_tokens makes answers of one length",
     "best_of": "it would rank answers, and n gives all of them",
 }
 # Fields about the caller, or about how other servers work.
@@ -198,9 +201,7 @@ def sampling_of(given: Mapping[str, Any], *, stop: str = "stop") -> dict[str, An
       given: the fields of the request.
       stop: name of its field of stop strings.
     """
-    found = {
-        each: given[each] for each in ("temperature", "top_p", "min_p", "seed") if each in given
-    }
+    found = {each: given[each] for each in _GIVEN if each in given}
     if "top_k" in given:
         found["top_k"] = max(given["top_k"], 0)  # -1 is all of them too
     if stop in given:

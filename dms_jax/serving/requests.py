@@ -138,6 +138,11 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         ((first, *others),) = prompts
         prompts, grammar, most = [[first]], Opening(tuple(others)), most + len(others)
         given["stop"] = ()  # the server's own too: the prompt may hold one
+    if grammar is not None and given.get("ignore_eos"):
+        raise RefusalError(
+            "ignore_eos is not for an answer with a grammar or an echo, which an end token ends.",
+            param="ignore_eos",
+        )
     if not most:
         raise RefusalError(
             f"{asked.max_field}: at least 1; 0 is for a prompt with echo=true that has more tokens "

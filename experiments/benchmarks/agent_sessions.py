@@ -9,7 +9,8 @@ prompts' tokens that were cached, whether the answers are the same, and the byte
 hold at the end; these beside Vanilla's are how many more sessions the same memory keeps. Real model
 shapes, random weights, random tokens; RandomEviction stands for DMS at the same ratio, and keeps as
 much. With --url the same sessions ask whichever server of OpenAI's API listens there, ours or
-vLLM's; a client does not see tokens, so others stand for the last answer in the next prompt.
+vLLM's; a client does not see tokens, so others stand for the last answer in the next prompt. Of an
+answer without any text the time is that of its end.
 
     python -m experiments.benchmarks.agent_sessions
     python -m experiments.benchmarks.agent_sessions --memory-gb 4 --prefix-gb 8
@@ -226,12 +227,17 @@ def ask_server(config: Config, url: str) -> dict[str, Any]:
             answered = [prompts.tokens(lengths.turns[number - 1].answer) for _ in prompts.now]
             prompts.grow(answered, turn.more)
         shared = dict(model=name, max_tokens=turn.answer, temperature=0, stream=True)
-        shared |= dict(stream_options={"include_usage": True})
+        shared |= dict(stream_options={"include_usage": True}, ignore_eos=True)
         bodies = [shared | {"prompt": prompt} for prompt in prompts.now]
         answers = ask_all(url, bodies, config.sessions)
         if errors := {each.error for each in answers if each.error is not None}:
             raise dms_jax.ConfigError(f"--url {url}: {'; '.join(sorted(errors))}")
-        # An answer without text ended at once.
+        if short := sum(each.tokens != turn.answer for each in answers):
+            raise dms_jax.ConfigError(
+                f"--url {url}: {short} of {len(answers)} answers have no usage, or not the "
+                f"{turn.answer} tokens that were asked for."
+            )
+        # Tokens need not have a text: special ones have none.
         begun = [each.parts[0] if each.parts else each.seconds for each in answers]
         turns.append(figures_of(prompts.now, begun, sum(each.cached for each in answers)))
     return dict(turns=turns)

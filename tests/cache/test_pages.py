@@ -237,3 +237,31 @@ def test_a_prefix_takes_and_gives_pages_of_rows_of_different_lengths():
     check(pages, (1, 1))
     pages.release(np.array([2, 3]))
     assert pages.free_pages == 20
+
+
+@given(st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, 12)), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_changes_make_an_old_table_the_new_one(orders):
+    """Cells that are not among them hold what they did; too many are the whole table."""
+    pages, width = make(pages_per_shard=200), 4
+    old = pages.table_of_width(width).copy()
+    for number, (sequence, slots) in enumerate(orders):
+        wanted = np.zeros(ROWS, int)
+        wanted[:, sequence] = slots
+        if slots:
+            pages.reserve(wanted)
+        elif number % 2:
+            pages.release(np.array([sequence]))
+        else:
+            pages.release(np.array([sequence]))
+            pages.give(sequence, np.full((LAYERS, KV_HEADS), 2))
+        if number % 3 == 2:
+            continue
+        changes, new = pages.take_changes(), pages.table_of_width(width)
+        if changes is not None:
+            rows, columns = changes
+            flat = old.reshape(-1, width)
+            flat[rows, columns] = new.reshape(-1, width)[rows, columns]
+            chex.assert_trees_all_equal(old, new)
+        old = new.copy()
+    assert pages.take_changes() is None or pages.take_changes().shape == (2, 0)

@@ -18,6 +18,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, programs
+from dms_jax.generation import prefixes as prefixes_module
 from dms_jax.generation.engine import Source
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
@@ -589,3 +590,39 @@ def test_who_was_cancelled_while_it_waited_waits_no_more(name):
     trees = engine.runner.prefixes._trees.values()
     nodes = [tree.insert(np.array(prompt, np.int32)) for tree in trees for prompt in given]
     assert [node.waiting for node in nodes] == [0] * len(given)
+
+
+def test_copies_to_the_host_take_a_share_of_the_time(monkeypatch):
+    """What leaves behind them is dropped; what is too large for any has its turn, too."""
+    engine = engine_of("keeps", 2)
+    states = engine.runner.prefixes
+    monkeypatch.setattr(prefixes_module, "TO_HOST", 100.0)
+    monkeypatch.setattr(prefixes_module, "TO_HOST_AT_ONCE", 1000.0)
+    now = [0.0]
+    monkeypatch.setattr(states, "clock", lambda: now[0])
+    monkeypatch.setattr(states, "_may_copy", 1000.0)
+    monkeypatch.setattr(states, "_asked", 0.0)
+    takes = []
+    for seconds, size in ((0, 600), (0, 500), (0.5, 500), (0.5, 500), (9, 5000), (0, 1), (40, 1)):
+        now[0] += seconds
+        takes.append(states._takes_time(size))
+    assert takes == [True, False, False, True, False, True, True]
+    now[0] += 100
+    assert states._takes_time(5000)
+    now[0] += 39
+    assert not states._takes_time(1)
+    now[0] += 2
+    assert states._takes_time(1)
+
+
+def test_prefixes_for_whose_copies_there_is_no_time_are_dropped(monkeypatch):
+    """They are read anew, and no page is lost."""
+    engine, given = engine_of("keeps"), prompts((29, 27, 26))
+    states = engine.runner.prefixes
+    monkeypatch.setattr(prefixes_module, "TO_HOST", 0.0)
+    monkeypatch.setattr(states, "_may_copy", 0.0)
+    with squeezed_with_prefixes(engine, 5 * 20):
+        for prompt in given * 2:
+            assert cached(ask(engine, "keeps", [prompt])) == [0]
+            assert states.counts.host_states == 0
+        check_consistent(states)

@@ -1,6 +1,7 @@
 """Between two chunks the device is idle: the host does there what the next programs need."""
 
 import collections
+import itertools
 import threading
 
 import jax
@@ -128,3 +129,34 @@ def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joine
     assert set(NAMES.values()) <= while_steps_run
     assert order.count("first") >= 3
     assert order.count("usage") == len(given)
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
+def test_parts_of_a_prompt_follow_each_other_on_the_device(name, monkeypatch):
+    """While others decode: the next part and its steps are launched before the last ones are read.
+
+    No prompt is waited for until it ends, so the device is never without work between two parts.
+    """
+    engine = host_engine(name, 8, prefill_chunk=4, prefill_tokens=4)
+    given = [*prompts((3, 4, 2, 3)), prompts((40,))[0]]
+
+    def call():
+        requests = make_requests(engine.model.config, given, SAMPLED)
+        for request in requests[:4]:
+            request.max_new_tokens = 50
+        coming = collections.deque([requests[:4], [], requests[4:]])
+        engine.serve(
+            Source(
+                [],
+                SAMPLED,
+                on_tokens=lambda update: None,
+                incoming=lambda wait: coming.popleft() if coming else None,
+            )
+        )
+
+    order = [each for each in events_of(call, monkeypatch) if each != "usage"]
+    parts = [place for place, each in enumerate(order) if each == "prompts"]
+    between = [order[a:b] for a, b in itertools.pairwise(parts)][-8:]
+    lengths = [] if name == "keeps" else ["wait"]  # of the part before, which has run by then
+    for each in between:  # of the last ones only the steps before are read
+        assert each == ["prompts", *lengths, "steps", "chunk:", "wait", ":chunk"], between

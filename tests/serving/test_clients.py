@@ -265,7 +265,7 @@ def test_lm_eval_over_http_has_the_scores_of_our_harness(path, tmp_path):
 
 
 def test_guidellm_s_report_has_the_tokens_of_our_metrics(path, tmp_path):
-    """20 requests of random lengths, four at a time; `ignore_eos` is left out of their bodies."""
+    """20 requests of random lengths, four at a time, that go on behind their end."""
     asked = tmp_path / "asked.jsonl"
     rows = [
         {"prompt": f"{n} cats and {n * 'a dog, '}", "output_tokens_count": 8 + n} for n in range(20)
@@ -277,8 +277,7 @@ def test_guidellm_s_report_has_the_tokens_of_our_metrics(path, tmp_path):
             *(sys.executable, "-m", "guidellm", "benchmark", "run", "--model", "stories"),
             *("--target", f"http://127.0.0.1:{client.port}", "--processor", tokenizer),
             *("--rate-type", "concurrent", "--rate", "4", "--max-requests", "20", "--data", asked),
-            *("--backend-args", '{"remove_from_body": ["ignore_eos"]}', "--disable-progress"),
-            *("--output-path", tmp_path / "report.json"),
+            *("--disable-progress", "--output-path", tmp_path / "report.json"),
             cwd=tmp_path,
             HF_HOME=tmp_path / "hf",
         )

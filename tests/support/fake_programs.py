@@ -232,11 +232,12 @@ def decode(
         cache, read, live = _append(transformer, cache, table, tokens, active, policy)
         drawn = _draw(read, cache.seen, seeds, rule, given, _broken(tokens))
         new = jnp.where(active, drawn.tokens, tokens)
-        remaining = jnp.where(jnp.isin(new, ends), 0, remaining - active)
+        remaining = jnp.where(jnp.isin(new, ends) & ~endless, 0, remaining - active)
         out = dataclasses.replace(drawn, tokens=new, ran=active, live=live, reads=2 * live + 1)
         return (cache, new, remaining), out
 
-    remaining = jnp.where(jnp.isin(tokens, ends), 0, remaining)
+    remaining, endless = remaining % programs.ENDLESS, remaining >= programs.ENDLESS
+    remaining = jnp.where(jnp.isin(tokens, ends) & ~endless, 0, remaining)
     given = rule.tokens if isinstance(rule, Given) else None
     carry = cache, tokens, remaining
     (cache, newest, _), steps = jax.lax.scan(step, carry, given, length=num_steps)
@@ -352,8 +353,9 @@ def answer_of(
         drawn = FIRST_TOKEN + chance % TOKENS if hot else FIRST_WORD + chance % WORDS
         tokens.append(BROKEN_TOKEN if _breaks(seed) and chance % 8 == 0 else drawn)
         new = len(tokens) - len(prompt)
-        if tokens[-1] in ends or new == most:
-            reason = "end" if tokens[-1] in ends else "length"
+        ended = tokens[-1] in ends and not sampling.ignore_eos
+        if ended or new == most:
+            reason = "end" if ended else "length"
             break
     left, reads = sum(map(len, rows)), [2 * each + 1 for each in live[len(prompt) :]]
     usage = dict(

@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant(
         "generation: a request goes on after a first token that ends it",
         FOLDER + "programs.py",
-        "    remaining = jnp.where(_ends(tokens, end_tokens), 0, remaining)\n",
+        "    remaining = jnp.where(_ends(tokens, end_tokens) & ~endless, 0, remaining)\n",
         "",
         (f"{GENERATE}::test_a_first_token_can_end_a_request",),
     ),

@@ -226,8 +226,8 @@ MUTANTS = [
     Mutant(
         "generation: who may be late is told of a chunk before the next one is launched",
         FOLDER + "engine.py",
-        "            scheduler.finish()\n\n    def _stays",
-        "            scheduler.finish_and_notify()\n\n    def _stays",
+        "            scheduler.finish(cancel=not reads_on)\n\n    def _stays",
+        "            scheduler.finish_and_notify(cancel=not reads_on)\n\n    def _stays",
         (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(

@@ -1,0 +1,78 @@
+"""The page table of steps stays on the device, and changes of it are sent."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from dms_jax.cache import pages
+from dms_jax.generation import programs, runner
+from tests.generation.support import GREEDY, answer, host_engine, prompts, squeezed
+
+pytestmark = pytest.mark.usefixtures("fakes")
+GIVEN = prompts((5, 30, 13, 1, 40, 9, 9, 22))
+
+
+@pytest.fixture
+def few_cells(monkeypatch):
+    """Changes are sent four at a time, however many there are of the small tables of tests."""
+    monkeypatch.setattr(runner, "CELLS", 4)
+    monkeypatch.setattr(pages, "_CELL_NUMBERS", 0.1)
+
+
+@pytest.mark.usefixtures("few_cells")
+@pytest.mark.parametrize("most", [640, 300], ids=["roomy", "full"])
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
+def test_steps_have_the_table_of_the_host(name, most, monkeypatch):
+    """Whatever grew, was freed, shared with a prefix or copied since the last steps."""
+    engine = host_engine(name, 4, page_size=8, table_width=8, prefix_cache=0)
+    call, given, updates = programs.Program.__call__, [], []
+
+    def launched(program, *arguments):
+        if program is programs.decode:
+            table, stepping = arguments[3], arguments[5] % programs.ENDLESS > 0
+            assert isinstance(table, jax.Array)
+            expected = engine.runner.reservation.table(stepping=stepping)
+            chex.assert_trees_all_equal(np.asarray(table), expected)
+            given.append(table)
+        if program is programs.update_table:
+            updates.append(arguments[0])
+        return call(program, *arguments)
+
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    asked = [*GIVEN, GIVEN[1], GIVEN[1] + GIVEN[2]]
+    with squeezed(engine, most):
+        for _ in range(2):
+            for prompt, one in zip(asked, engine.generate(asked, sampling=GREEDY), strict=True):
+                answered = answer(prompt, name=name)
+                assert one.tokens == answered.tokens
+                assert one.logprobs == answered.logprobs
+        engine.runner.prefixes.clear()
+    assert len(updates) > len(given) // 4
+    assert len({id(each) for each in updates}) > 1
+
+
+@pytest.mark.usefixtures("few_cells")
+def test_a_table_that_has_not_changed_is_not_sent_again(monkeypatch):
+    engine = host_engine("keeps", 2, page_size=16, table_width=8)
+    call, given = programs.Program.__call__, []
+
+    def launched(program, *arguments):
+        if program is programs.decode:
+            given.append(arguments[3])
+        return call(program, *arguments)
+
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
+    engine.generate(prompts((3, 5)), sampling=sampling)  # two programs of four steps
+    assert len(given) == 2
+    assert given[0] is given[1]
+    assert all(isinstance(each, jax.Array) for each in given)
+
+
+def test_changes_of_a_small_table_are_not_sent():
+    """It takes no longer to send whole, and no program is compiled for it."""
+    assert not runner.sends_changes(28 * 8 * 2 * 16)
+    assert runner.sends_changes(28 * 256 * 2 * 192)
