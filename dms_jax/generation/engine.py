@@ -25,6 +25,7 @@ Requests whose copies do not fit into the pool wait again. Those that begin as o
 that is read, and continue from there (`prefixes`).
 """
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -390,12 +391,12 @@ class Call:
             self._finish_steps()
             extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         self._reserve_or_preempt(extra, prompt=False)
-        decoding, before = scheduler.decoding, len(in_flight.programs)
-        in_flight.launch_steps(decoding, scheduler.seeds, self._rule(), num_steps)
-        self._notifier.notify()  # of the chunk before
+        before = len(in_flight.programs)
         reports_now = overlap.hands_over and bool(in_flight.drawn or before)
-        in_flight.collect_prompts()  # while the steps run
-        in_flight.collect_steps(before)
+        with contextlib.closing(self._finish_last_chunk(before)) as work:
+            given = scheduler.seeds, self._rule(), num_steps, work
+            in_flight.launch_steps(scheduler.decoding, *given)
+            collections.deque(work, maxlen=0)  # all that is left, while the steps run
         reservation.trim()
         scheduler.record_peak_bytes()
         if reports_now:  # newcomers do not wait for the steps to be told of their first tokens
@@ -405,6 +406,14 @@ class Call:
             scheduler.finish_and_notify()
         else:
             scheduler.finish()
+
+    def _finish_last_chunk(self, programs: int) -> Iterator[None]:
+        """Sends the updates of the chunk before and collects its last programs, in short parts."""
+        yield from self._notifier.notify_by_parts()  # before answers grow beyond them
+        self.in_flight.collect_prompts()
+        for _ in range(programs):
+            yield
+            self.in_flight.collect_steps(1)
 
     def _stays_in_flight(self) -> int:
         """Returns how many programs of a chunk are collected behind the launch of the next one.

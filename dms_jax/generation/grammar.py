@@ -305,7 +305,8 @@ class TokenMasks:
         tokens, going = newest.tolist(), goes_on.tolist()
         matchers = {lane: each.matcher for lane, each in requests.items() if going[lane]}
         compiled, openings = _by_kind(matchers)
-        self._executor.consume_token_par([(each, tokens[lane]) for each, lane in compiled])
+        if compiled:
+            self._executor.consume_token_par([(each, tokens[lane]) for each, lane in compiled])
         for matcher, _ in openings:
             matcher.read()
         if self._steps is None or not self._reused:

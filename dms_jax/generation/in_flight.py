@@ -7,7 +7,7 @@ collects the results of each while the next one runs.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -81,6 +81,7 @@ class InFlight:
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | None,
         num_steps: int,
+        meanwhile: Iterator[None],
     ) -> None:
         """Launches a chunk of steps, while any lane may have a token to generate.
 
@@ -89,6 +90,8 @@ class InFlight:
           seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
+          meanwhile: work of the host, in short parts; some is done where it waits for tokens, which
+            masks depend on.
 
         Raises:
           NotNumbersError, GrammarError: a request with a grammar cannot go on.
@@ -111,6 +114,7 @@ class InFlight:
                     functools.partial(self._masks.after, bound, end_tokens=self.end_tokens),
                     num_steps=size,
                     end_tokens=self.end_tokens,
+                    meanwhile=meanwhile,
                 )
             else:
                 program = self.runner.decode(
@@ -124,6 +128,7 @@ class InFlight:
             if program.steps:
                 self.programs.append((program, dict(running)))
             if program.error is not None:
+                collections.deque(meanwhile, maxlen=0)
                 self.collect_prompts()  # unless what was drawn is from logits that are not numbers
                 self.collect_steps()
                 raise program.error

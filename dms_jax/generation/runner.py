@@ -54,6 +54,9 @@ BLOCK_BYTES = 2**27  # of pages that are copied at a time, and held twice meanwh
 HOST_BLOCK_BYTES = 2**24  # of pages that are copied to the host, or back, at a time
 
 
+_DONE = object()
+
+
 @dataclasses.dataclass(frozen=True)
 class Extended:
     """A program of prompts in flight.
@@ -109,6 +112,10 @@ class StepsInFlight:
     table: Int[np.ndarray, "L B K M"]
     epochs: Int[np.ndarray, " B"]
     error: GrammarError | None = None
+
+
+def _is_ready(x: np.ndarray | jax.Array) -> bool:
+    return not isinstance(x, jax.Array) or x.is_ready()
 
 
 def build_batch(
@@ -472,6 +479,7 @@ class Runner:
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
+        meanwhile: Iterator[None],
     ) -> StepsInFlight:
         """Launches C decode steps whose tokens are drawn from those that masks allow.
 
@@ -481,6 +489,7 @@ class Runner:
           tokens, remaining, seeds, rule, num_steps, end_tokens: as in `decode`.
           make_masks: called with the newest tokens and with what is left of `remaining`, while the
             layers of a step run; see `Filter.allowed`. If it raises GrammarError, the steps end.
+          meanwhile: work of the host, in short parts, which is taken up while it waits for tokens.
         """
         # A copy: pages are released while it runs.
         table = self.reservation.table(stepping=remaining > 0).copy()
@@ -491,6 +500,8 @@ class Runner:
                 left = np.maximum(remaining - step, 0).astype(np.int32)
                 given = sent_table, newest, left, self.traced_policy, end_tokens
                 self.cache, advance, tail = programs.advance(*self.cached, *given)
+                while not _is_ready(newest) and next(meanwhile, _DONE) is not _DONE:
+                    pass
                 try:
                     allowed = make_masks(np.asarray(newest), left)
                 except GrammarError as raised:
