@@ -326,6 +326,14 @@ class Call:
             self.in_flight.collect_steps()
             self.scheduler.finish(cancel=False)
 
+    def _finish_last_chunk(self, programs: int) -> Iterator[None]:
+        """Sends the updates of the chunk before and collects its last programs, in short parts."""
+        yield from self._notifier.notify_by_parts()  # before answers grow beyond them
+        self.in_flight.collect_prompts()
+        for _ in range(programs):
+            yield
+            self.in_flight.collect_steps(1)
+
     # -- launch -----------------------------------------------------------------------------------
 
     def _launch_prefill(self) -> None:
@@ -406,14 +414,6 @@ class Call:
             scheduler.finish_and_notify()
         else:
             scheduler.finish()
-
-    def _finish_last_chunk(self, programs: int) -> Iterator[None]:
-        """Sends the updates of the chunk before and collects its last programs, in short parts."""
-        yield from self._notifier.notify_by_parts()  # before answers grow beyond them
-        self.in_flight.collect_prompts()
-        for _ in range(programs):
-            yield
-            self.in_flight.collect_steps(1)
 
     def _stays_in_flight(self) -> int:
         """Returns how many programs of a chunk are collected behind the launch of the next one.
