@@ -29,7 +29,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
@@ -326,7 +326,7 @@ class Call:
             self.in_flight.collect_steps()
             self.scheduler.finish(cancel=False)
 
-    def _finish_last_chunk(self, programs: int) -> Iterator[None]:
+    def _finish_last_chunk(self, programs: int) -> Generator[None]:
         """Sends the updates of the chunk before and collects its last programs, in short parts."""
         yield from self._notifier.notify_by_parts()  # before answers grow beyond them
         self.in_flight.collect_prompts()

@@ -298,9 +298,9 @@ class Steps:
         """Returns steps that ran one behind the other, in NumPy arrays, as those of one chunk."""
         if len(parts) == 1:
             return parts[0]
-        each = [part.replace(lengths=None) for part in parts]
+        each = [dataclasses.replace(part, lengths=None) for part in parts]
         whole = jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
-        return whole.replace(lengths=parts[-1].lengths)
+        return dataclasses.replace(whole, lengths=parts[-1].lengths)
 
 
 @struct.dataclass

@@ -114,8 +114,8 @@ class StepsInFlight:
     error: GrammarError | None = None
 
 
-def _is_ready(x: np.ndarray | jax.Array) -> bool:
-    return not isinstance(x, jax.Array) or x.is_ready()
+def _is_ready(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def build_batch(
@@ -493,7 +493,8 @@ class Runner:
         """
         # A copy: pages are released while it runs.
         table = self.reservation.table(stepping=remaining > 0).copy()
-        newest, steps, tail, error = self.everywhere(tokens), list[Packed](), None, None
+        steps, tail, error = list[Packed](), None, None
+        newest: Any = self.everywhere(tokens)
         sent_table, sent_seeds, sent_rule = self._send((table, seeds, rule))
         with use_mesh(self.model.mesh):
             for step in range(num_steps):
@@ -545,7 +546,7 @@ class Runner:
         """Waits for the oldest program in flight; returns its steps but those of released lanes."""
         steps = Steps.joined([each.read() for each in program.steps])
         current = program.epochs == self.reservation.epochs
-        steps = steps.replace(ran=steps.ran & current)
+        steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)
         # A lane without steps was idle, with the end token of its last answer perhaps, and may have
         # been taken since.
