@@ -28,10 +28,11 @@ Requests whose copies do not fit into the pool wait again. Those that begin as o
 that is read, and continue from there (`prefixes`).
 """
 
+import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
@@ -328,6 +329,15 @@ class Call:
             self.in_flight.collect_steps()
             self.scheduler.finish(cancel=False)
 
+    def _finish_last_chunk(self, programs: int, reads_on: bool) -> Generator[None]:
+        """Sends the updates of the chunk before and collects its last programs, in short parts."""
+        yield from self._notifier.notify_by_parts()  # before answers grow beyond them
+        if not reads_on:  # else their next parts are launched before the steps run
+            self.in_flight.collect_prompts()
+        for _ in range(programs):
+            yield
+            self.in_flight.collect_steps(1)
+
     # -- launch -----------------------------------------------------------------------------------
 
     def _launch_prefill(self) -> None:
@@ -393,14 +403,13 @@ class Call:
             self._finish_steps()
             extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         self._reserve_or_preempt(extra, prompt=False)
-        decoding, before = scheduler.decoding, len(in_flight.programs)
-        in_flight.launch_steps(decoding, scheduler.seeds, self._rule(), num_steps)
-        self._notifier.notify()  # of the chunk before
+        before = len(in_flight.programs)
         reports_now = overlap.hands_over and bool(in_flight.drawn or before)
         reads_on = in_flight.reads_on
-        if not reads_on:  # else their next parts are launched before the steps run
-            in_flight.collect_prompts()  # while the steps run
-        in_flight.collect_steps(before)
+        with contextlib.closing(self._finish_last_chunk(before, reads_on)) as work:
+            given = scheduler.seeds, self._rule(), num_steps, work
+            in_flight.launch_steps(scheduler.decoding, *given)
+            collections.deque(work, maxlen=0)  # all that is left, while the steps run
         reservation.trim()
         scheduler.record_peak_bytes()
         if reports_now:  # newcomers do not wait for the steps to be told of their first tokens

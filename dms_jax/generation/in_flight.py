@@ -7,13 +7,13 @@ collects the results of each while the next one runs.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
-from dms_jax.generation.grammar import GrammarError, OpeningMatcher, TokenMasks
+from dms_jax.generation.grammar import OpeningMatcher, TokenMasks
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
@@ -83,6 +83,7 @@ class InFlight:
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | None,
         num_steps: int,
+        meanwhile: Iterator[None],
     ) -> None:
         """Launches a chunk of steps, while any lane may have a token to generate.
 
@@ -90,69 +91,53 @@ class InFlight:
           running: lane -> its request.
           seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
-          num_steps: number of steps, in programs of `steps_a_program`; of a single step if a
-            request has a grammar.
+          num_steps: number of steps, in programs of `steps_a_program`.
+          meanwhile: work of the host, in short parts; some is done where it waits for tokens, which
+            masks depend on.
 
         Raises:
           NotNumbersError, GrammarError: a request with a grammar cannot go on.
         """
-        size, remaining = self.steps_a_program(num_steps), self.remaining(running)
-        endless = self._endless(running)
-        if any(each.matcher is not None and remaining[lane] for lane, each in running.items()):
-            assert rule is not None, "answers that are given have no grammar"
-            self._launch_masked_steps(running, remaining, seeds, rule, num_steps)
-            return
+        remaining, endless = self.remaining(running), self._endless(running)
+        bound = {lane: each for lane, each in running.items() if each.matcher is not None}
+        if self.runner.host is not None and bound:  # KCache's values are written between steps
+            num_steps = 1
+        size = self.steps_a_program(num_steps)
         for _ in range(0, num_steps, size):
             if not remaining.any():  # at once where first tokens were all that was asked for
                 return
-            program = self.runner.decode(
-                self.last_tokens,
-                remaining,
-                seeds,
-                rule or given_tokens(running, remaining, size),
-                num_steps=size,
-                end_tokens=self.end_tokens,
-                endless=endless,
-            )
-            self.programs.append((program, dict(running)))
-            self.last_tokens = program.newest
-            remaining = np.maximum(remaining - size, 0)
-
-    def _launch_masked_steps(
-        self,
-        running: Mapping[int, Request],
-        remaining: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
-        rule: Filter,
-        num_steps: int,
-    ) -> None:
-        if self.runner.host is not None:  # KCache's values are written between programs
-            num_steps = 1
-        for _ in range(num_steps):
-            if not remaining.any():
-                return
-            bound = {lane: each for lane, each in running.items() if each.matcher is not None}
-            bound = {lane: each for lane, each in bound.items() if remaining[lane]}
-            make_masks = functools.partial(
-                self._masks.after, bound, end_tokens=frozenset(self.end_tokens)
-            )
-            try:
+            if any(remaining[lane] for lane in bound):
+                assert rule is not None, "answers that are given have no grammar"
                 program = self.runner.decode_masked(
                     self.last_tokens,
                     remaining,
                     seeds,
                     rule,
-                    make_masks,
+                    functools.partial(self._masks.after, bound, end_tokens=self.end_tokens),
+                    num_steps=size,
                     end_tokens=self.end_tokens,
-                    endless=self._endless(running),
+                    endless=endless,
+                    meanwhile=meanwhile,
                 )
-            except GrammarError:  # or what was drawn from logits that are not numbers
-                self.collect_prompts()
+            else:
+                program = self.runner.decode(
+                    self.last_tokens,
+                    remaining,
+                    seeds,
+                    rule or given_tokens(running, remaining, size),
+                    num_steps=size,
+                    end_tokens=self.end_tokens,
+                    endless=endless,
+                )
+            if program.steps:
+                self.programs.append((program, dict(running)))
+            if program.error is not None:
+                collections.deque(meanwhile, maxlen=0)
+                self.collect_prompts()  # unless what was drawn is from logits that are not numbers
                 self.collect_steps()
-                raise
-            self.programs.append((program, dict(running)))
+                raise program.error
             self.last_tokens = program.newest
-            remaining = np.maximum(remaining - 1, 0)
+            remaining = np.maximum(remaining - size, 0)
 
     def _endless(self, running: Mapping[int, Request]) -> Bool[np.ndarray, " B"]:
         endless = np.zeros(self.runner.num_lanes, bool)

@@ -34,6 +34,7 @@ from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
+from dms_jax.generation.grammar import GrammarError
 from dms_jax.generation.prefill import (
     SATURATING,
     PrefillBatch,
@@ -55,6 +56,9 @@ from dms_jax.policies import Policy
 BLOCK_BYTES = 2**27  # of pages that are copied at a time, and held twice meanwhile
 HOST_BLOCK_BYTES = 2**24  # of pages that are copied to the host, or back, at a time
 CELLS = 2**13  # of the page table that are changed at a time; smaller tables are sent whole
+
+
+_DONE = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +95,10 @@ class Extended:
 
 @dataclasses.dataclass(frozen=True)
 class StepsInFlight:
-    """A program of decode steps in flight.
+    """Decode steps in flight: of one program, or of two for each step.
 
     Attributes:
-      steps: its results, on the device (`programs.Steps`).
+      steps: their results in order, on the device (`programs.Steps`).
       newest: Int[B] on the device, the newest token of each lane after it.
       most: Int[B], the most tokens that each lane takes.
       end_tokens: token ids that end an answer.
@@ -102,9 +106,10 @@ class StepsInFlight:
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with, if so.
       epochs: Int[B], those of `Reservation` when it was launched.
+      error: why no more steps could be launched; None if all were.
     """
 
-    steps: Packed
+    steps: list[Packed]
     newest: Array
     most: Int[np.ndarray, " B"]
     end_tokens: tuple[int, ...]
@@ -112,6 +117,11 @@ class StepsInFlight:
     tail: Tail | None
     table: Int[np.ndarray, "L B K M"] | None
     epochs: Int[np.ndarray, " B"]
+    error: GrammarError | None = None
+
+
+def _is_ready(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def sends_changes(size: int) -> bool:
@@ -479,7 +489,7 @@ class Runner:
                 *cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
-        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table)
+        return self._launched([steps], newest, most, end_tokens, endless, tail, own_table)
 
     def decode_masked(
         self,
@@ -487,30 +497,51 @@ class Runner:
         remaining: Int[np.ndarray, " B"],
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
-        make_masks: Callable[[Int[np.ndarray, " B"]], Int[np.ndarray, "B words"]],
+        make_masks: Callable[
+            [Int[np.ndarray, " B"], Int[np.ndarray, " B"]], Int[np.ndarray, "B words"]
+        ],
         *,
+        num_steps: int,
         end_tokens: tuple[int, ...],
         endless: Bool[np.ndarray, " B"] | None = None,
+        meanwhile: Iterator[None],
     ) -> StepsInFlight:
-        """Launches one decode step whose tokens are drawn from those that masks allow.
+        """Launches C decode steps whose tokens are drawn from those that masks allow.
+
+        It returns when the tokens of the last step but one are known.
 
         Args:
-          tokens, remaining, seeds, rule, end_tokens, endless: as in `decode`.
-          make_masks: called with the newest tokens while the layers run; see `Filter.allowed`.
+          tokens, remaining, seeds, rule, num_steps, end_tokens, endless: as in `decode`.
+          make_masks: called with the newest tokens and with what is left of `remaining`, while the
+            layers of a step run; see `Filter.allowed`. If it raises GrammarError, the steps end.
+          meanwhile: work of the host, in short parts, which is taken up while it waits for tokens.
         """
-        cached, everywhere = self.cached, self.everywhere(tokens)
         endless = self._no_lanes if endless is None else endless
         table, own_table = self._table_of_steps(remaining > 0)
-        given = table, everywhere, _joined(remaining, endless)
+        steps, tail, error = list[Packed](), None, None
+        newest: Any = self.everywhere(tokens)
+        sent_seeds, sent_rule = self._send((seeds, rule))
         with use_mesh(self.model.mesh):
-            self.cache, step, tail = programs.advance(
-                *cached, *given, self.traced_policy, end_tokens
-            )
-            masked = dataclasses.replace(rule, allowed=make_masks(np.asarray(tokens)))
-            steps, newest = programs.draw(self.model.transformer, step, everywhere, seeds, masked)
-        newest.copy_to_host_async()  # the next masks wait for it
-        most = np.minimum(remaining, 1).astype(np.int64)
-        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table)
+            for step in range(num_steps):
+                left = np.maximum(remaining - step, 0).astype(np.int32)
+                given = table, newest, _joined(left, endless), self.traced_policy, end_tokens
+                self.cache, advance, tail = programs.advance(*self.cached, *given)
+                while not _is_ready(newest) and next(meanwhile, _DONE) is not _DONE:
+                    pass
+                try:
+                    allowed = make_masks(np.asarray(newest), left)
+                except GrammarError as raised:
+                    error = raised
+                    break
+                masked = dataclasses.replace(sent_rule, allowed=allowed)
+                drawn, newest = programs.draw(
+                    self.model.transformer, advance, newest, sent_seeds, masked
+                )
+                newest.copy_to_host_async()  # the next masks wait for it
+                drawn.words.copy_to_host_async()
+                steps.append(drawn)
+        most = np.minimum(remaining, num_steps).astype(np.int64)
+        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table, error)
 
     def _table_of_steps(
         self, stepping: Bool[np.ndarray, " B"]
@@ -544,24 +575,34 @@ class Runner:
 
     def _launched(
         self,
-        steps: Packed,
+        steps: list[Packed],
         newest: Array,
         most: Int[np.ndarray, " B"],
         end_tokens: tuple[int, ...],
         endless: Bool[np.ndarray, " B"],
         tail: Tail | None,
         table: Int[np.ndarray, "L B K M"] | None,
+        error: GrammarError | None = None,
     ) -> StepsInFlight:
         """Counts steps that were launched; see `StepsInFlight`."""
         self.reservation.add_steps(most)
         epochs = self.reservation.epochs
-        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs)
+        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs, error)
+
+    def _send(self, tree: Any) -> Any:
+        """Puts the arrays of the host on the device, for several programs.
+
+        On a mesh they are left where they are; see `everywhere`.
+        """
+        if self.model.mesh is not None:
+            return tree
+        return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, tree)
 
     def collect(self, program: StepsInFlight) -> Steps:
         """Waits for the oldest program in flight; returns its steps but those of released lanes."""
-        steps = program.steps.read()
+        steps = Steps.joined([each.read() for each in program.steps])
         current = program.epochs == self.reservation.epochs
-        steps = steps.replace(ran=steps.ran & current)
+        steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)
         # A lane without steps was idle, with the end token of its last answer perhaps, and may have
         # been taken since.

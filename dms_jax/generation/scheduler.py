@@ -23,7 +23,7 @@ eviction holds the answer too.
 import bisect
 import collections
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -634,21 +634,33 @@ class Notifier:
 
     def notify(self) -> None:
         """Records usages, makes texts, and calls back; a callback that raises stops it."""
+        collections.deque(self.notify_by_parts(), maxlen=0)
+
+    def notify_by_parts(self) -> Iterator[None]:
+        """Does the same, a request at a time; what is not done when it is closed stays queued."""
         while self._ended:
             request, usage = self._ended[-1]
             record_usage(request, **usage)
             self._ended.pop()  # not before: an interrupt would lose what it has answered
+            yield
         # All is kept until all texts are made: what an interrupt stops is made by the next call.
         for each in self._pending:
             if each.text is None:
                 each.text = self.tracker.update(each.request)
+                yield
         if self.tracker.unfinished:
             self.tracker.finish()
         if self.on_tokens is None or not self._pending:
             return
-        pending, self._pending = self._pending, []
-        for each in pending:
-            assert each.text is not None
-            self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))
+        pending, self._pending = collections.deque(self._pending), []
+        try:
+            while pending:
+                each = pending.popleft()
+                assert each.text is not None
+                self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))
+                yield
+        except GeneratorExit:
+            self._pending[:0] = pending
+            raise
         if self.on_notified is not None:
             self.on_notified()

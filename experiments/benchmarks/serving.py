@@ -16,6 +16,9 @@ there, such as another library's.
     python -m experiments.benchmarks.serving --clients 16 --requests 64 --answers 256 256 \
         --readers 4 --long 8192 --vocabulary 151643 \
         --server="--model model.gguf --lanes 32 --max-tokens 9216 --prefill-tokens 2048"
+    python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 --processes 4 \
+        --answers 200 200 --vocabulary 151000 --regex "(.|\n)*" --free-first \
+        --server="--model model --dtype bfloat16 --lanes 256 --max-tokens 1024"
     python -m experiments.benchmarks.serving --clients 256 --requests 1024 --processes 4 \
         --questions gsm8k/train.jsonl --answers 400 400 \
         --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
@@ -85,6 +88,8 @@ class Config:
     """Regular expression that answers must match, such as "(.|\\n)*": what grammars cost."""
     regex_every: int = 1
     """Every so many requests have it, beginning with the first."""
+    free_first: bool = False
+    """Put each load on the server twice, first without the regular expression."""
     seed: int = 0
     """Of the prompts, the lengths and the draws."""
     out: pathlib.Path = pathlib.Path("runs/serving.json")
@@ -389,10 +394,13 @@ def main(config: Config) -> int:
     with place as address, Crowd(config.processes) as crowd:
         name, most = config.model or model_name(address), max(config.clients)
         crowd.load(address, make_requests(config, name, 0)[:most], most)  # compiles
-        for load, clients in enumerate(config.clients, 1):
+        kinds = [dataclasses.replace(config, regex=None)] if config.free_first else []
+        loads = [(each, clients) for clients in config.clients for each in (*kinds, config)]
+        for load, (own, clients) in enumerate(loads, 1):
             long = [long_requests(config, name, load, each) for each in range(config.readers)]
             with reading(address, long) as read:
-                row = crowd.load(address, make_requests(config, name, load), clients)
+                row = crowd.load(address, make_requests(own, name, load), clients)
+                row |= {"regex": own.regex} if config.free_first else {}
                 row |= {"read": figures(read, row["seconds"])} if config.readers else {}
             rows.append(row)
             print(describe(row), flush=True)
@@ -406,7 +414,8 @@ def main(config: Config) -> int:
 
 def describe(row: dict[str, Any]) -> str:
     """Returns a load in a line."""
-    words = [f"{row['clients']:4} clients: {row['tokens_per_second']:8,.0f} tokens/s"]
+    kind = {None: " free", "": ""}.get(row.get("regex", ""), " under the grammar")
+    words = [f"{row['clients']:4} clients{kind}: {row['tokens_per_second']:8,.0f} tokens/s"]
     named = (
         ("first_part_ms", "first text after"),
         ("a_token_ms", "a token"),

@@ -176,7 +176,7 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     serve_arrivals(engine, [requests])
     assert len(requests[1].generated) <= 4  # two letters in one or two tokens, and the end
     assert len(requests[0].generated) == 20
-    assert chunks == ["step"] * 4 + ["whole"] * 4
+    assert chunks == ["step"] + ["whole"] * 4  # of four steps each
 
 
 @pytest.mark.nightly
@@ -228,16 +228,95 @@ def test_after_an_error_a_grammar_goes_on_from_the_tokens_that_were_recorded(eng
 def test_a_grammar_that_becomes_too_complex_ends_its_request_by_name(engine, monkeypatch):
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
     requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
-    read = grammar.Matcher.read
+    after = TokenMasks.after
 
-    def wrong(self, token):
-        self.compiled.consume_token(500)  # that no state of it allows
-        return read(self, token)
+    def wrong(self, requests, *given, **more):
+        for each in requests.values():
+            each.matcher.compiled.consume_token(500)  # that no state of it allows
+        return after(self, requests, *given, **more)
 
-    monkeypatch.setattr(grammar.Matcher, "read", wrong)
+    monkeypatch.setattr(TokenMasks, "after", wrong)
     with pytest.raises(GrammarError, match=r"behind token [01]: .*satisfy") as error:
         serve_arrivals(engine, [requests])
     assert error.value.indices == {requests[1].index}
+
+
+def host_grammars():
+    """Samplings with grammars of all lengths, some ended by the number of tokens, and free ones."""
+    schema = Grammar.json_schema(PERSON)
+    return [
+        dataclasses.replace(GREEDY, grammar=schema, logprobs=True),
+        Sampling(max_new_tokens=21, seed=1, logprobs=True),
+        Sampling(max_new_tokens=7, seed=2, grammar=Grammar.regex(r"[a-z ]*"), logprobs=True),
+        Sampling(max_new_tokens=40, seed=3, grammar=Grammar.regex("[a-z]{3,9}"), logprobs=True),
+        Sampling(max_new_tokens=1, seed=4, grammar=schema, logprobs=True),
+        Sampling(max_new_tokens=30, seed=5, grammar=schema, stop="na", logprobs=True),
+    ]
+
+
+def told(engine, looks):
+    """Serves arrivals; returns the tokens and texts that were sent of each request."""
+    sent = collections.defaultdict(lambda: ([], ""))
+
+    def note(update):
+        tokens, text = sent[update.index]
+        sent[update.index] = (tokens + update.tokens, text + update.text)
+
+    serve_arrivals(engine, looks, on_tokens=note)
+    return sent
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("chunk", [2, 8, 32])
+@pytest.mark.parametrize("lanes", [2, 6])
+def test_answers_and_updates_do_not_depend_on_the_steps_between_two_looks(chunk, lanes):
+    """In chunks of one step every answer reads its tokens as soon as each is drawn."""
+    samplings = host_grammars()
+    lengths = prompts((5, 9, 4, 7, 3, 8))
+
+    def engine(num_lanes, steps):
+        options = dict(max_tokens=64, page_size=16, prefill_chunk=16)
+        return Engine(stories(), dms_jax.Vanilla(), num_lanes=num_lanes, chunk=steps, **options)
+
+    alone, want = engine(1, 1), requests_of(lengths, samplings)
+    for each in want:
+        serve_arrivals(alone, [[each]])
+    assert {each.finish_reason for each in want} >= {"end", "length"}
+    found = requests_of(lengths, samplings)
+    looks = [found[:2], found[2:3], [], found[3:]]
+    sent = told(engine(lanes, chunk), looks)
+    for one, other in zip(want, found, strict=True):
+        for name in ("generated", "logprobs", "finish_reason", "text"):
+            assert getattr(other, name) == getattr(one, name)
+        for name in ("kv_reads", "live_tokens", "peak_tokens", "new_tokens"):
+            assert getattr(other.usage, name) == getattr(one.usage, name)
+        assert sent[other.index] == (other.generated, other.text)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_what_is_queued_when_a_grammar_fails_is_sent_before_answers_grow(monkeypatch):
+    """The other request is told of every token that was recorded, in order and once."""
+    options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
+    engine = Engine(stories(), dms_jax.Vanilla(), **options)
+    held = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z ]*"))
+    requests, after, count = requests_of(PROMPTS[:2], [GREEDY, held]), TokenMasks.after, []
+
+    def wrong(self, requests, *given, **more):
+        count.append(1)
+        if len(count) == 22:  # in the second program of the third chunk
+            requests[1].matcher.compiled.consume_token(500)
+        return after(self, requests, *given, **more)
+
+    sent = collections.defaultdict(list)
+    monkeypatch.setattr(TokenMasks, "after", wrong)
+    with pytest.raises(GrammarError):
+        serve_arrivals(
+            engine, [requests], on_tokens=lambda update: sent[update.index].extend(update.tokens)
+        )
+    assert len(requests[0].generated) == 22  # the first token, and all steps before the failure
+    for each in requests:
+        assert sent[each.index] == each.generated[: len(sent[each.index])]
+        assert len(sent[each.index]) >= 17
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -296,7 +375,7 @@ def test_an_opening_allows_its_next_token_alone_and_then_every_one():
         bits = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")
         assert bits[0].all()
         assert np.flatnonzero(bits[1]).tolist() == [token]
-        found = masks.after({1: request}, np.array([5, token]), end_tokens=())
+        found = masks.after({1: request}, np.array([5, token]), np.array([1, 1]), end_tokens=())
     assert (found == -1).all()
     matcher.restart([33])
     assert matcher.only == 69
@@ -306,11 +385,25 @@ def test_an_opening_allows_its_next_token_alone_and_then_every_one():
 def test_masks_of_a_step_are_overwritten_only_where_one_device_reads_them(reused):
     masks, opening = TokenMasks(1, 70, reused=reused), grammar.Opening((9, 5))
     request = {0: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening))}
-    first = masks.after(request, np.array([9]), end_tokens=())
+    first = masks.after(request, np.array([9]), np.array([2]), end_tokens=())
     before = first.copy()
-    second = masks.after(request, np.array([5]), end_tokens=())
+    second = masks.after(request, np.array([5]), np.array([1]), end_tokens=())
     assert (second == -1).all()
     assert (first is second, (first == before).all()) == (reused, not reused)
+
+
+def test_a_lane_that_has_ended_reads_nothing_more_and_is_not_masked():
+    """Its newest token stays as it is; the next request in the lane is another one."""
+    masks, opening = TokenMasks(2, 70), grammar.Opening((9, 5, 7))
+    requests = {
+        lane: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening)) for lane in (0, 1)
+    }
+    found = masks.after(requests, np.array([9, 9]), np.array([3, 3]), end_tokens=(2,))
+    assert (found != -1).any(1).all()
+    for newest, remaining in (([9, 2], [2, 2]), ([5, 2], [0, 1])):
+        found = masks.after(requests, np.array(newest), np.array(remaining), end_tokens=(2,))
+        assert (found == -1).all(1).tolist() == [remaining[0] == 0, True]
+    assert [each.matcher.only for each in requests.values()] == [7, 5]
 
 
 def test_masks_of_lanes_without_a_grammar_allow_everything():

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from dms_jax.generation import Sampling, programs
+from dms_jax.generation.grammar import BITS
 from dms_jax.generation.programs import Packed, Program
 from dms_jax.generation.sampling import Given
 from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, StreamingLLM, Vanilla
@@ -152,6 +153,19 @@ def _draw(read, positions, seeds, rule, given, broken):
     return programs.Steps(tokens, logprobs, None, finite)
 
 
+def _allowed(drawn, rule):
+    """Replaces tokens that a mask leaves out by the first that it allows; each is the likeliest."""
+    if isinstance(rule, Given) or rule.allowed is None:
+        return drawn
+    words = jnp.asarray(rule.allowed)
+    word = jnp.take_along_axis(words, drawn.tokens[:, None] // BITS, 1)[:, 0]
+    first = jnp.argmax(words != 0, 1).astype(jnp.int32)
+    lowest = jnp.take_along_axis(words, first[:, None], 1)[:, 0]
+    other = first * BITS + jax.lax.population_count((lowest & -lowest) - 1)
+    tokens = jnp.where((word >> drawn.tokens % BITS) & 1 == 1, drawn.tokens, other)
+    return drawn.replace(tokens=tokens, likeliest=tokens, highest=jnp.zeros(tokens.shape))
+
+
 def _logprobs(positions, tokens):
     return -(positions % 64) - tokens / 512
 
@@ -215,7 +229,7 @@ def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, to
     del transformer
     read, broken = hidden[sources, 0].astype(jnp.uint32), hidden[sources, 1] > 0
     given = rule.tokens[0] if isinstance(rule, Given) else None
-    drawn = _draw(read, positions, seeds, rule, given, broken)
+    drawn = _allowed(_draw(read, positions, seeds, rule, given, broken), rule)
     return jnp.where(fresh, drawn.tokens, tokens), drawn
 
 
@@ -245,10 +259,33 @@ def decode(
     return cache, steps, newest, None
 
 
+def advance(transformer, cache, host, table, tokens, remaining, policy, end_tokens):
+    """Stands for `programs.advance`."""
+    del host
+    active = (remaining > 0) & ~jnp.isin(tokens, jnp.asarray(end_tokens, jnp.int32))
+    cache, read, live = _append(transformer, cache, table, tokens, active, policy)
+    hidden = jnp.stack([read.astype(jnp.float32), _broken(tokens).astype(jnp.float32)], -1)
+    step = programs.Advance(hidden, cache.seen, active, live, 2 * live + 1, cache.lengths)
+    return cache, step, None
+
+
+def draw(transformer, step, tokens, seeds, rule):
+    """Stands for `programs.draw`."""
+    del transformer
+    read, broken = step.hidden[:, 0].astype(jnp.uint32), step.hidden[:, 1] > 0
+    drawn = _allowed(_draw(read, step.positions, seeds, rule, None, broken), rule)
+    new = jnp.where(step.active, drawn.tokens, tokens)
+    one = dataclasses.replace(drawn, tokens=new, ran=step.active, live=step.live, reads=step.reads)
+    one = jax.tree.map(lambda x: x[None], one)
+    return Packed.of(dataclasses.replace(one, lengths=step.lengths)), new
+
+
 FAKES: dict[str, Any] = {
     "extend": Program(extend, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
     "first_tokens": Program(first_tokens, keep_unused=True),
     "decode": Program(decode, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
+    "advance": Program(advance, donate_argnums=1, static_argnums=(7,), keep_unused=True),
+    "draw": Program(draw, keep_unused=True),
 }
 
 

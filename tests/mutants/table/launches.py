@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "generation: the last steps of a chunk are read with the next chunk",
         FOLDER + "engine.py",
-        "in_flight.collect_steps(before)",
-        "in_flight.collect_steps(0)",
+        "self.in_flight.collect_steps(1)",
+        "self.in_flight.collect_steps(0)",
         (
             f"{RUNNING_ON}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",
         ),

@@ -325,7 +325,7 @@ MUTANTS = [
     Mutant(
         "grammar: every chunk runs step by step",
         "dms_jax/generation/in_flight.py",
-        "if any(each.matcher is not None and remaining[lane] for lane, each in running.items()):",
+        "if any(remaining[lane] for lane in bound):",
         "if rule is not None:",
         (f"{GRAMMAR}::test_only_chunks_with_a_grammar_run_step_by_step",),
     ),
