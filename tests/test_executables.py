@@ -24,7 +24,7 @@ from dms_jax import compilation, executables
 from dms_jax.generation import Engine, Grammar, precompile, programs
 from dms_jax.generation.programs import Program
 from dms_jax.generation.sampling import Sampling
-from tests.generation.support import model_for
+from tests.generation.support import MECHANISMS, model_for
 from tests.support.compilations import Compilations
 from tests.support.instances import further
 
@@ -320,6 +320,16 @@ def calls_of(engine: Engine):
     shape = next(iter(engine.shapes.one_pass.every(64)))[0]
     masked = calls.steps(4, 8, (2,), masked=True)
     return *calls.steps(4, 8, (2,)), *masked, calls.extend(shape, 4)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_draw_is_prepared_for_what_a_step_gives(name):
+    """Its arguments have the shapes and dtypes of the results of `advance`, which is not traced."""
+    engine = Engine(model_for(name), num_lanes=2, max_tokens=64, page_size=16)
+    calls = precompile._Calls(engine.runner, Sampling(temperature=0.5).filter)
+    (_, given), (_, drawn) = calls.steps(4, 1, (2,), masked=True)
+    step = jax.eval_shape(programs.advance.jitted, *given)[1]
+    chex.assert_trees_all_equal_shapes_and_dtypes(drawn[1], step)
 
 
 POLICIES = {

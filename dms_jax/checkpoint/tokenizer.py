@@ -244,13 +244,12 @@ class Tokenizer:
 
         A model writes some of them to be read, such as those before what it calls.
         """
-        vocabulary, wanted = json.loads(self.backend.to_str()), set(texts)
-        hidden = [each for each in vocabulary["added_tokens"] if each["special"]]
-        shown = [each for each in hidden if each["content"] in wanted]
-        if not shown:
+        added, wanted = self.backend.get_added_tokens_decoder().values(), set(texts)
+        if not any(token.special and token.content in wanted for token in added):
             return self
-        for token in shown:
-            token["special"] = False
+        vocabulary = json.loads(self.backend.to_str())
+        for token in vocabulary["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in wanted
         backend = tokenizers.Tokenizer.from_str(json.dumps(vocabulary))
         backend.encode_special_tokens = self.backend.encode_special_tokens
         found = Tokenizer(

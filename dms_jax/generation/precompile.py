@@ -217,8 +217,15 @@ class _Calls:
             settings = (policy, self._rule(num_steps), num_steps, end_tokens)
             return [(programs.decode, (*before, self._seeds, *settings))]
         given = *before, policy, end_tokens
-        shapes = jax.eval_shape(programs.advance.jitted, *given)[1]
-        step = jax.tree.map(lambda x: self.runner.everywhere(np.zeros(x.shape, x.dtype)), shapes)
+        cache, counts = self.runner.cache, self.runner.everywhere(lanes)
+        step = programs.Advance(  # as `programs.advance` gives it, which is not traced for this
+            hidden=self.runner.hidden,
+            positions=counts,
+            active=self.runner.everywhere(lanes > 0),
+            live=counts,
+            reads=counts,
+            lengths=self.runner.everywhere(np.zeros(cache.lengths.shape, cache.lengths.dtype)),
+        )
         drawn = (self.runner.model.transformer, step, tokens, self._seeds, self._rule(1, masked))
         return [(programs.advance, given), (programs.draw, drawn)]
 

@@ -233,3 +233,18 @@ def test_a_template_cannot_reach_out_or_change_what_it_is_given(stories, source)
 def test_no_chat_template(stories):
     with pytest.raises(DataError, match="no chat template"):
         Tokenizer.from_directory(stories).apply_chat_template([])
+
+
+def test_special_tokens_that_are_to_be_read_are_shown():
+    tokenizer = Tokenizer.from_directory(GOLDEN / "qwen2")
+    texts = ["<|call|>", "<|end|>"]
+    tokenizer.backend.add_special_tokens(texts)
+    special = [tokenizer.backend.token_to_id(text) for text in texts]
+    shown = tokenizer.with_shown([texts[0], "no token"])
+    assert shown.decode(special) == texts[0]
+    assert shown.decode(special, skip_special_tokens=False) == "".join(texts)
+    for text, ids in expected("qwen2"):
+        assert shown.encode(texts[0] + text) == [special[0], *ids]
+    assert tokenizer.decode(special) == ""
+    assert tokenizer.with_shown(["no token"]) is tokenizer
+    assert shown.with_shown([texts[0]]) is shown
