@@ -147,3 +147,11 @@ def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, o
     # all layers of a turn, or kept of them.
     layers, of_a_turn = split_steps.TURN * (10 + 1 + 2), 15
     assert layers <= on_gpus[name]["in_all"] <= layers + of_a_turn
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Vanilla", "DMS"])
+def test_sums_are_kernels_in_the_stream_of_their_layers(name, on_gpus):
+    """Where GPUs are linked XLA has kernels for sums so small, and nothing runs beside them."""
+    assert on_gpus[name]["own_sums"] == 2 * split_steps.TURN
+    assert on_gpus[name]["other_streams"] == 0
