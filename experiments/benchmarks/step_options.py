@@ -203,7 +203,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         ratios=config.ratios,
         model_parallel=(config.model_parallel,),
     )
-    mesh = shapes.meshes_of(steps.model_parallel)[config.model_parallel]
+    mesh = shapes.meshes_of(steps.model_parallel)[1, config.model_parallel]
     model = shapes.model_of(config.shape, jnp.dtype(config.dtype), mesh)
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
