@@ -58,7 +58,7 @@ COLLECTIVES = {
 }
 OURS = programs.GPU_STEP_OPTIONS
 OTHER_STREAMS = {
-    "xla_disable_hlo_passes": OURS["xla_disable_hlo_passes"].replace(",async-collective-creator", "")
+    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper,rematerialization"
 }
 UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
