@@ -69,7 +69,7 @@ class Config:
     shapes: tuple[Shape, ...] = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b")
     """Models whose shapes are timed, with random weights."""
     batch: int = 32
-    """Sequences that are decoded at a time."""
+    """Sequences that are decoded at a time, by each of `data_parallel`."""
     context: int = 8192
     """Tokens that each sequence has seen."""
     ratios: tuple[int, ...] = (1, 4, 8)
@@ -82,6 +82,8 @@ class Config:
     """Timed programs; the median counts."""
     model_parallel: tuple[int, ...] = (1,)
     """Devices over which heads, feed-forward and vocabulary are split; several take turns."""
+    data_parallel: tuple[int, ...] = (1,)
+    """Devices, or groups of `model_parallel` devices, with sequences of their own; likewise."""
     turns: int = 1
     """How often each row is timed; the turn with the median counts."""
     cudnn: bool = False
@@ -102,9 +104,10 @@ class Config:
         check_ratios(self.ratios, self.context, self.window)
         for shape in self.shapes:
             check_heads(shape, self.model_parallel)
-        if self.cudnn and self.model_parallel != (1,):
+        if self.cudnn and (self.data_parallel, self.model_parallel) != ((1,), (1,)):
             raise dms_jax.ConfigError(
-                "cuDNN's step is timed on one device: leave out --cudnn or --model-parallel."
+                "cuDNN's step is timed on one device: leave out --cudnn, or --data-parallel and "
+                "--model-parallel."
             )
 
 
@@ -151,7 +154,7 @@ def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.
     Rows of sliding layers hold their window.
     """
     sliding, window = np.array(model.config.windowed), model.config.window
-    heads = (config.batch, model.config.num_kv_heads)
+    heads = (config.batch * parallel(model)[0], model.config.num_kv_heads)
     lengths = np.full((len(sliding), *heads), min(window or 0, config.context))
     lengths[~sliding] = _growing_lengths(config, (model.config.num_full_layers, *heads), ratio)
     return lengths
@@ -174,10 +177,11 @@ def filled_runner(
     """Returns a cache at its length, with random contents."""
     steps = (config.repeats + 3) * config.chunk
     # Each device has as many pages as the one whose heads are the longest.
-    pages = model_parallel(model) * int(by_device(np.ceil((lengths + steps) / 64), model).max())
-    runner = Runner(model, policy, num_lanes=config.batch, num_pages=pages, page_size=64)
+    each = by_device(np.ceil((lengths + steps) / 64), model)
+    lanes, pages = lengths.shape[1], len(each) * int(each.max())
+    runner = Runner(model, policy, num_lanes=lanes, num_pages=pages, page_size=64)
     runner.reservation.lengths = lengths.copy()
-    runner.reservation.reserve(np.full(config.batch, steps))
+    runner.reservation.reserve(np.full(lanes, steps))
     cache = runner.cache
     fill = jax.jit(
         lambda x, key: x + jax.random.normal(jax.random.key(key), x.shape, x.dtype) * 0.3,
@@ -207,7 +211,7 @@ def filled_runner(
         cache,
         pool=Pool(k_pages=fill(cache.k_pages, 1), v_pages=fill(cache.v_pages, 2)),
         lengths=np.asarray(lengths, np.int32),
-        seen=np.full(config.batch, config.context, np.int32),
+        seen=np.full(lanes, config.context, np.int32),
         row_state=row_state,
     )
     # Where a program leaves them: it is compiled once more for a cache that lies elsewhere.
@@ -215,15 +219,17 @@ def filled_runner(
     return runner
 
 
-def model_parallel(model: dms_jax.LanguageModel) -> int:
-    """Returns the number of devices over which the heads of a model are split."""
-    return mesh_sizes(model.mesh)[-1]
+def parallel(model: dms_jax.LanguageModel) -> tuple[int, int]:
+    """Returns over how many devices sequences and heads of a model are split: (data, model)."""
+    data, _, split = mesh_sizes(model.mesh)
+    return data, split
 
 
 def by_device(rows: np.ndarray, model: dms_jax.LanguageModel) -> np.ndarray:
     """Returns the sums of [L, B, K] numbers over the rows of each device."""
-    parts = np.split(rows, model_parallel(model), axis=2)
-    return np.asarray([part.sum() for part in parts])
+    data, split = parallel(model)
+    groups = np.split(rows, data, axis=1)
+    return np.asarray([part.sum() for group in groups for part in np.split(group, split, axis=2)])
 
 
 def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: float) -> dict:
@@ -237,8 +243,8 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
         else dms_jax.RandomEviction(window=config.window, rate=evicted)
     )
     runner = filled_runner(config, model, policy, lengths, ratio)
-    size = model_parallel(model)
-    seconds, live_reads = time_runner(config, runner, f"ratio{ratio}-devices{size}")
+    data, split = parallel(model)
+    seconds, live_reads = time_runner(config, runner, f"ratio{ratio}-devices{data}x{split}")
     entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
     # The step waits for the device that reads the most.
     most = float(by_device(lengths, model).max() / lengths.sum())
@@ -251,8 +257,9 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
             figures["kernels"] = traces.read(pathlib.Path(folder)).programs()["decode"]
     return figures | dict(
         ratio=ratio,
-        model_parallel=size,
-        tokens_per_second=config.batch / seconds,
+        data_parallel=data,
+        model_parallel=split,
+        tokens_per_second=runner.num_lanes / seconds,
         live_tokens=float(lengths.mean()),
         cache_bytes=int(pages.sum()) * 64 * entry,
         largest_batch=largest_batch(model, sequence_bytes),
@@ -260,13 +267,16 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
 
 
 def time_in_turns(
-    config: Config, models: Mapping[int, dms_jax.LanguageModel], ratio: int, rate: float
-) -> dict[int, dict]:
+    config: Config,
+    models: Mapping[tuple[int, int], dms_jax.LanguageModel],
+    ratio: int,
+    rate: float,
+) -> dict[tuple[int, int], dict]:
     """Returns the figures of each model's median turn, and the milliseconds of all its turns.
 
     Each turn has a cache of its own, so that the memory holds one at a time.
     """
-    turns: dict[int, list[dict]] = {size: [] for size in models}
+    turns: dict[tuple[int, int], list[dict]] = {size: [] for size in models}
     for _ in range(config.turns):
         for size, model in models.items():
             turns[size].append(time_paged(config, model, ratio, rate))
@@ -283,9 +293,10 @@ def time_in_turns(
 def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple[float, float]:
     """Returns the seconds of a step of a filled cache, and the entries that it reads."""
     # All different: equal tokens would go to the same experts.
-    tokens = np.arange(config.batch, dtype=np.int32)
-    remaining = np.full(config.batch, 10**6, np.int32)
-    seeds = np.zeros((config.batch, 2), np.uint32)
+    lanes = runner.num_lanes
+    tokens = np.arange(lanes, dtype=np.int32)
+    remaining = np.full(lanes, 10**6, np.int32)
+    seeds = np.zeros((lanes, 2), np.uint32)
     reads = []
 
     def run() -> np.ndarray:
@@ -428,7 +439,7 @@ def experts_by(how: ExpertsBy) -> Iterator[None]:
 def main(config: Config) -> None:
     """Times everything and writes the figures."""
     make_place("--out", config.out)
-    meshes = meshes_of(config.model_parallel)
+    meshes = meshes_of(config.model_parallel, config.data_parallel)
     rate = read_rate()
     results: dict[str, Any] = environment() | dict(
         read_rate=rate,
@@ -458,10 +469,12 @@ def main(config: Config) -> None:
                 with experts_by(how):
                     found = time_in_turns(config, models, ratio, rate)
                 label = name if how == "library" else f"{name}, experts: {how}"
-                for size, figures in found.items():
-                    add(shape, label if size == 1 else f"{label}, {size} devices", figures)
+                for (data, split), figures in found.items():
+                    groups = f"{data} x " if data > 1 else ""
+                    devices = f", {groups}{split} devices" if data * split > 1 else ""
+                    add(shape, label + devices, figures)
         if config.cudnn:
-            add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, models[1], rate))
+            add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, models[1, 1], rate))
         del models
         gc.collect()
 

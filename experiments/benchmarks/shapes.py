@@ -169,13 +169,23 @@ COMMON: dict[str, Any] = dict(
 )
 
 
-def meshes_of(model_parallel: Sequence[int]) -> dict[int, jax.sharding.Mesh | None]:
-    """Returns the mesh of each number of devices that heads are split over; None for one device.
+def meshes_of(
+    model_parallel: Sequence[int], data_parallel: Sequence[int] = (1,)
+) -> dict[tuple[int, int], jax.sharding.Mesh | None]:
+    """Returns the mesh of each (data, model), in that order; None for one device.
+
+    Args:
+      model_parallel: numbers of devices that heads are split over.
+      data_parallel: numbers of devices, or of groups of them, that sequences are split over.
 
     Raises:
       ConfigError: there are fewer devices.
     """
-    return {size: None if size == 1 else dms_jax.make_mesh(model=size) for size in model_parallel}
+    return {
+        (data, model): None if data * model == 1 else dms_jax.make_mesh(data, model)
+        for data in data_parallel
+        for model in model_parallel
+    }
 
 
 def check_heads(shape: Shape, model_parallel: Sequence[int]) -> None:

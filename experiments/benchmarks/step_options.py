@@ -8,7 +8,7 @@ choice in `dms_jax.generation.programs`.
     python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
         --shape qwen2.5-0.5b --batch 256 --context 256 --ratios 1
     python -m experiments.benchmarks.step_options --model-parallel 2 --context 4096 --only ours \
-        "ours, collectives in graphs" "ours, collectives as XLA's kernels"
+        "ours, graphs of any size" "ours, collectives on other streams" "ours, NCCL in graphs"
 """
 
 import contextlib
@@ -48,15 +48,18 @@ LOOPS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     )
 }
-# Collectives as parts of a graph too: otherwise each ends one, and what is left between two of them
-# is launched kernel by kernel. As kernels of XLA's own they are no calls of NCCL.
+# XLA sums small arrays by kernels of its own, of which each ends a graph: what is left between two
+# of them is a graph only where it may be short. NCCL's sums may be parts of one.
+NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
 COLLECTIVES = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES"
     )
 }
-OWN_COLLECTIVES = {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"}
 OURS = programs.GPU_STEP_OPTIONS
+OTHER_STREAMS = {
+    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper,rematerialization"
+}
 UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
@@ -93,9 +96,9 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("ours, no graphs", OURS | NO_GRAPHS),
     Variant("ours, loops in a graph", OURS | LOOPS),
     Variant("ours, loops unrolled in a graph", OURS | UNROLLED),
-    Variant("ours, collectives in graphs", OURS | COLLECTIVES),
-    Variant("ours, collectives as XLA's kernels", OURS | OWN_COLLECTIVES),
-    Variant("ours, collectives in graphs, as XLA's kernels", OURS | COLLECTIVES | OWN_COLLECTIVES),
+    Variant("ours, collectives on other streams", OURS | OTHER_STREAMS),
+    Variant("ours, NCCL", OURS | NCCL),
+    Variant("ours, NCCL in graphs", OURS | NCCL | COLLECTIVES),
     Variant("ours, dependent launches", OURS | DEPENDENT),
     Variant("ours, graphs of any size", OURS | ANY_SIZE),
     Variant("ours, products not tuned", OURS | NOT_TUNED),
@@ -200,7 +203,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         ratios=config.ratios,
         model_parallel=(config.model_parallel,),
     )
-    mesh = shapes.meshes_of(steps.model_parallel)[config.model_parallel]
+    mesh = shapes.meshes_of(steps.model_parallel)[1, config.model_parallel]
     model = shapes.model_of(config.shape, jnp.dtype(config.dtype), mesh)
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []

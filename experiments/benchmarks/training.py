@@ -9,8 +9,11 @@ device held at most so far in the process (of the step itself only if no case be
 the kernels of one step by family. Figures are written before the step that is profiled.
 
     python -m experiments.benchmarks.training --cases 1b 1b-fsdp2 1b-tp2 --out runs/training.json
+    python -m experiments.benchmarks.training --cases 1b 1b+data4 1b+data8 1b+data2+model4 8b \
+        8b+data4 8b+data8 8b-all+data8 1b-32k 1b-32k+sequence4 1b-32k+sequence8 --seconds 1200
 
-A name may go on with settings that it changes: "1b+products+chunk" is "1b" with both of these.
+A name may go on with settings that it changes: "1b+products+chunk" is "1b" with both of these, and
+"1b+data8" is "1b" on eight devices that share the weights.
 """
 
 import collections
@@ -121,6 +124,7 @@ CASES: dict[str, Case] = {
     "8b": LARGE,
     "8b-fsdp2": dataclasses.replace(LARGE, data=2),
     "8b-fsdp4": dataclasses.replace(LARGE, data=4),
+    "8b-all": dataclasses.replace(LARGE, trainable="all"),
     "8b-32k": dataclasses.replace(LARGE, length=32768),
     "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
     "8b-all-tp2": dataclasses.replace(LARGE, length=4096, sequences=2, trainable="all", model=2),
@@ -141,6 +145,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "half": {"sequences": 2},
     "double": {"sequences": 8},
     **{name: {"compiler": name} for name in ("defaults", "slices", "cublas", "pipelined")},
+    # Axes of the mesh: "1b+data2+model4" is for 8 devices.
+    **{f"{axis}{n}": {axis: n} for axis in ("data", "sequence", "model") for n in (2, 4, 8)},
 }
 
 # Options of the compiler instead of the library's, or beside them.

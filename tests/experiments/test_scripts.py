@@ -32,7 +32,12 @@ RUNS: dict[str, dict] = {
         shape="tiny", layers=1, sessions=2, turns=2, shorten=60, dtype="float32"
     ),
     "benchmarks.decode_steps": dict(
-        STEPS, shapes=("tiny",), window=16, ratios=(1, 4), model_parallel=(1, 2)
+        STEPS,
+        shapes=("tiny",),
+        window=16,
+        ratios=(1, 4),
+        model_parallel=(1, 2),
+        data_parallel=(2,),
     ),
     "benchmarks.draw_decode_steps": {},
     "benchmarks.engine_host": dict(lanes=4, requests=9, clients=3, runs=1),
@@ -62,7 +67,7 @@ RUNS: dict[str, dict] = {
         repeats=1,
         dtype="float32",
     ),
-    "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2"), steps=1),
+    "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2+model2"), steps=1),
     "reproduction.answers_under_load": dict(
         policies=("Vanilla",), requests=3, lanes=2, most_tokens=16, share=1.0
     ),

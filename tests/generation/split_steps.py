@@ -127,8 +127,9 @@ def turn_of(thunks: str) -> list[str]:
 def report(policy: Policy, sampling: Sampling) -> dict:
     """Returns what a step does on two H200s.
 
-    That is its collectives, and how many kernels, copies and collectives a turn of the loop over
-    layers has, in a graph or not.
+    That is its collectives; how many kernels, copies and collectives a turn of the loop over layers
+    has, in a graph or not; and how many of these are sums by XLA's own kernel, or run on another
+    stream.
     """
     mesh = two_gpus()
     given = split_arguments(policy, CONFIG, mesh, sampling)
@@ -144,7 +145,12 @@ def report(policy: Policy, sampling: Sampling) -> dict:
         assert text is not None
         (thunks,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
         turn = turn_of(thunks.read_text())
-    return dict(collectives=of_a_step(text), in_all=sum(kind not in HOLDERS for kind in turn))
+    return dict(
+        collectives=of_a_step(text),
+        in_all=sum(kind not in HOLDERS for kind in turn),
+        own_sums=turn.count("CollectiveKernel"),
+        other_streams=turn.count("AsyncStart"),
+    )
 
 
 if __name__ == "__main__":

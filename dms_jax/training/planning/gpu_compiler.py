@@ -28,6 +28,8 @@ class Card:
       shared: bytes of shared memory of a core; a program has at most 1 KB less.
       l2: bytes of the second cache.
       clock: GHz.
+      links: number of NVLinks; between cards that have any, XLA sums small arrays by kernels of its
+        own, not by NCCL.
     """
 
     name: str
@@ -37,14 +39,15 @@ class Card:
     shared: int
     l2: int
     clock: float
+    links: int
 
 
 CARDS = {
-    "h200": Card("NVIDIA H200", (9, 0), 132, 2048, 233472, 50 << 20, 1.98),
-    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 233472, 50 << 20, 1.98),
-    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 167936, 40 << 20, 1.41),
-    "l4": Card("NVIDIA L4", (8, 9), 58, 1536, 102400, 48 << 20, 2.04),
-    "b200": Card("NVIDIA B200", (10, 0), 148, 2048, 233472, 126 << 20, 1.97),
+    "h200": Card("NVIDIA H200", (9, 0), 132, 2048, 233472, 50 << 20, 1.98, 18),
+    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 233472, 50 << 20, 1.98, 18),
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 167936, 40 << 20, 1.41, 12),
+    "l4": Card("NVIDIA L4", (8, 9), 58, 1536, 102400, 48 << 20, 2.04, 0),
+    "b200": Card("NVIDIA B200", (10, 0), 148, 2048, 233472, 126 << 20, 1.97, 18),
 }
 # In the form of XLA's own descriptions of targets (xla/backends/gpu/target_config). Without a CUDA
 # that has them, no product and no collective would be put into a CUDA graph.
@@ -71,6 +74,7 @@ gpu_device_info {{
   compile_time_toolkit_version: "13.0.0"
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  device_interconnect_info {{ active_links: {card.links} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}

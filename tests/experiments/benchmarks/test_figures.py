@@ -51,6 +51,22 @@ def test_the_roofline_is_that_of_the_device_with_the_longest_heads(monkeypatch):
     assert figures["read_cache_bytes_a_device"] == 0.8 * 1000 * 2 * 16 * 4
 
 
+def test_each_group_of_devices_has_its_own_sequences(monkeypatch):
+    """Four devices, of which two and two share heads: `batch` sequences for each pair."""
+    model = shapes.model_of("tiny", jnp.float32, dms_jax.make_mesh(2, 2))
+    sizes = dict(shapes=("tiny",), batch=3, context=192, window=16, chunk=4, dtype="float32")
+    config = decode_steps.Config(**sizes, ratios=(1,), model_parallel=(2,), data_parallel=(2,))
+    rows = decode_steps.row_lengths(config, model, 1)
+    assert rows.shape == (2, 6, 2)
+    rows = np.arange(rows.size).reshape(rows.shape)
+    quarters = [rows[:, :3, :1], rows[:, :3, 1:], rows[:, 3:, :1], rows[:, 3:, 1:]]
+    assert decode_steps.by_device(rows, model).tolist() == [each.sum() for each in quarters]
+    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (0.5, 1000.0))
+    figures = decode_steps.time_paged(config, model, 1, 1e9)
+    assert figures["tokens_per_second"] == 12
+    assert figures["read_cache_bytes_a_device"] == 1000 / 4 * 2 * 16 * 4
+
+
 def test_the_roofline_counts_the_experts_that_a_step_reads():
     """One token reads 2 of 8 experts of 3 x 64 x 64 numbers in each of two layers."""
     model = shapes.model_of("tiny-experts", jnp.float32)
