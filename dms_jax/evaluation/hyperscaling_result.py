@@ -43,22 +43,6 @@ def point_label(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stopped:
-    """A point whose chains stopped as soon as the vote was decided.
-
-    Attributes:
-      vote: score of the vote.
-      reads, peak: tokens of all chains of a problem.
-      cancelled: share of the chains that were stopped, or never started.
-    """
-
-    vote: PerProblem
-    reads: PerProblem
-    peak: PerProblem
-    cancelled: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Point:
     """A system with answers of at most `length` tokens in `chains` chains.
 
@@ -73,7 +57,6 @@ class Point:
       reads, peak: tokens of all chains of a problem, the mean over the same groups.
       new_tokens: mean number of tokens of a chain.
       ended: share of the chains that ended by themselves.
-      stopped: the same with chains that stop early; None if that was not asked for.
     """
 
     system: str
@@ -87,7 +70,6 @@ class Point:
     peak: PerProblem
     new_tokens: float
     ended: float
-    stopped: Stopped | None = None
 
     @property
     def label(self) -> str:
@@ -98,17 +80,6 @@ class Point:
     def greedy(self) -> bool:
         """Whether the point is the most likely answer alone."""
         return self.temperature == 0 and self.chains == 1
-
-    @property
-    def reads_saved(self) -> float | None:
-        """Share of the reads that stopping early saved; None if that was not asked for.
-
-        Answers of one token read nothing, and save nothing.
-        """
-        if self.stopped is None:
-            return None
-        reads = self.reads.sum()
-        return 1 - float(self.stopped.reads.sum() / reads) if reads else 0.0
 
     def accuracy(self, method: Method = "vote") -> Measured:
         """Mean score with its standard error over problems and seeds."""
@@ -128,14 +99,6 @@ class Point:
         data = {name: getattr(self, name) for name in (*names, "policy", "new_tokens", "ended")}
         data |= {axis: self.budget(axis) for axis in AXES}
         data["scores"] = {method: self.accuracy(method).to_list() for method in METHODS}
-        if self.stopped is not None:
-            data["stopped"] = {
-                "vote": mean_over_seeds(self.stopped.vote).to_list(),
-                "reads": float(self.stopped.reads.mean()),
-                "peak": float(self.stopped.peak.mean()),
-                "cancelled": self.stopped.cancelled,
-                "reads_saved": self.reads_saved,
-            }
         return data
 
 
@@ -266,8 +229,7 @@ class Hyperscaling:
             for axis in AXES
         }
         heads = ["system", "L-W-CR@T", *METHODS, *AXES, "new tokens", "ended"]
-        stops = any(point.stopped for point in self.points)
-        rows = [[*heads, *(["stopped early: vote", "reads saved"] if stops else [])]]
+        rows = [heads]
         for point in self.points:
             cells = [point.system, point.label]
             cells += [percent(point.accuracy(each).to_list()) for each in METHODS]
@@ -275,10 +237,7 @@ class Hyperscaling:
                 f"{point.budget(axis):,.0f}{' *' if point in stars[axis] else ''}" for axis in AXES
             ]
             cells += [f"{point.new_tokens:,.0f}", f"{point.ended:.0%}"]
-            if point.stopped is not None:
-                vote = percent(mean_over_seeds(point.stopped.vote).to_list())
-                cells += [vote, f"{point.reads_saved:.0%}"]
-            rows.append([*cells, *[""] * (len(rows[0]) - len(cells))])
+            rows.append(cells)
         return rows
 
     def gain_rows(self, method: Method = "vote") -> list[list[str]]:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from dms_jax.errors import ConfigError
 from dms_jax.evaluation import Hyperscaling, Point
-from dms_jax.evaluation.hyperscaling_result import Stopped
 
 
 def made_up(name, *rows, greedy=True) -> list[Point]:
@@ -88,15 +87,6 @@ def test_answers_of_one_token_read_nothing():
     assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1@0"]
     assert result.average_gain("two", "one", "reads").value == 0
     json.dumps(result.to_dict())
-
-
-def test_chains_of_one_token_have_no_reads_to_save():
-    (point,) = made_up("one", (1, 2, 0, 9, (0, 0, 0)))
-    stopped = Stopped(vote=point.scores["vote"], reads=point.reads, peak=point.peak, cancelled=0.5)
-    result = Hyperscaling({}, (dataclasses.replace(point, stopped=stopped),))
-    assert result.points[0].reads_saved == 0
-    json.dumps(result.to_dict(), allow_nan=False)
-    assert "nan" not in result.table()
 
 
 def test_tables_of_points_and_gains():

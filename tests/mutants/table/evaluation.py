@@ -152,13 +152,11 @@ MUTANTS = [
         (TRACES,),
     ),
     Mutant(
-        "evaluation: answers that decide whether others go on are looked at too late",
+        "evaluation: the next steps wait until answers are written",
         FOLDER + "answering.py",
-        "late=not self.stop_decided",
-        "late=True",
-        (
-            "tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run[True]",
-        ),
+        "streaming=False, late=True",
+        "streaming=False, late=False",
+        ("tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run",),
     ),
     Mutant(
         "evaluation: hyperscale, the peak of a prompt is that of the whole answer",
