@@ -171,7 +171,7 @@ class Plan:
     chains: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
-    temperatures: tuple[float, ...]
+    temperatures: tuple[float | int, ...]
     serving: Serving
     out: pathlib.Path | None
     progress: bool
