@@ -1,4 +1,4 @@
-"""The result of `hyperscale`: points, their frontiers on two budgets, and gains at equal budget.
+"""The result of `hyperscale`: points, their frontiers on two budgets, and gains between them.
 
 A point is one L-W-CR configuration of a system (DMS paper, section 5): answers of at most L tokens,
 W chains of each problem, and the compression ratio, drawn at a temperature. Its two budgets are the
@@ -22,7 +22,7 @@ from rich.table import Table
 from dms_jax.checks import check, require
 from dms_jax.evaluation.aggregation import METHODS, Method
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
-from dms_jax.evaluation.pareto import Level, frontier, gain_at
+from dms_jax.evaluation.pareto import Level, frontier
 from dms_jax.evaluation.result import percent
 from dms_jax.evaluation.statistics import Measured, mean_over_seeds
 
@@ -103,19 +103,6 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class EqualBudget:
-    """A point of one system beside another system at the same budget.
-
-    Attributes:
-      point: the point.
-      gain: its score less the interpolated score of the other system, paired by problem.
-    """
-
-    point: Point
-    gain: Measured
-
-
-@dataclasses.dataclass(frozen=True)
 class Hyperscaling:
     """All points of all systems on the same problems.
 
@@ -184,29 +171,6 @@ class Hyperscaling:
             ]
             self._known[key] = measured_average_gain(*trials)
         return self._known[key]
-
-    def equal_budget(
-        self, left: str, right: str, axis: Axis = "reads", method: Method = "vote"
-    ) -> tuple[EqualBudget, ...]:
-        """Each frontier point of `left` against the frontier of `right` at the same budget.
-
-        The right frontier is interpolated problem by problem (`pareto.gain_at`) and stays at its
-        best point up to the largest budget of the system. Points outside its budgets are left out,
-        and so are those of no budget at all: an answer of one token reads nothing. There are none
-        if one of the systems has no greedy point.
-        """
-        if not (self.has_greedy(left) and self.has_greedy(right)):
-            return ()
-        rival, own = (
-            [point for point in self.frontier(system, axis, method) if point.budget(axis) > 0]
-            for system in (right, left)
-        )
-        levels = [point.level(axis, method) for point in rival]
-        largest = max(point.budget(axis) for point in self.of(right))
-        if levels and largest > levels[-1].budget:
-            levels.append(Level(largest, levels[-1].scores))
-        gains = [(point, gain_at(point.level(axis, method), levels)) for point in own]
-        return tuple(EqualBudget(point, gain) for point, gain in gains if gain is not None)
 
     # -- tables -----------------------------------------------------------------------------------
 
@@ -295,10 +259,6 @@ class Hyperscaling:
             "over": right,
             "budget": axis,
             "average_gain": None if gain is None else gain.to_list(),
-            "equal_budget": [
-                {"point": each.point.label, "gain": each.gain.to_list()}
-                for each in self.equal_budget(left, right, axis, method)
-            ],
         }
 
     def _pairs(self) -> Sequence[tuple[str, str]]:

@@ -173,13 +173,6 @@ MUTANTS = [
         (TRACES, HYPERSCALING),
     ),
     Mutant(
-        "evaluation: hyperscale, equal budgets are compared with points off the frontier",
-        FOLDER + "hyperscaling_result.py",
-        "for point in self.frontier(system, axis, method) if point.budget(axis) > 0]",
-        "for point in self.of(system) if point.budget(axis) > 0]",
-        ("tests/evaluation/test_hyperscaling_result.py::test_frontiers_and_gains_by_hand",),
-    ),
-    Mutant(
         "evaluation: hyperscale, gains are over sampled votes where nothing greedy was recorded",
         FOLDER + "hyperscaling_result.py",
         "return {p.length for p in own} == {p.length for p in own if p.greedy}",
