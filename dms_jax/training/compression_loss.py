@@ -7,7 +7,6 @@ and s its means over the layer and over the model, and the target s* = 1 - 1 / r
     kl          L = KL(Bernoulli(s) || Bernoulli(s*))           (two-sided; a review of DMS)
     per layer   the same for each s_l, then the mean      (DMC's local prior, appendix E)
     spread      mean over l, h of |s_lh - stop_gradient(s_l)|                     (DMC-C)
-    floor       mean over l of max(0, s_l - (1 - floor * (1 - s*)))
 
 The one-sided global form lets heads and layers differ, and does not penalise a model that
 compresses more than the target. Decisions are hard with a straight-through gradient.
@@ -15,10 +14,6 @@ compresses more than the target. Decisions are hard with a straight-through grad
 Two formulas are ours because the papers give none. DMC-C's paper says only that a loss keeps the
 ratios of a layer's heads similar; the spread is our choice. The divergence smooths both shares,
 p -> 0.001 + 0.998 p, because share and target both start at exactly 0.
-
-The floor is ours: no layer may keep less than `floor` times what the layers keep on average at the
-target. Below it, its gradient cancels that of the one-sided global loss, so that nothing but the
-main loss moves such a layer.
 """
 
 from typing import Literal
@@ -63,14 +58,6 @@ def head_spread(shares: Float[Array, "L B K"]) -> Float[Array, " B"]:
     """Returns the mean absolute deviation of the heads of a layer from the layer's mean."""
     middle = jax.lax.stop_gradient(jnp.mean(shares, axis=-1, keepdims=True))
     return jnp.mean(jnp.abs(shares - middle), axis=(0, 2))
-
-
-def floor_loss(
-    shares: Float[Array, "L B K"], target: Float[Array, ""] | float, floor: float
-) -> Float[Array, " B"]:
-    """Returns what layers miss of `floor` times the target's share of kept tokens, on average."""
-    most = 1 - floor * (1 - target)
-    return jnp.mean(jnp.maximum(jnp.mean(shares, axis=-1) - most, 0), axis=0)
 
 
 def _shortfall(share: Array, target: Array | float) -> Array:

@@ -143,8 +143,6 @@ class Recipe(Options):
         both sides.
       compression_weight: weight of the compression loss; the main loss has weight 1.
       prior: whether the target applies to all layers together ("global") or to each ("layer").
-      layer_floor: share of what the layers keep on average at the target that every layer is to
-        keep at least (`dms_jax.training.compression_loss`); 0 for no such loss.
       head_balance: weight of a loss that keeps the heads of a layer similar (DMC-C); 0 for none.
       beta1, beta2, epsilon, weight_decay: settings of AdamW; norms and biases do not decay.
       clip: largest global norm of the gradient.
@@ -178,7 +176,6 @@ class Recipe(Options):
     regulariser: Regulariser = "one_sided"
     compression_weight: NotNegative = 1.0
     prior: Prior = "global"
-    layer_floor: Share = 0.0
     head_balance: NotNegative = 0.0
     beta1: Decay = 0.9
     beta2: Decay = 0.95
@@ -280,7 +277,6 @@ class Recipe(Options):
             ),
             trainable="low_rank" if self.trainable == "low_rank" else "all",
             loss="language_modeling",
-            layer_floor=0.0,
             snapshots=(),
         )
 

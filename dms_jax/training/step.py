@@ -455,10 +455,6 @@ class TrainingStep:
         loss = recipe.compression_weight * compression_loss.compression_loss(
             shares, target, regulariser=recipe.regulariser, prior=recipe.prior
         )
-        if recipe.layer_floor:
-            loss += recipe.compression_weight * compression_loss.floor_loss(
-                shares, target, recipe.layer_floor
-            )
         if recipe.head_balance:
             loss += recipe.head_balance * compression_loss.head_spread(shares)
         return loss
