@@ -775,7 +775,6 @@ def retrofit_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[
         "recipe ratio": Case(
             lambda: dms_jax.recipes.dms_published(0.5), "ConfigError", ("compression_ratio", "0.5")
         ),
-        "recipe regulariser": changed("regulariser", "'kl'", "'l2'", regulariser="l2"),
         "recipe prior": changed("prior", "'global' or 'layer'", prior="head"),
         "recipe variant": Case(
             lambda: dms_jax.recipes.dmc_paper(2, variant="dmc-d"), "ConfigError", ("'immediate'",)
