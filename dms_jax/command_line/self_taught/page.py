@@ -14,7 +14,7 @@ def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
         f"# {_name(config.model)} with DMS, taught by its own answers",
         _table(results),
         _legend(results),
-        "The settings are in settings.json, all figures with their seconds in results.json.",
+        "The settings are in settings.json, all figures in results.json.",
         "## Commands",
         *(f"{what}:\n\n    {command}" for what, command in commands(config, results)),
     ]
