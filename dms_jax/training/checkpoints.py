@@ -28,7 +28,6 @@ import jax
 
 from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, plain
-from dms_jax.training.exports import Written
 
 _CHECKSUMS = "checksums.json"
 # Orbax notes in it, last of all, when the checkpoint was complete.
@@ -104,7 +103,6 @@ class Checkpoints:
         self._run, self._keep = directory, keep
         self._path = directory / "checkpoints"
         self._writing: int | None = None
-        self._after: Written | None = None
         self._problem: str | None = None
         _quiet.begin()
         try:
@@ -145,7 +143,7 @@ class Checkpoints:
         """Whether the platform has told any process, and all agree, that the run must end now."""
         return self._manager.reached_preemption(step)
 
-    def save(self, step: int, state: Any, meta: Meta, after: Written | None = None) -> None:
+    def save(self, step: int, state: Any, meta: Meta) -> None:
         """Begins to write a checkpoint, once the one before it is complete.
 
         What cannot be written is a warning; the run goes on.
@@ -154,12 +152,11 @@ class Checkpoints:
           step: number of steps that are done.
           state: the training state.
           meta: what is saved beside it.
-          after: the export that must be complete before it.
         """
         self.wait()
         self._warn()
         args = self._orbax.args
-        self._writing, self._after = step, after
+        self._writing = step
         try:
             self._manager.save(
                 step,
@@ -222,13 +219,7 @@ class Checkpoints:
         )
 
     def _add_sums(self) -> None:
-        """Writes the checksums of a checkpoint; Orbax calls it just before it renames it.
-
-        Raises:
-          CheckpointError: the export before it was not written.
-        """
-        if self._after is not None:
-            self._after.result()
+        """Writes the checksums of a checkpoint; Orbax calls it just before it renames it."""
         (place,) = self._path.glob(f"{self._writing}.*")
         sums = {name: _sum(place / name) for name in _files(place)}
         (place / _CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")

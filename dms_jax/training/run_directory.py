@@ -23,7 +23,6 @@ from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
 from dms_jax.json_text import json_text
 from dms_jax.training.checkpoints import Checkpoints, Meta
-from dms_jax.training.exports import Written
 from dms_jax.training.run_lock import RunLock
 
 _MOST_CHANGES = 4  # of a setting that a message names
@@ -169,7 +168,6 @@ class RunDirectory:
         step: int,
         state: Any,
         data_state: dict[str, Any] | None,
-        after: Written | None = None,
     ) -> None:
         """Begins to write a checkpoint, unless there is one of this step.
 
@@ -177,7 +175,6 @@ class RunDirectory:
           step: number of steps that are done.
           state: the training state.
           data_state: the state of the data iterator.
-          after: the export that must be complete before it.
         """
         if step == self.latest_step:
             return
@@ -186,7 +183,7 @@ class RunDirectory:
             "restarted_from": self._restart_from,
             "data": data_state,
         }
-        self._checkpoints.save(step, state, meta, after)
+        self._checkpoints.save(step, state, meta)
 
     def finish(self) -> None:
         """Waits until the checkpoint that is being written is complete.
