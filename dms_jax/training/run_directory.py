@@ -1,7 +1,7 @@
 """The directory of a run: resumable checkpoints and a log.
 
     out/
-      .lock                 who writes to it (`run_lock.py`)
+      .lock                 locked by the run that writes to it
       checkpoints/<step>/   see `checkpoints.py`
       log.jsonl             one line per step
       snapshots/<ratio>/    Hugging Face directories at the recipe's snapshots
@@ -21,9 +21,9 @@ from typing import Any
 
 from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
+from dms_jax.file_lock import lock
 from dms_jax.json_text import json_text
 from dms_jax.training.checkpoints import Checkpoints, Meta
-from dms_jax.training.run_lock import RunLock
 
 _MOST_CHANGES = 4  # of a setting that a message names
 _LONGEST_VALUE = 24
@@ -76,7 +76,7 @@ class RunDirectory:
             if processes.is_first():
                 _check_writable(self.path)
                 _check_writable(self.path / "checkpoints")
-                self._lock = RunLock(self.path)
+                self._lock = _locked(self.path)
                 _check_log(self.path / "log.jsonl")
         except DmsJaxError as caught:
             error = caught
@@ -282,6 +282,34 @@ def _changes(saved: Any, given: Any, name: str, where: str = "") -> Iterator[str
         short = all(isinstance(each, _SCALAR) for each in (saved, given))
         short = short and max(len(str(saved)), len(str(given))) <= _LONGEST_VALUE
         yield f"`{name}`{where}" + (f" {saved}, not {given}" if short else "")
+
+
+def _locked(directory: pathlib.Path) -> Any:
+    """Returns a file that keeps a directory for this run until it is closed.
+
+    Raises:
+      ConfigError: another run has it.
+      CheckpointError: the file cannot be written.
+    """
+    try:
+        file = (directory / ".lock").open("a")
+    except OSError as error:
+        raise CheckpointError(
+            f"The run cannot be written to {directory}: {error.strerror or error}. Give another "
+            "`out`."
+        ) from error
+    mine = lock(file)
+    if mine is False:
+        file.close()
+        raise ConfigError(
+            f"Another run is writing to {directory}. Wait for it or end it, or give another `out`."
+        )
+    if mine is None:
+        warnings.warn(
+            f"{directory} cannot be locked: take care that no other run writes to it.",
+            stacklevel=2,
+        )
+    return file
 
 
 def _check_log(path: pathlib.Path) -> None:

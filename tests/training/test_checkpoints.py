@@ -147,7 +147,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
 
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
     directory = opened(tmp_path)
-    with pytest.raises(ConfigError, match=rf"Another run is writing to .*process {os.getpid()} on"):
+    with pytest.raises(ConfigError, match="Another run is writing to "):
         opened(tmp_path)
     directory.close()
     opened(tmp_path).close()
@@ -166,8 +166,8 @@ def test_a_directory_that_cannot_be_opened_is_not_kept_locked(tmp_path):
 def test_a_killed_run_keeps_no_lock(tmp_path):
     script = (
         "import pathlib, sys, time\n"
-        "from dms_jax.training.run_lock import RunLock\n"
-        "lock = RunLock(pathlib.Path(sys.argv[1]))\n"
+        "from dms_jax.training.run_directory import _locked\n"
+        "lock = _locked(pathlib.Path(sys.argv[1]))\n"
         "print('locked', flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -175,7 +175,7 @@ def test_a_killed_run_keeps_no_lock(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ConfigError, match=rf"Another run .*process {other.pid} on"):
+        with pytest.raises(ConfigError, match="Another run is writing to "):
             opened(tmp_path)
         other.kill()
     opened(tmp_path).close()

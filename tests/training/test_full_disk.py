@@ -1,7 +1,6 @@
 """What cannot be written is said in one line, without the pages that Orbax logs of it."""
 
 import asyncio
-import errno
 import logging
 import pathlib
 import sys
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 from dms_jax.errors import CheckpointError
-from dms_jax.training import run_lock
 from dms_jax.training.checkpoints import Checkpoints
 from dms_jax.training.run_directory import RunDirectory
 
@@ -119,15 +117,6 @@ def test_a_full_disk_is_one_line_and_with_space_again_the_run_goes_on(tmp_path, 
     found.finish()
     assert found.steps == [2]
     found.close()
-
-
-def test_a_lock_for_which_there_is_no_room_is_named(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run_lock.json, "dumps", full)
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*: No space left on device"):
-        run_lock.RunLock(tmp_path)
 
 
 def test_a_log_that_never_ends_is_not_read(tmp_path):
