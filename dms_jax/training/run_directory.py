@@ -41,6 +41,10 @@ class RunDirectory:
         removes later ones, once it is restored. None to go on with the same.
       keep: how many checkpoints are kept.
 
+    Attributes:
+      path: the path, absolute.
+      checkpoints: the checkpoints.
+
     Raises:
       CheckpointError: the directory cannot be written, or has no checkpoint to restart from.
       ConfigError: it holds a run and `resume` is False, or another run is writing to it.
@@ -59,11 +63,11 @@ class RunDirectory:
         # As it comes back from a checkpoint: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._restart_from, self._log, self._lock = restart_from, None, None
-        self._checkpoints: Any = None
+        self.checkpoints: Any = None
         self._back_to: int | None = None  # the step of a restart, until later ones are removed
         try:
             self._opening()
-            self._checkpoints = Checkpoints(self.path, keep=keep)
+            self.checkpoints = Checkpoints(self.path, keep=keep)
             self._check_steps(resume)
         except BaseException:
             self.close()
@@ -85,15 +89,15 @@ class RunDirectory:
             raise error
 
     def _check_steps(self, resume: bool) -> None:
-        latest, step = self._checkpoints.latest, self._restart_from
+        latest, step = self.checkpoints.latest, self._restart_from
         if latest is not None and not resume:
             raise ConfigError(
                 f"{self.path} holds a run at step {latest}. Resume it, or give another directory."
             )
         if step is None or self._has_restarted():
             return
-        if step and step not in self._checkpoints.steps:
-            held = ", ".join(map(str, self._checkpoints.steps)) or "none"
+        if step and step not in self.checkpoints.steps:
+            held = ", ".join(map(str, self.checkpoints.steps)) or "none"
             raise CheckpointError(
                 f"{self.path} holds no checkpoint of step {step} to restart from; it has {held}."
             )
@@ -102,11 +106,7 @@ class RunDirectory:
     @property
     def latest_step(self) -> int | None:
         """The step of the checkpoint to go on from, the newest; None if there is none."""
-        return self._checkpoints.latest if self._back_to is None else self._back_to or None
-
-    def reached_preemption(self, step: int) -> bool:
-        """Whether the platform has told any process that the run must end now."""
-        return self._checkpoints.reached_preemption(step)
+        return self.checkpoints.latest if self._back_to is None else self._back_to or None
 
     def restore(self, abstract_state: Any) -> tuple[Any, Any]:
         """Returns the training state to go on from and the state of the data iterator.
@@ -118,7 +118,7 @@ class RunDirectory:
           ConfigError: the run had other settings.
           CheckpointError: no checkpoint can be read.
         """
-        state, meta = self._checkpoints.restore(
+        state, meta = self.checkpoints.restore(
             abstract_state, self._check_settings, only=self._back_to
         )
         return state, meta["data"]
@@ -126,14 +126,14 @@ class RunDirectory:
     def remove_later(self) -> None:
         """Removes the checkpoints after the one that a restart goes on from."""
         if self._back_to is not None:
-            self._checkpoints.discard(self._back_to + 1)
+            self.checkpoints.discard(self._back_to + 1)
             self._back_to = None
 
     def _has_restarted(self) -> bool:
         """Whether the newest checkpoint was written after this very restart."""
-        for step in reversed(self._checkpoints.steps):
+        for step in reversed(self.checkpoints.steps):
             try:
-                meta = self._checkpoints.meta(step)
+                meta = self.checkpoints.meta(step)
             except Exception:  # damaged; it is found again when it is restored
                 continue
             again = meta["restarted_from"] == self._restart_from
@@ -183,23 +183,7 @@ class RunDirectory:
             "restarted_from": self._restart_from,
             "data": data_state,
         }
-        self._checkpoints.save(step, state, meta)
-
-    def finish(self) -> None:
-        """Waits until the checkpoint that is being written is complete.
-
-        Raises:
-          CheckpointError: it cannot be written.
-        """
-        self._checkpoints.finish()
-
-    def wait(self) -> None:
-        """Waits for the checkpoint that is being written, which holds a whole training state."""
-        self._checkpoints.wait()
-
-    def discard(self, first: int) -> None:
-        """Removes the checkpoints from a step on."""
-        self._checkpoints.discard(first)
+        self.checkpoints.save(step, state, meta)
 
     def log(self, record: dict[str, Any]) -> None:
         """Appends a line to the log; numbers that are not finite become null.
@@ -248,8 +232,8 @@ class RunDirectory:
     def close(self) -> None:
         """Closes the log and the checkpoints, and lets go of the directory."""
         try:
-            if self._checkpoints is not None:
-                self._checkpoints.close()
+            if self.checkpoints is not None:
+                self.checkpoints.close()
         finally:
             for file in (self._log, self._lock):
                 if file is not None:

@@ -74,7 +74,7 @@ def saved(path, *steps, **options):
     try:
         for step in steps:
             directory.save(step, state(step), {"position": step})
-        directory.finish()
+        directory.checkpoints.finish()
         yield directory
     finally:
         directory.close()
@@ -211,21 +211,21 @@ def noise(step):
 def test_a_full_disk_is_a_warning_and_keeps_what_there_is(tmp_path):
     directory = opened(tmp_path)
     directory.save(1, noise(1), None)
-    directory.finish()
+    directory.checkpoints.finish()
     threads = set(threading.enumerate())
     with largest_file(1 << 15):
         directory.save(2, noise(2), None)
         with pytest.warns(UserWarning, match=r"step 2 cannot be written .*File too large.*step 1"):
             directory.save(3, noise(3), None)
         with pytest.raises(CheckpointError, match=r"step 3 cannot be written .*last one is of st"):
-            directory.finish()
+            directory.checkpoints.finish()
         for thread in set(threading.enumerate()) - threads:
             if not thread.name.startswith("asyncio"):
                 thread.join(60.0)
                 assert not thread.is_alive(), thread.name  # of the manager of what is not written
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
     directory.save(4, noise(4), None)
-    directory.finish()
+    directory.checkpoints.finish()
     directory.close()
     with saved(tmp_path) as directory:
         restored, _ = directory.restore(jax.eval_shape(lambda: noise(0)))
@@ -241,7 +241,7 @@ def test_a_mounted_disk_that_is_full(tmp_path):
     try:
         directory = opened(disk, keep=1)
         directory.save(1, noise(1), None)
-        directory.finish()
+        directory.checkpoints.finish()
         directory.save(2, noise(2), None)
         with pytest.warns(UserWarning, match=r"step 2 cannot be written .*No space left.*step 1"):
             directory.save(3, {"weights": jnp.zeros(4)}, None)
@@ -259,11 +259,11 @@ def test_a_directory_that_is_made_unwritable_in_the_middle(tmp_path, request):
         return
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
-    directory.finish()
+    directory.checkpoints.finish()
     (tmp_path / "checkpoints").chmod(0o500)
     directory.save(2, state(2), None)
     with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*The last one is of st"):
-        directory.finish()
+        directory.checkpoints.finish()
     (tmp_path / "checkpoints").chmod(0o700)
     directory.close()
     with saved(tmp_path) as directory:
@@ -275,14 +275,14 @@ def test_a_directory_that_is_taken_away_in_the_middle(tmp_path):
     """A file is where the checkpoints were, which not even root can write into."""
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
-    directory.finish()
+    directory.checkpoints.finish()
     place, away = tmp_path / "checkpoints", tmp_path / "away"
     place.rename(away)
     place.write_text("")
     for step in (2, 3):
         directory.save(step, state(step), None)
         with pytest.raises(CheckpointError, match=rf"step {step} cannot be written"):
-            directory.finish()
+            directory.checkpoints.finish()
     directory.log({"step": 1})
     place.unlink()
     away.rename(place)

@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant(
         "checkpoints: those that the divergence has spoilt stay",
         FOLDER + "loop.py",
-        "self._directory.discard(step - self._skipped_in_a_row)",
-        "self._directory.discard(step)",
+        "self._directory.checkpoints.discard(step - self._skipped_in_a_row)",
+        "self._directory.checkpoints.discard(step)",
         (f"{CHECKPOINTS}::test_no_state_is_left_whose_loss_was_not_measured_or_not_finite",),
     ),
     Mutant(
