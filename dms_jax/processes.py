@@ -216,13 +216,6 @@ class Agreement:
         text = make() if is_first() else ""
         return self._exchange(text)[0] if several() else text
 
-    def all_well(self, well: bool) -> bool:
-        """Returns whether all processes are here within a minute, and well; for after an error."""
-        try:
-            return not any(self(not well, seconds=_FAREWELL_SECONDS))
-        except (OtherProcessError, RuntimeError):  # some failed again, or are gone
-            return False
-
     def first_done(self, error: Exception | None) -> None:
         """Waits until all are here, and ends in all of them if process 0 failed.
 

@@ -623,7 +623,6 @@ def hyperscale_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "hyperscale lengths": case("lengths must be a sequence", "got 5", lengths=5),
         "hyperscale chains": case("chains must be", "at least 1", chains=(0,)),
         "hyperscale seeds": case("seeds must be", "got (-1,)", seeds=(-1,)),
-        "hyperscale stop": case("stop_decided must be True or False, got 1", stop_decided=1),
         "hyperscale out": case("hyperscale: out must be", "got 5", out=5),
         "hyperscale serving": case("hyperscale: serving must be a Serving", serving=3),
         "hyperscale mapping": case(
@@ -776,7 +775,6 @@ def retrofit_cases(model: dms_jax.LanguageModel, scratch: pathlib.Path) -> dict[
         "recipe ratio": Case(
             lambda: dms_jax.recipes.dms_published(0.5), "ConfigError", ("compression_ratio", "0.5")
         ),
-        "recipe regulariser": changed("regulariser", "'kl'", "'l2'", regulariser="l2"),
         "recipe prior": changed("prior", "'global' or 'layer'", prior="head"),
         "recipe variant": Case(
             lambda: dms_jax.recipes.dmc_paper(2, variant="dmc-d"), "ConfigError", ("'immediate'",)

@@ -1,6 +1,5 @@
-"""Analysis of policies: what heads keep and read, memory, a latency model, a page."""
+"""Analysis of policies: what heads keep and read, a latency model, a page."""
 
-from dms_jax.analysis.memory_trace import memory_trace
 from dms_jax.analysis.page import View, eviction_page, token_texts
 from dms_jax.analysis.retention import NEVER, Retention, retention
 
@@ -9,7 +8,6 @@ __all__ = [
     "Retention",
     "View",
     "eviction_page",
-    "memory_trace",
     "retention",
     "token_texts",
 ]

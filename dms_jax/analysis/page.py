@@ -20,22 +20,7 @@ from jaxtyping import Float, Int
 
 from dms_jax.analysis.retention import NEVER, Retention
 from dms_jax.checks import require
-from dms_jax.policies import (
-    DMC,
-    DMS,
-    H2O,
-    TOVA,
-    FixedPooling,
-    KCache,
-    KVpop,
-    KVzap,
-    Policy,
-    Quest,
-    RandomEviction,
-    StreamingLLM,
-    Vanilla,
-)
-from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
+from dms_jax.policies import Policy, Vanilla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +29,7 @@ class View:
 
     Attributes:
       name: heading.
-      explanation: a sentence that says when a token goes.
+      explanation: a sentence that says what the policy does.
       gone: see `Retention.gone`.
       merges: whether tokens that are gone are part of a later one's slot.
       read: share of the possible reads of each token's value; None if everything is read.
@@ -78,89 +63,10 @@ class View:
 
 
 def explain(policy: Policy) -> str:
-    """Returns a sentence for readers that says when a token leaves the cache of this policy."""
-    match policy:
-        case Vanilla():
-            return "Nothing is evicted: every head holds every token."
-        case DMS():
-            return (
-                f"Each head learned which tokens it can do without. The last {policy.window + 1} "
-                "tokens are its window, which it always holds; a token that it gave up leaves "
-                "when it falls out of the window."
-            )
-        case KVzap():
-            return (
-                "A scorer learned how much later text attends to each token. The last "
-                f"{policy.window + 1} tokens are the window, which is always held; behind it every "
-                "token is gone whose score is below the threshold."
-            )
-        case KVpop():
-            return (
-                "A scorer learned how much later text attends to each token. The last "
-                f"{policy.window} tokens are safe; above its budget, each step evicts the token "
-                "with the lowest score behind them."
-            )
-        case DMC():
-            return (
-                "Each head learned to merge neighbours: a token that the next one joins shares "
-                "its slot from then on, as a weighted mean. There is no window."
-            )
-        case FixedPooling():
-            return f"Every {policy.every} tokens in a row share a slot that holds their mean."
-        case StreamingLLM():
-            return (
-                f"The first {policy.sinks} tokens and the most recent ones stay; everything "
-                "between them is evicted, in every head alike."
-            )
-        case RandomEviction():
-            return (
-                f"The last {policy.window + 1} tokens are the window, which is always held; "
-                f"behind it chance evicted {policy.rate:.0%} of them."
-            )
-        case TOVA():
-            return (
-                "Above its budget, each step evicts the one token that the newest query attended "
-                "to least. There is no window: even a recent token may go."
-            )
-        case H2O():
-            return (
-                "Half of the budget are the most recent tokens; the other half are those that "
-                "gathered the most attention so far."
-            )
-        case Quest():
-            return (
-                f"The cache is {_over(policy)}; each query head reads only the pages that promise "
-                "the most attention. Colours show what was read after the prompt."
-                f"{_below(policy)}"
-            )
-        case KCache():
-            return (
-                f"The cache is {_over(policy)}; each query head reads every key and fetches the "
-                f"values of its {policy.top if policy.compression_ratio is None else 'few'} "
-                "largest weights. Colours show which values were fetched after the prompt."
-                f"{_below(policy)}"
-            )
-        case AnswerEviction():
-            return (
-                "The prompt is held in full; each time that so many tokens have been added to a "
-                "full row, it is cut to its budget by scores."
-            )
-        case PeriodicEviction():
-            return (
-                "The prompt is held in full until its end; then each row is cut to its budget by "
-                "scores, and again each time that so many tokens have been added."
-            )
-    doc = (type(policy).__doc__ or policy.name).strip()
-    return doc.splitlines()[0]
-
-
-def _over(policy: Quest | KCache) -> str:
-    return "that of " + policy.over.name if policy.over != Vanilla() else "complete"
-
-
-def _below(policy: Quest | KCache) -> str:
-    """What the policy that holds the cache evicts."""
-    return "" if policy.over == Vanilla() else f" {explain(policy.over)}"
+    """Returns the first sentence of a policy's docstring; of one over another policy, of both."""
+    does = (type(policy).__doc__ or policy.name).strip().splitlines()[0]
+    over = getattr(policy, "over", None)
+    return does if over in (None, Vanilla()) else f"{does} {explain(over)}"
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -23,11 +23,7 @@ from collections.abc import Iterator
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS
 from dms_jax.checkpoint.weights import INDEX, SINGLE, shard_names
 from dms_jax.errors import CheckpointError, plain
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where leftovers stay
-    fcntl = None
+from dms_jax.file_lock import lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,14 +239,10 @@ def _lock(directory: pathlib.Path) -> Iterator[bool | None]:
     The system releases the lock when the process ends for any reason.
     """
     number, mine = None, None
-    if fcntl is not None:
-        with contextlib.suppress(OSError):  # a file system without locks, or no permission
+    if hasattr(os, "O_DIRECTORY"):  # not on Windows, where leftovers stay
+        with contextlib.suppress(OSError):  # no permission
             number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mine = True
-            except BlockingIOError:
-                mine = False
+            mine = lock(number)
     try:
         yield mine
     finally:

@@ -1,8 +1,8 @@
 """Save a checkpoint in three steps, from one process or from several at once.
 
-    begin      in all processes at the same time, on the thread of the training steps: gather what
-               is sharded over processes; the first makes the directory that all write into
-    write      in any thread: each process writes its own files
+    begin      gather what is sharded over processes, and move to the host what this one writes; the
+               first process makes the directory that all write into
+    write      each process writes its own files
     complete   once all have written: the first replaces the old checkpoint
 
 An error in any process leaves the old checkpoint in place and ends the save in all of them.
@@ -52,27 +52,8 @@ class Saving(abc.ABC):
             self._agreement()
         except BaseException as error:
             self._agreement.fail(error)
-            self.end(written=False)
+            self._clean_up()
             raise
-
-    def write(self) -> None:
-        """Write the files of this process.
-
-        Raises:
-            CheckpointError: it cannot be written, or should not be.
-        """
-        with _file_errors(self._target):
-            self._write()
-
-    def complete(self) -> None:
-        """Replace the old checkpoint, in the first process, once all have written.
-
-        Raises:
-            CheckpointError: it cannot be replaced.
-        """
-        if processes.is_first():
-            with _file_errors(self._target):
-                self._complete()
 
     def run(self) -> None:
         """Write and complete; of several processes all call this at the same time.
@@ -82,27 +63,22 @@ class Saving(abc.ABC):
             OtherProcessError: another process failed.
         """
         try:
-            self.write()
+            with _file_errors(self._target):
+                self._write()
             self._agreement()
-            self.complete()
+            if processes.is_first():
+                with _file_errors(self._target):
+                    self._complete()
             self._agreement()
         except BaseException as error:
             # The others may be in the middle of large files.
             self._agreement.fail(error, processes.LONGEST_WAIT_SECONDS)
-            self.end(written=False)
+            self._clean_up()
             raise
 
-    def end(self, *, written: bool) -> None:
-        """End after an error elsewhere: complete if all processes have written, else clean up.
-
-        Args:
-            written: whether this process has written.
-        """
-        if self._agreement.all_well(written):
-            self.complete()
-        else:
-            ended = CheckpointError("it was ended")
-            self._replacement.__exit__(CheckpointError, ended, None)
+    def _clean_up(self) -> None:
+        """Remove what was written, in the first process."""
+        self._replacement.__exit__(CheckpointError, CheckpointError("it was ended"), None)
 
 
 @contextlib.contextmanager

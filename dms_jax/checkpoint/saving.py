@@ -10,15 +10,11 @@ of a new one.
 Of several processes all call `save` (`distributed_save.py`). Each writes its files of tensors
 (`shard_plan.py`) into a directory that all of them see, and the first also writes the files beside
 the tensors. A model of one file is written by the first process alone.
-
-A run that goes on while its model is written calls `begin_save`, which moves the arrays to the host
-and leaves the files to another thread.
 """
 
 import os
 import pathlib
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -82,39 +78,9 @@ def save(
             that carry decisions, or gives decisions another meaning than they were trained for; or
             the model's family cannot express its switches.
     """
-    saving = _asked(model, policy, path, adapter_only, max_shard_bytes, kept=None)
+    saving = _asked(model, policy, path, adapter_only, max_shard_bytes)
     saving.begin()
     saving.run()
-
-
-def begin_save(
-    model: LanguageModel,
-    policy: Policy | str,
-    path: str | pathlib.Path,
-    *,
-    adapter_only: bool = False,
-    kept: Iterable[jax.Array] = (),
-) -> Saving:
-    """Move to the host what `save` would write, so that it can be written while a run goes on.
-
-    A process holds what it is going to write until it is written: a single one all of it but the
-    arrays of `kept`, several their share. With `adapter_only` frozen weights stay on the devices.
-
-    Args:
-        model, policy, path, adapter_only: as for `save`.
-        kept: arrays of the model that stay on the devices until it is written. A single process
-            moves them one at a time, when they are written.
-
-    Returns:
-        What is left to do. A single process calls `run`, in any thread. Each of several calls
-        `write`, in any thread, and when all have, `complete`; or all `end` it beside an error.
-
-    Raises:
-        CheckpointError, ConfigError, OtherProcessError: what `save` refuses before it writes.
-    """
-    saving = _asked(model, policy, path, adapter_only, MAX_SHARD_BYTES, kept=kept)
-    saving.begin()
-    return saving
 
 
 def _asked(
@@ -123,8 +89,6 @@ def _asked(
     path: Any,
     adapter_only: bool,
     max_shard_bytes: int,
-    *,
-    kept: Iterable[jax.Array] | None,
 ) -> Saving:
     """Check what is to be saved.
 
@@ -161,7 +125,7 @@ def _asked(
             f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST} Tests "
             "load the model with untrained=True."
         )
-    return _ModelSaving(model, policy, target, max_shard_bytes, kept)
+    return _ModelSaving(model, policy, target, max_shard_bytes)
 
 
 class _ModelSaving(Saving):
@@ -169,7 +133,6 @@ class _ModelSaving(Saving):
 
     Args:
         model, policy, target, max_shard_bytes: what is saved, where, in files of which size.
-        kept: arrays that a single process moves when they are written, and no sooner; None for all.
     """
 
     def __init__(
@@ -178,11 +141,10 @@ class _ModelSaving(Saving):
         policy: Policy,
         target: pathlib.Path,
         max_shard_bytes: int,
-        kept: Iterable[jax.Array] | None,
     ):
         super().__init__(target)
         self._config, self._special_ids = _config(model, policy), _generation(model)
-        self._tokenizer, self._kept = model.tokenizer, kept
+        self._tokenizer = model.tokenizer
         flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
         self._arrays: dict[Any, Any] = {path: param.get_value() for path, param in flat}
         self._files = plan_shards(list_tensors(self._arrays, model.config), max_shard_bytes)
@@ -193,11 +155,6 @@ class _ModelSaving(Saving):
         arrays, self._arrays = self._arrays, {}
         if processes.several():
             self._directory = pathlib.Path(self._agreement.from_first(lambda: str(self._open())))
-        elif self._kept is not None:
-            left, self._kept = {id(each) for each in self._kept}, None
-            moving = [path for path, value in arrays.items() if id(value) not in left]
-            moved = jax.device_get([arrays[path] for path in moving])
-            arrays |= dict(zip(moving, moved, strict=True))
         self._tensors = own_tensors(arrays, self._files)
 
     def _open(self) -> pathlib.Path:

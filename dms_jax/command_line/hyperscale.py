@@ -81,8 +81,6 @@ class Config:
     """Part of a task made from seeds that the problems are of; files are taken as they are."""
     method: Method = "vote"
     """What the frontiers and gains are of."""
-    stop_decided: bool = CALL["stop_decided"].default
-    """Also stop chains whose vote is decided, in runs of their own."""
     temperatures: tuple[float, ...] = (SAMPLING.temperature,)
     """Of the sampled chains. One greedy chain of every length is always a point, too."""
     top_p: float = SAMPLING.top_p
@@ -122,7 +120,6 @@ def main(config: Config) -> Hyperscaling:
         temperatures=config.temperatures,
         chat=chat,
         serving=serving,
-        stop_decided=config.stop_decided,
         out=config.out,
         progress=sys.stderr.isatty(),
     )

@@ -101,8 +101,6 @@ class Config:
     (enable_thinking=false)."""
     longest: int | None = None
     """Leave out documents of more characters."""
-    verified: bool = False
-    """Leave out responses whose final answer is not the record's to Math-Verify."""
     steps: int | None = None
     """Optimizer steps of the whole run: every stage of the recipe is scaled in proportion."""
     tokens: int | None = None
@@ -167,9 +165,7 @@ class Config:
 
     def make_data(self) -> Any:
         """Returns the documents to train on, as the files named by `--data` hold them."""
-        fields = Fields(
-            self.field, self.prompt, self.response, self.malformed, self.longest, self.verified
-        )
+        fields = Fields(self.field, self.prompt, self.response, self.malformed, self.longest)
         return as_source(list(self.data), fields)
 
     def make_mesh(self) -> Mesh | None:

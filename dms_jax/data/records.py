@@ -26,7 +26,6 @@ from typing import Any
 from dms_jax.checkpoint.messages import messages_in, read_messages, text_of
 from dms_jax.checks import Count, Options, Share, is_whole, show
 from dms_jax.data.documents import Document, Exchange, Source
-from dms_jax.data.written_answers import readable
 from dms_jax.errors import ConfigError, DataError
 
 ACCEPTED = (
@@ -34,10 +33,6 @@ ACCEPTED = (
     "(OpenR1), or problem with solution"
 )
 _VARIABLE = re.compile(r"\{(\w+)\}")
-_TEXT = re.compile(r"(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed|\n")
-_WORDS = re.compile(r"[^\W\d_]{2,} +[^\W\d_]{2,}")
-_COMMAND = re.compile(r"\\[a-zA-Z]")
-_UNITS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +49,6 @@ class Fields(Options):
         refuses, and tokens outside its vocabulary. Above 0 every record is read at once, and what
         is left out is counted in a warning; at 0 a malformed record is an error when it is read.
       longest: most characters of a document; longer ones are left out. None for no limit.
-      verified: whether responses are left out whose final answer is not that of the record
-        ("answer", or else "solution") to Math-Verify (pip install 'dms-jax[eval]').
     """
 
     field: str | None = None
@@ -63,7 +56,6 @@ class Fields(Options):
     response: str | None = None
     malformed: Share = 0.0
     longest: Count | None = None
-    verified: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -84,8 +76,6 @@ class Fields(Options):
         if document is None:
             return None
         if self.longest is not None and _characters(document) > self.longest:
-            return None
-        if self.verified and not _agrees(document, record):
             return None
         return document
 
@@ -136,7 +126,7 @@ class Records(Source):
         """Reads every record where some may be left out, and remembers those that are documents."""
         fields = self._fields
         open_r1 = self.count() > 0 and self._is_open_r1()
-        if not (fields.malformed > 0 or fields.longest or fields.verified or open_r1):
+        if not (fields.malformed > 0 or fields.longest or open_r1):
             if self.count():
                 self._read(0)  # fields that are not there are told at once, of the first record
             return
@@ -160,8 +150,8 @@ class Records(Source):
             self.refused = wrong
         if out := self.count() - wrong - len(kept):
             warnings.warn(
-                f"{out} of {self.count()} records are left out: too long, or without a verified "
-                "answer.",
+                f"{out} of {self.count()} records are left out: too long, or without a correct "
+                "generation.",
                 stacklevel=stacklevel,
             )
         self._kept = kept
@@ -271,38 +261,3 @@ def _characters(document: Any) -> int:
     if isinstance(document, Exchange):
         return _characters(document.prompt) + _characters(document.response)
     return sum(len(str(turn.get("content") or "")) for turn in document)
-
-
-def _agrees(document: Any, record: Mapping[str, Any]) -> bool:
-    """Whether the final answer of a document is that of its record, to Math-Verify."""
-    try:
-        import math_verify
-    except ImportError as error:
-        raise ConfigError("verified takes Math-Verify: pip install 'dms-jax[eval]'.") from error
-    given = (record.get(name) for name in ("answer", "solution"))
-    wanted = next((each for each in given if each not in (None, "")), None)
-    if is_whole(wanted) or isinstance(wanted, float):
-        wanted = str(wanted)
-    if not isinstance(wanted, str):
-        raise DataError("there is no field 'answer' or 'solution' to verify an answer by.")
-    if isinstance(document, Exchange):
-        text: Any = document.response
-    else:
-        text = document if isinstance(document, str) else document[-1].get("content")
-    # Its time limits take signals, which reach the main thread alone.
-    unlimited: dict[str, Any] = dict(parsing_timeout=None)
-    parse = lambda text: math_verify.parse(readable(text), **unlimited)  # noqa: E731
-    final = wanted.rpartition("####")[2].strip()
-    # Expressions are published without dollars, where Math-Verify finds the first number in them.
-    gold = parse(final if _is_prose(final) else f"$\\boxed{{{final}}}$") or parse(wanted)
-    return bool(math_verify.verify(gold, parse(str(text)), timeout_seconds=None))
-
-
-def _is_prose(answer: str) -> bool:
-    r"""Whether an answer is a text that holds an expression, and not one itself.
-
-    # "So it is $\boxed{7}$", "It is seven" are; "3\sqrt{13} square feet", "12 \text{ feet}" are not
-    """
-    plain = _UNITS.sub("", answer)
-    words = _WORDS.search(plain) is not None and _COMMAND.search(plain) is None
-    return words or _TEXT.search(answer) is not None

@@ -1,6 +1,6 @@
 """Evaluation: tasks answered from the real cache, scores, budgets and comparisons."""
 
-from dms_jax.evaluation.aggregation import METHODS, Method, decided, likeliest, pass_at
+from dms_jax.evaluation.aggregation import METHODS, Method, likeliest, pass_at
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
 from dms_jax.evaluation.choosing import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.evaluating import SAMPLING, evaluate
@@ -43,7 +43,6 @@ __all__ = [
     "Trial",
     "at_budget",
     "average_gain",
-    "decided",
     "difference",
     "encode_pair",
     "evaluate",

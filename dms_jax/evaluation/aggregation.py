@@ -16,7 +16,7 @@ and for scores of 0 and 1, c of them 1, that is the usual 1 - C(n - c, W) / C(n,
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -54,35 +54,3 @@ def pass_at(
     # Exact whole numbers: the binomial coefficients of many chains exceed those of float64.
     shares = [math.comb(drawn - rank, count - 1) / subsets for rank in range(1, drawn + 1)]
     return -np.sort(-scores, axis=1) @ np.asarray(shares)
-
-
-def decided(votes: Mapping[int, str | None], chains: int) -> bool:
-    """Whether chains that have not ended can no longer change the majority.
-
-    Args:
-      votes: the answers of the chains that have ended, by chain; None votes for nothing.
-      chains: number of chains in all.
-
-    # Of four chains: {0: "7", 2: "7"} is decided: a tie of two goes to the first chain's answer.
-    # {1: "7", 2: "7"} is not: chains 0 and 3 may both answer "8", which is then seen first.
-    """
-    counts: dict[str, int] = {}
-    first: dict[str, int] = {}
-    for chain, answer in sorted(votes.items()):
-        if answer is not None:
-            counts[answer] = counts.get(answer, 0) + 1
-            first.setdefault(answer, chain)
-    open_chains = [chain for chain in range(chains) if chain not in votes]
-    if not open_chains:
-        return True
-    if not counts:
-        return False
-    leader = max(counts, key=lambda answer: (counts[answer], -first[answer]))
-    # The worst that can happen to the leader: all open chains give one other answer, which may be
-    # new (its first chain is then the first open one).
-    rivals = [(counts[each], first[each]) for each in counts if each != leader]
-    for count, seen in [*rivals, (0, chains)]:
-        reach = (count + len(open_chains), -min(seen, open_chains[0]))
-        if reach > (counts[leader], -first[leader]):
-            return False
-    return True

@@ -1,12 +1,11 @@
 """Decodes all prompts of an evaluation from one queue, and keeps each answer as it ends."""
 
-import collections
 import dataclasses
+import itertools
 import pathlib
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
-from dms_jax.evaluation.aggregation import decided
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.journal import Journal, model_mark
 from dms_jax.evaluation.progress import progress_bar
@@ -14,18 +13,12 @@ from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, Trace
 from dms_jax.generation import Sampling, Update
 from dms_jax.generation.engine import Source
-from dms_jax.generation.requests import (
-    Completion,
-    Request,
-    completion_of,
-    finished,
-    record_usage,
-)
+from dms_jax.generation.requests import Completion, Request, completion_of, finished
 from dms_jax.interrupts import keep_finished
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-OnAnswer = Callable[[int, Answer], Set[int]]
+OnAnswer = Callable[[int, Answer], None]
 
 
 def answer(
@@ -35,9 +28,6 @@ def answer(
     sampling: Sampling,
     serving: Serving,
     on_answer: OnAnswer | None = None,
-    skipped: Set[int] = frozenset(),
-    *,
-    late: bool = False,
 ) -> None:
     """Runs requests to completion.
 
@@ -51,11 +41,8 @@ def answer(
       requests: fresh requests, in the order in which they start.
       sampling: how all of them are sampled; the seeds are in the requests.
       serving: options of the cache.
-      on_answer: called with the index and the answer of each request that has ended; it returns the
-        indices of requests that need not start or go on any more.
-      skipped: indices of requests that need not start.
-      late: whether it is called while the next programs run, so that they wait for nothing that it
-        does; what it ends goes on until they have ended.
+      on_answer: called with the index and the answer of each request that has ended, while the next
+        programs run.
 
     Raises:
       CapacityError: the memory does not hold a single sequence.
@@ -65,33 +52,19 @@ def answer(
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     engine = serving.engine(model, policy, sequences=len(requests), max_tokens=longest)
     by_index = {request.index: request for request in requests}
-    skip = set(skipped)
 
     def hand_out(update: Update) -> None:
         if update.finished and on_answer is not None:
             request = by_index[update.index]
             trace = Trace(request.meter.rows, request.prompt_peak, *request.totals())
             done = completion_of(request, logprobs=sampling.logprobs)
-            needless = on_answer(update.index, Answer(done, trace))
-            skip.update(needless)
-            engine.cancel(needless)
+            on_answer(update.index, Answer(done, trace))
 
     on_tokens = None if on_answer is None else hand_out
     together = len(requests) if policy.parallel != "never" else serving.lanes
     engine.check_room(requests)
-    waiting = collections.deque(requests)
-    while waiting:
-        wave: list[Request] = []
-        while waiting and len(wave) < together:
-            request = waiting.popleft()
-            if request.index in skip:
-                request.finish_reason = "cancelled"
-                record_usage(request, cached=0, live=0, cache_bytes=0, host_bytes=0)
-                hand_out(Update(index=request.index, tokens=[], text="", finished=True))
-            else:
-                wave.append(request)
-        if wave:
-            engine.serve(Source(wave, sampling, on_tokens=on_tokens, streaming=False, late=late))
+    for wave in itertools.batched(requests, together):
+        engine.serve(Source(list(wave), sampling, on_tokens=on_tokens, streaming=False, late=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +80,6 @@ class Evaluation:
       seed: the seed that all draws are derived from.
       max_lengths: see `Questions.requests`.
       traced: whether the use of the cache is recorded step by step.
-      stop_decided: whether chains stop when those that ended have decided the majority vote. After
-        an interrupt the others of such a problem do not start again, and count as nothing used.
     """
 
     model: LanguageModel
@@ -120,7 +91,6 @@ class Evaluation:
     seed: int
     max_lengths: list[int | None]
     traced: bool = False
-    stop_decided: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -135,7 +105,6 @@ class Evaluation:
             "max_length": self.max_lengths,
             "sampling": {name: getattr(self.sampling, name) for name in names},
             **({"traced": True} if self.traced else {}),
-            **({"stop_decided": self.chains} if self.stop_decided else {}),
         }
 
     def run(
@@ -167,7 +136,6 @@ class Evaluation:
             if problem * self.chains < len(requests) and chain < self.chains
         }
         waiting = [request for request in requests if request.index not in done]
-        vote = _Vote(judge, self.chains)
 
         def ended() -> dict[int, Completion]:
             completions = {index: each.completion for index, each in done.items()}
@@ -176,20 +144,18 @@ class Evaluation:
         shown = progress_bar(len(requests), title=bar or "", shown=bar is not None)
         with shown as tick, keep_finished(ended):
 
-            def keep(index: int, each: Answer) -> Set[int]:
+            def keep(index: int, each: Answer) -> None:
                 done[index] = each if self.traced else Answer(each.completion)
                 place = divmod(index, self.chains)
                 if journal is not None and place not in known:
                     journal.add(*place, done[index])
                 if bar is not None:
                     tick(judge(place[0], each.completion.text))
-                if self.stop_decided and each.completion.finish_reason != "cancelled":
-                    return vote.add(*place, each.completion.text)
-                return frozenset()
 
             try:
-                needless = set().union(*(keep(*item) for item in list(done.items())))
-                watched = self.traced or self.stop_decided or journal is not None or bar is not None
+                for index, each in list(done.items()):
+                    keep(index, each)
+                watched = self.traced or journal is not None or bar is not None
                 answer(
                     self.model,
                     self.policy,
@@ -197,8 +163,6 @@ class Evaluation:
                     self.sampling,
                     self.serving,
                     keep if watched else None,
-                    needless,
-                    late=not self.stop_decided,
                 )
             finally:
                 if journal is not None:
@@ -206,19 +170,3 @@ class Evaluation:
             for index, completion in finished(waiting, self.sampling).items():
                 done.setdefault(index, Answer(completion))
             return {index: done[index] for index in range(len(requests))}
-
-
-class _Vote:
-    """The answers so far."""
-
-    def __init__(self, judge: Judge, chains: int):
-        self._judge, self._chains = judge, chains
-        self._votes: dict[int, dict[int, str | None]] = collections.defaultdict(dict)
-
-    def add(self, problem: int, chain: int, text: str) -> set[int]:
-        """Counts an answer; returns the indices of the chains that can change nothing any more."""
-        votes = self._votes[problem]
-        votes[chain] = self._judge.answer(problem, text)
-        if not decided(votes, self._chains):
-            return set()
-        return {problem * self._chains + c for c in range(self._chains) if c not in votes}

@@ -16,7 +16,6 @@ when sampled. Gains are over the best that the other system does with a budget, 
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
@@ -34,7 +33,7 @@ from dms_jax.evaluation.aggregation import METHODS
 from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.evaluating import SAMPLING
-from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, Stopped, point_label
+from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, point_label
 from dms_jax.evaluation.journal import model_mark, write_files
 from dms_jax.evaluation.prompting import Chat, answer_limit
 from dms_jax.evaluation.samples import Sample
@@ -79,7 +78,6 @@ def hyperscale(
     temperatures: Sequence[float] | None = None,
     chat: Chat | None = None,
     serving: Serving | None = None,
-    stop_decided: bool = False,
     out: str | pathlib.Path | None = None,
     progress: bool = False,
 ) -> Hyperscaling:
@@ -96,10 +94,6 @@ def hyperscale(
       sampling: see `evaluate`; its seed and max_new_tokens are ignored.
       temperatures: sampling temperatures, each a grid of lengths and chains; that of `sampling`
         unless given. 0, with one chain, is always among them.
-      stop_decided: also run each configuration of several chains with chains that stop as soon as
-        those that ended have decided the vote. The vote is the same; `Point.stopped` says what it
-        cost. Each of these configurations is a run of its own, and every point is of the first
-        chains alone.
       out: a folder for the answers of each run (as `evaluate` writes them), `results.json` and
         `table.md`. The same call resumes after the answers that are there.
       progress: whether to show a progress bar for each run on standard error.
@@ -133,7 +127,6 @@ def hyperscale(
             NotNegative,
         ),
         serving=Serving.given("hyperscale", serving),
-        stop_decided=check("hyperscale: stop_decided", stop_decided, bool),
         out=_folder(out),
         progress=check("hyperscale: progress", progress, bool),
     )
@@ -178,9 +171,8 @@ class Plan:
     chains: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
-    temperatures: tuple[float, ...]
+    temperatures: tuple[float | int, ...]
     serving: Serving
-    stop_decided: bool
     out: pathlib.Path | None
     progress: bool
 
@@ -229,12 +221,7 @@ class Plan:
             for length in run:
                 own = samples[length] * (len(self.seeds) // len(seeds))
                 for count in chains:
-                    stopped = None
-                    if self.stop_decided and count > 1:
-                        stopped = self.stopped(system, length, count, temperature)
-                    # What early stops cost is known of the first group alone.
-                    groups = 1 if self.stop_decided else chains[-1] // count
-                    yield _point(system, length, count, groups, temperature, own, stopped)
+                    yield _point(system, length, count, chains[-1] // count, temperature, own)
 
     def run(
         self,
@@ -244,13 +231,11 @@ class Plan:
         length: int,
         chains: int,
         temperature: float,
-        stop_decided: bool = False,
     ) -> list[Answer]:
         """Answers all problems, or reads the answers from the folder."""
-        name = f"{length}-{chains}" if stop_decided else f"{length}"
         folder = None
         if self.out is not None:
-            folder = self.out / _slug(system) / f"{temperature:g}" / name / f"seed{seed}"
+            folder = self.out / _slug(system) / f"{temperature:g}" / f"{length}" / f"seed{seed}"
         evaluation = Evaluation(
             model=system.model,
             policy=system.policy,
@@ -263,7 +248,6 @@ class Plan:
             seed=seed,
             max_lengths=[None] * len(self.questions.tasks),
             traced=True,
-            stop_decided=stop_decided,
         )
         title = None
         if self.progress:
@@ -276,24 +260,6 @@ class Plan:
         count = len(self.questions.problems)
         chains = len(cuts) // count
         return Sample.of([cuts[i * chains : (i + 1) * chains] for i in range(count)], self.judge)
-
-    def stopped(self, system: Resolved, length: int, chains: int, temperature: float) -> Stopped:
-        """Runs a configuration whose chains stop when the vote is decided."""
-        run = functools.partial(
-            self.run,
-            system,
-            length=length,
-            chains=chains,
-            temperature=temperature,
-            stop_decided=True,
-        )
-        samples = [self.sample(system, run(seed), length) for seed in self.seeds]
-        return Stopped(
-            vote=np.stack([sample.score("vote", chains) for sample in samples]),
-            reads=np.stack([sample.reads.sum(1) for sample in samples]),
-            peak=np.stack([sample.peak.sum(1) for sample in samples]),
-            cancelled=float(np.mean([sample.cancelled for sample in samples])),
-        )
 
     def result(self, points: Sequence[Point]) -> Hyperscaling:
         """The result so far."""
@@ -333,7 +299,6 @@ def _point(
     groups: int,
     temperature: float,
     samples: list[Sample],
-    stopped: Stopped | None,
 ) -> Point:
     used = groups * chains
 
@@ -359,7 +324,6 @@ def _point(
         peak=total("peak"),
         new_tokens=mean("new_tokens"),
         ended=mean("ended"),
-        stopped=stopped,
     )
 
 

@@ -1,4 +1,4 @@
-"""The result of `hyperscale`: points, their frontiers on two budgets, and gains at equal budget.
+"""The result of `hyperscale`: points, their frontiers on two budgets, and gains between them.
 
 A point is one L-W-CR configuration of a system (DMS paper, section 5): answers of at most L tokens,
 W chains of each problem, and the compression ratio, drawn at a temperature. Its two budgets are the
@@ -22,7 +22,7 @@ from rich.table import Table
 from dms_jax.checks import check, require
 from dms_jax.evaluation.aggregation import METHODS, Method
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
-from dms_jax.evaluation.pareto import Level, frontier, gain_at
+from dms_jax.evaluation.pareto import Level, frontier
 from dms_jax.evaluation.result import percent
 from dms_jax.evaluation.statistics import Measured, mean_over_seeds
 
@@ -43,22 +43,6 @@ def point_label(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stopped:
-    """A point whose chains stopped as soon as the vote was decided.
-
-    Attributes:
-      vote: score of the vote.
-      reads, peak: tokens of all chains of a problem.
-      cancelled: share of the chains that were stopped, or never started.
-    """
-
-    vote: PerProblem
-    reads: PerProblem
-    peak: PerProblem
-    cancelled: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Point:
     """A system with answers of at most `length` tokens in `chains` chains.
 
@@ -73,7 +57,6 @@ class Point:
       reads, peak: tokens of all chains of a problem, the mean over the same groups.
       new_tokens: mean number of tokens of a chain.
       ended: share of the chains that ended by themselves.
-      stopped: the same with chains that stop early; None if that was not asked for.
     """
 
     system: str
@@ -87,7 +70,6 @@ class Point:
     peak: PerProblem
     new_tokens: float
     ended: float
-    stopped: Stopped | None = None
 
     @property
     def label(self) -> str:
@@ -98,17 +80,6 @@ class Point:
     def greedy(self) -> bool:
         """Whether the point is the most likely answer alone."""
         return self.temperature == 0 and self.chains == 1
-
-    @property
-    def reads_saved(self) -> float | None:
-        """Share of the reads that stopping early saved; None if that was not asked for.
-
-        Answers of one token read nothing, and save nothing.
-        """
-        if self.stopped is None:
-            return None
-        reads = self.reads.sum()
-        return 1 - float(self.stopped.reads.sum() / reads) if reads else 0.0
 
     def accuracy(self, method: Method = "vote") -> Measured:
         """Mean score with its standard error over problems and seeds."""
@@ -128,28 +99,7 @@ class Point:
         data = {name: getattr(self, name) for name in (*names, "policy", "new_tokens", "ended")}
         data |= {axis: self.budget(axis) for axis in AXES}
         data["scores"] = {method: self.accuracy(method).to_list() for method in METHODS}
-        if self.stopped is not None:
-            data["stopped"] = {
-                "vote": mean_over_seeds(self.stopped.vote).to_list(),
-                "reads": float(self.stopped.reads.mean()),
-                "peak": float(self.stopped.peak.mean()),
-                "cancelled": self.stopped.cancelled,
-                "reads_saved": self.reads_saved,
-            }
         return data
-
-
-@dataclasses.dataclass(frozen=True)
-class EqualBudget:
-    """A point of one system beside another system at the same budget.
-
-    Attributes:
-      point: the point.
-      gain: its score less the interpolated score of the other system, paired by problem.
-    """
-
-    point: Point
-    gain: Measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,29 +172,6 @@ class Hyperscaling:
             self._known[key] = measured_average_gain(*trials)
         return self._known[key]
 
-    def equal_budget(
-        self, left: str, right: str, axis: Axis = "reads", method: Method = "vote"
-    ) -> tuple[EqualBudget, ...]:
-        """Each frontier point of `left` against the frontier of `right` at the same budget.
-
-        The right frontier is interpolated problem by problem (`pareto.gain_at`) and stays at its
-        best point up to the largest budget of the system. Points outside its budgets are left out,
-        and so are those of no budget at all: an answer of one token reads nothing. There are none
-        if one of the systems has no greedy point.
-        """
-        if not (self.has_greedy(left) and self.has_greedy(right)):
-            return ()
-        rival, own = (
-            [point for point in self.frontier(system, axis, method) if point.budget(axis) > 0]
-            for system in (right, left)
-        )
-        levels = [point.level(axis, method) for point in rival]
-        largest = max(point.budget(axis) for point in self.of(right))
-        if levels and largest > levels[-1].budget:
-            levels.append(Level(largest, levels[-1].scores))
-        gains = [(point, gain_at(point.level(axis, method), levels)) for point in own]
-        return tuple(EqualBudget(point, gain) for point, gain in gains if gain is not None)
-
     # -- tables -----------------------------------------------------------------------------------
 
     def table(self, method: Method = "vote") -> str:
@@ -266,8 +193,7 @@ class Hyperscaling:
             for axis in AXES
         }
         heads = ["system", "L-W-CR@T", *METHODS, *AXES, "new tokens", "ended"]
-        stops = any(point.stopped for point in self.points)
-        rows = [[*heads, *(["stopped early: vote", "reads saved"] if stops else [])]]
+        rows = [heads]
         for point in self.points:
             cells = [point.system, point.label]
             cells += [percent(point.accuracy(each).to_list()) for each in METHODS]
@@ -275,10 +201,7 @@ class Hyperscaling:
                 f"{point.budget(axis):,.0f}{' *' if point in stars[axis] else ''}" for axis in AXES
             ]
             cells += [f"{point.new_tokens:,.0f}", f"{point.ended:.0%}"]
-            if point.stopped is not None:
-                vote = percent(mean_over_seeds(point.stopped.vote).to_list())
-                cells += [vote, f"{point.reads_saved:.0%}"]
-            rows.append([*cells, *[""] * (len(rows[0]) - len(cells))])
+            rows.append(cells)
         return rows
 
     def gain_rows(self, method: Method = "vote") -> list[list[str]]:
@@ -336,10 +259,6 @@ class Hyperscaling:
             "over": right,
             "budget": axis,
             "average_gain": None if gain is None else gain.to_list(),
-            "equal_budget": [
-                {"point": each.point.label, "gain": each.gain.to_list()}
-                for each in self.equal_budget(left, right, axis, method)
-            ],
         }
 
     def _pairs(self) -> Sequence[tuple[str, str]]:

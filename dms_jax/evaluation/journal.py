@@ -20,6 +20,7 @@ import numpy as np
 from dms_jax.cache.accounting import Usage
 from dms_jax.errors import DataError
 from dms_jax.evaluation.traces import Answer, Trace
+from dms_jax.file_lock import lock
 from dms_jax.generation.requests import Completion
 from dms_jax.model.language_model import LanguageModel
 
@@ -51,7 +52,10 @@ class Journal:
         except OSError as error:
             raise _not_written(self._path, error) from error
         try:
-            _lock(self._file, self._path)
+            if lock(self._file) is False:
+                raise DataError(
+                    f"Another run is writing {self._path}. Wait for its end, or name another `out`."
+                )
             self._file.seek(0)
             whole = self._file.read().decode().split("\n")[:-1]  # a last line may be incomplete
             self.answers = self._read(whole, settings) if whole else {}
@@ -119,24 +123,6 @@ class Journal:
                     "another folder, or remove the file."
                 )
         return answers
-
-
-def _lock(file: io.BufferedRandom, path: pathlib.Path) -> None:
-    """Keeps a file for this run until it is closed, where the system can.
-
-    Raises:
-      DataError: another run has it.
-    """
-    try:
-        import fcntl  # not on Windows
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise DataError(
-            f"Another run is writing {path}. Wait for its end, or name another `out`."
-        ) from error
-    except (ImportError, OSError):  # some file systems have no locks
-        pass
 
 
 def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:

@@ -18,7 +18,6 @@ _DTYPES = {
     "reads": np.float64,
     "peak": np.float64,
     "ended": np.bool_,
-    "cancelled": np.bool_,
 }
 
 
@@ -30,7 +29,7 @@ class Sample:
       answers: the answer of each chain; None if it gave none.
       scores, answer_scores: see `Result`.
       logprob: sum of the log-probabilities of a chain's tokens.
-      new_tokens, reads, peak, ended, cancelled: see `traces.Chain`.
+      new_tokens, reads, peak, ended: see `traces.Chain`.
     """
 
     answers: list[list[str | None]]
@@ -41,16 +40,12 @@ class Sample:
     reads: PerChain
     peak: PerChain
     ended: Bool[np.ndarray, "problems chains"]
-    cancelled: Bool[np.ndarray, "problems chains"]
 
     @classmethod
     def of(cls, cuts: Sequence[Sequence[Chain]], judge: Judge) -> "Sample":
-        """Judges the chains. One that was cancelled has no answer."""
+        """Judges the chains."""
         judge.together((i, each.text) for i, own in enumerate(cuts) for each in own)
-        answers = [
-            [None if each.cancelled else judge.answer(i, each.text) for each in own]
-            for i, own in enumerate(cuts)
-        ]
+        answers = [[judge.answer(i, each.text) for each in own] for i, own in enumerate(cuts)]
         return cls(
             answers=answers,
             scores=np.asarray(

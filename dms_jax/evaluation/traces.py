@@ -55,7 +55,6 @@ class Chain:
       reads, peak: see `Usage.kv_reads` and `Usage.peak_tokens`.
       logprob: sum of the log-probabilities of its tokens.
       ended: whether it ended by an end token.
-      cancelled: whether it was stopped because the vote was decided.
     """
 
     text: str
@@ -64,7 +63,6 @@ class Chain:
     peak: float
     logprob: float
     ended: bool
-    cancelled: bool
 
 
 def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
@@ -79,7 +77,6 @@ def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
             peak=done.usage.peak_tokens,
             logprob=float(sum(done.logprobs)),
             ended=done.finish_reason == "end",
-            cancelled=done.finish_reason == "cancelled",
         )
     assert trace is not None
     text = tokenizer.decode(done.tokens[:length], skip_special_tokens=True)
@@ -92,7 +89,6 @@ def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
         peak=max([trace.prompt_peak, *trace.live[: length - 1]]) / trace.rows,
         logprob=float(sum(done.logprobs[:length])),
         ended=False,
-        cancelled=False,
     )
 
 

@@ -181,7 +181,7 @@ def train(
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-                directory.wait()  # until then the last checkpoint holds the moments, too
+                directory.checkpoints.wait()  # it holds the moments until it is written
             del trainer  # with the moments, before whole matrices come to the devices
             return placed(result)
     finally:

@@ -3,22 +3,13 @@
 With s_lh the share of positive decisions (evict or merge) of layer l and head h in a sequence, s_l
 and s its means over the layer and over the model, and the target s* = 1 - 1 / ratio:
 
-    one-sided   L = max(0, s* - s)                                        (DMS; DMC, eq. 10)
-    kl          L = KL(Bernoulli(s) || Bernoulli(s*))           (two-sided; a review of DMS)
+    global      L = max(0, s* - s)                                        (DMS; DMC, eq. 10)
     per layer   the same for each s_l, then the mean      (DMC's local prior, appendix E)
     spread      mean over l, h of |s_lh - stop_gradient(s_l)|                     (DMC-C)
-    floor       mean over l of max(0, s_l - (1 - floor * (1 - s*)))
 
-The one-sided global form lets heads and layers differ, and does not penalise a model that
-compresses more than the target. Decisions are hard with a straight-through gradient.
-
-Two formulas are ours because the papers give none. DMC-C's paper says only that a loss keeps the
-ratios of a layer's heads similar; the spread is our choice. The divergence smooths both shares,
-p -> 0.001 + 0.998 p, because share and target both start at exactly 0.
-
-The floor is ours: no layer may keep less than `floor` times what the layers keep on average at the
-target. Below it, its gradient cancels that of the one-sided global loss, so that nothing but the
-main loss moves such a layer.
+The global form lets heads and layers differ. Neither penalises a model that compresses more than
+the target. Decisions are hard with a straight-through gradient. DMC-C's paper says only that a loss
+keeps the ratios of a layer's heads similar; the spread is our choice.
 """
 
 from typing import Literal
@@ -27,10 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-Regulariser = Literal["one_sided", "kl"]
 Prior = Literal["global", "layer"]
-
-_SMOOTHING = 1e-3
 
 
 def evicted_shares(
@@ -48,35 +36,16 @@ def compression_loss(
     shares: Float[Array, "L B K"],
     target: Float[Array, ""] | float,
     *,
-    regulariser: Regulariser = "one_sided",
     prior: Prior = "global",
 ) -> Float[Array, " B"]:
     """Returns the loss of each sequence, over all layers together or layer by layer."""
     share = jnp.mean(shares, axis=-1)  # [L, B]
     if prior == "global":
         share = jnp.mean(share, axis=0, keepdims=True)
-    distance = _divergence if regulariser == "kl" else _shortfall
-    return jnp.mean(distance(share, target), axis=0)
+    return jnp.mean(jnp.maximum(target - share, 0), axis=0)
 
 
 def head_spread(shares: Float[Array, "L B K"]) -> Float[Array, " B"]:
     """Returns the mean absolute deviation of the heads of a layer from the layer's mean."""
     middle = jax.lax.stop_gradient(jnp.mean(shares, axis=-1, keepdims=True))
     return jnp.mean(jnp.abs(shares - middle), axis=(0, 2))
-
-
-def floor_loss(
-    shares: Float[Array, "L B K"], target: Float[Array, ""] | float, floor: float
-) -> Float[Array, " B"]:
-    """Returns what layers miss of `floor` times the target's share of kept tokens, on average."""
-    most = 1 - floor * (1 - target)
-    return jnp.mean(jnp.maximum(jnp.mean(shares, axis=-1) - most, 0), axis=0)
-
-
-def _shortfall(share: Array, target: Array | float) -> Array:
-    return jnp.maximum(target - share, 0)
-
-
-def _divergence(share: Array, target: Array | float) -> Array:
-    p, q = (_SMOOTHING + (1 - 2 * _SMOOTHING) * jnp.asarray(x) for x in (share, target))
-    return p * (jnp.log(p) - jnp.log(q)) + (1 - p) * (jnp.log1p(-p) - jnp.log1p(-q))

@@ -34,7 +34,7 @@ from dms_jax.terminal import console_for_progress
 from dms_jax.training.recipe import Recipe
 
 _SHORT = {"distillation": "KL", "language modeling": "LM"}
-_TRAINED = {
+TRAINED = {
     "all": "all weights",
     "adapter": "the adapter beside frozen weights",
     "low_rank": "low-rank updates and the adapter beside frozen weights",
@@ -136,7 +136,7 @@ class Display:
         # A step that was skipped has no figures.
         counted = [each for each in self._last if not each.get("skipped")] or [*self._last]
         main = _mean(each["loss"] - each["compression_loss"] for each in counted)
-        passed = _duration(time.perf_counter() - self._began)
+        passed = duration(time.perf_counter() - self._began)
         run = (
             f"{self._total - self._done:,} steps, {self._tokens:,} tokens and {passed}, "
             f"{self._main} {main:.3g}"
@@ -218,7 +218,7 @@ def opening_line(
     learned = ", of which answers alone are learned" if recipe.answers_only else ""
     resumed = f", from step {done:,} on" if done else ""
     return (
-        f"Training {_TRAINED[recipe.trained_for(policy)]}, {_scaled(count)} parameters, for "
+        f"Training {TRAINED[recipe.trained_for(policy)]}, {_scaled(count)} parameters, for "
         f"{short(policy)} on {len(devices)} {devices[0].device_kind}: {total:,} steps{goal} of "
         f"{' and '.join(f'{size:,}' for size in sizes)} x {recipe.sequence_length:,} tokens, "
         f"{_scaled(recipe.total_tokens(policy))} tokens in all{learned} ({recipe.name}){resumed}"
@@ -270,7 +270,7 @@ def _scaled(count: int) -> str:
     return str(count)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Returns a time in a few digits.
 
     # In: 4000  Out: 1.1 hours

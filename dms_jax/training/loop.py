@@ -3,8 +3,7 @@
 A few steps are in flight: the metrics of a step are read while later ones run, so that the device
 never waits for the host. Ctrl-C and SIGTERM end the run after the current step, with a checkpoint
 to resume from. Several processes decide before each step together whether it is the last and
-whether a checkpoint follows it; an error of one of them ends all. The files of exports are written
-behind the steps (`exports.py`).
+whether a checkpoint follows it; an error of one of them ends all.
 """
 
 import collections
@@ -19,12 +18,11 @@ import jax
 import numpy as np
 
 from dms_jax import processes
-from dms_jax.checkpoint.saving import begin_save
+from dms_jax.checkpoint import save
 from dms_jax.data.batches import Batch, ProcessBatches, RowAssignment, check_batch
 from dms_jax.errors import DataError, TrainingDivergedError
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display, aim, opening_line
-from dms_jax.training.exports import Exports
 from dms_jax.training.interrupts import Interrupts
 from dms_jax.training.options import RunOptions
 from dms_jax.training.recipe import Progress, Recipe
@@ -94,7 +92,6 @@ class Loop:
         self._end = math.inf
         self._display: Any = None
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
-        self._exports = Exports()
 
     def run(self) -> None:
         """Runs the steps that are left.
@@ -124,12 +121,9 @@ class Loop:
                 for step in range(start, total):
                     self._take(step, interrupts, agree, snapshots)
                 self._read()
-                self._exports.finish(agree)
             except BaseException as error:
                 agree.fail(error)
                 raise
-            finally:
-                self._exports.close()
 
     def _say_stopping(self) -> None:
         """Says at once what is still done after Ctrl-C, which may take as long as some steps."""
@@ -148,27 +142,22 @@ class Loop:
     ) -> None:
         """Takes a step, and does what is due after it."""
         options, total, done = self._options, self._total, step + 1
-        self._exports.check()
         batches = self._draw(step)
-        *decided, waits = agree(*self._wishes(step, interrupts), self._exports.waits)
-        if not waits:
-            self._exports.complete()
+        stop, save_now = agree(*self._wishes(step, interrupts))
         self._step(step, batches)
         self._read(leave=_IN_FLIGHT)
         if options.evaluate and (done % options.evaluate_every == 0 or done == total):
             self._read(evaluate=True)
         for ratio in snapshots.get(done, ()):
-            self._snapshot(ratio, agree)
-        stop, save_now = decided
+            self._snapshot(ratio)
         if save_now or done % options.checkpoint_every == 0 or done == total:
-            self._checkpoint(done, agree)
+            self._checkpoint(done)
         if not processes.several():  # nobody to wait for: what has come up since counts too
             stop, _ = self._wishes(done, interrupts)
         if stop and done < total:
-            self._checkpoint(done, agree)
-            self._exports.finish(agree)
+            self._checkpoint(done)
             if self._directory is not None:
-                self._directory.finish()
+                self._directory.checkpoints.finish()
             raise KeyboardInterrupt(f"stopped after step {done}")
 
     def _wishes(self, step: int, interrupts: Interrupts) -> tuple[bool, bool]:
@@ -178,7 +167,7 @@ class Loop:
         """
         now, stop = time.perf_counter(), interrupts.requested
         if processes.several() and self._directory is not None:
-            stop = stop or self._directory.reached_preemption(step)
+            stop = stop or self._directory.checkpoints.reached_preemption(step)
         if not processes.is_first():
             return stop, False
         minutes = self._options.checkpoint_minutes
@@ -286,7 +275,7 @@ class Loop:
         skipped = f" The {before} before it were skipped for the same reason." if before else ""
         back = ""
         if self._directory is not None:
-            self._directory.discard(step - self._skipped_in_a_row)
+            self._directory.checkpoints.discard(step - self._skipped_in_a_row)
             latest = self._directory.latest_step or 0
             back = (
                 f" The last checkpoint is of step {latest}" if latest else " There is no checkpoint"
@@ -294,17 +283,15 @@ class Loop:
             back += f": restart_from={latest} goes on from there with other rates."
         return f"Step {step} is not finite: {parts}.{skipped} Lower the learning rates.{back}"
 
-    def _checkpoint(self, done: int, agree: processes.Agreement) -> None:
+    def _checkpoint(self, done: int) -> None:
         if self._directory is None:
             return
         self._read()
         # Parameters after which no step is finite are none to go back to.
         if self._skipped_in_a_row and done < self._total:
             return
-        if processes.several():  # the others cannot be told that the first leaves a checkpoint out
-            self._exports.finish(agree)
         get_state = getattr(self._source, "get_state", lambda: None)
-        self._directory.save(done, self._trainer.state, get_state(), after=self._exports.written)
+        self._directory.save(done, self._trainer.state, get_state())
         self._clock = self._saved = time.perf_counter()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
@@ -317,15 +304,13 @@ class Loop:
                     break
         return reached
 
-    def _snapshot(self, ratio: float, agree: processes.Agreement) -> None:
+    def _snapshot(self, ratio: float) -> None:
+        """Writes the model as it is at a ratio, before the checkpoint of this step."""
         self._read()
-        self._exports.finish(agree)
         model = self._trainer.model()
         if self._directory is not None:
             path = self._directory.path / "snapshots" / f"{ratio:g}"
-            only, kept = self._options.adapter_only, self._trainer.frozen
-            saving = begin_save(model, self._policy, path, adapter_only=only, kept=kept)
-            self._exports.begin(saving)
+            save(model, self._policy, path, adapter_only=self._options.adapter_only)
         if self._options.on_snapshot is not None:
             self._options.on_snapshot(ratio, model)
         self._clock = time.perf_counter()

@@ -20,7 +20,7 @@ from dms_jax.model.low_rank import LowRank
 from dms_jax.model.rematerialisation import Remat
 from dms_jax.policies import Policy
 from dms_jax.training import schedules
-from dms_jax.training.compression_loss import Prior, Regulariser
+from dms_jax.training.compression_loss import Prior
 from dms_jax.training.parameters import Trained
 
 Trainable = Literal["auto", "all", "low_rank", "adapter"]
@@ -138,13 +138,9 @@ class Recipe(Options):
         position t predict token t + 1: "targets" takes the positions whose next token counts, as
         the language modelling loss does; "inputs" those whose own token counts, as NVIDIA's code
         does.
-      regulariser: form of the compression loss (`dms_jax.training.compression_loss`):
-        "one_sided" does not penalise compression beyond the target, "kl" penalises deviations on
-        both sides.
-      compression_weight: weight of the compression loss; the main loss has weight 1.
+      compression_weight: weight of the compression loss (`dms_jax.training.compression_loss`); the
+        main loss has weight 1.
       prior: whether the target applies to all layers together ("global") or to each ("layer").
-      layer_floor: share of what the layers keep on average at the target that every layer is to
-        keep at least (`dms_jax.training.compression_loss`); 0 for no such loss.
       head_balance: weight of a loss that keeps the heads of a layer similar (DMC-C); 0 for none.
       beta1, beta2, epsilon, weight_decay: settings of AdamW; norms and biases do not decay.
       clip: largest global norm of the gradient.
@@ -175,10 +171,8 @@ class Recipe(Options):
     kl: Literal["reverse", "forward"] = "reverse"
     distillation_temperature: Positive = 1.0
     distillation_positions: DistillationPositions = "targets"
-    regulariser: Regulariser = "one_sided"
     compression_weight: NotNegative = 1.0
     prior: Prior = "global"
-    layer_floor: Share = 0.0
     head_balance: NotNegative = 0.0
     beta1: Decay = 0.9
     beta2: Decay = 0.95
@@ -280,7 +274,6 @@ class Recipe(Options):
             ),
             trainable="low_rank" if self.trainable == "low_rank" else "all",
             loss="language_modeling",
-            layer_floor=0.0,
             snapshots=(),
         )
 

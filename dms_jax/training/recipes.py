@@ -218,23 +218,6 @@ def dms_self_taught(
     return recipe.settled(settle).warmed(0.1)
 
 
-def dms_layer_floor(
-    compression_ratio: Number = 3.5, *, floor: float = 0.5, **options: Any
-) -> Recipe:
-    """`dms_self_taught` in which every layer keeps at least a share of what layers keep on average.
-
-    Args:
-      compression_ratio: compression ratio to reach.
-      floor: that share; at ratio 8 and 0.5 no layer is to keep less than a sixteenth.
-      **options: as for `dms_self_taught`.
-
-    Raises:
-      ConfigError: a number is out of range.
-    """
-    recipe = dms_self_taught(compression_ratio, **options)
-    return dataclasses.replace(recipe, name="dms_layer_floor", layer_floor=floor)
-
-
 def dms_warm_up(compression_ratio: Number = 3.5, *, share: float = 0.2, **options: Any) -> Recipe:
     """`dms_self_taught` whose adapter first learns from attention which tokens matter least.
 

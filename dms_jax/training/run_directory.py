@@ -1,7 +1,7 @@
 """The directory of a run: resumable checkpoints and a log.
 
     out/
-      .lock                 who writes to it (`run_lock.py`)
+      .lock                 locked by the run that writes to it
       checkpoints/<step>/   see `checkpoints.py`
       log.jsonl             one line per step
       snapshots/<ratio>/    Hugging Face directories at the recipe's snapshots
@@ -21,10 +21,9 @@ from typing import Any
 
 from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
+from dms_jax.file_lock import lock
 from dms_jax.json_text import json_text
 from dms_jax.training.checkpoints import Checkpoints, Meta
-from dms_jax.training.exports import Written
-from dms_jax.training.run_lock import RunLock
 
 _MOST_CHANGES = 4  # of a setting that a message names
 _LONGEST_VALUE = 24
@@ -41,6 +40,10 @@ class RunDirectory:
       restart_from: step of the checkpoint to go on from with another recipe; `remove_later`
         removes later ones, once it is restored. None to go on with the same.
       keep: how many checkpoints are kept.
+
+    Attributes:
+      path: the path, absolute.
+      checkpoints: the checkpoints.
 
     Raises:
       CheckpointError: the directory cannot be written, or has no checkpoint to restart from.
@@ -60,11 +63,11 @@ class RunDirectory:
         # As it comes back from a checkpoint: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._restart_from, self._log, self._lock = restart_from, None, None
-        self._checkpoints: Any = None
+        self.checkpoints: Any = None
         self._back_to: int | None = None  # the step of a restart, until later ones are removed
         try:
             self._opening()
-            self._checkpoints = Checkpoints(self.path, keep=keep)
+            self.checkpoints = Checkpoints(self.path, keep=keep)
             self._check_steps(resume)
         except BaseException:
             self.close()
@@ -77,7 +80,7 @@ class RunDirectory:
             if processes.is_first():
                 _check_writable(self.path)
                 _check_writable(self.path / "checkpoints")
-                self._lock = RunLock(self.path)
+                self._lock = _locked(self.path)
                 _check_log(self.path / "log.jsonl")
         except DmsJaxError as caught:
             error = caught
@@ -86,15 +89,15 @@ class RunDirectory:
             raise error
 
     def _check_steps(self, resume: bool) -> None:
-        latest, step = self._checkpoints.latest, self._restart_from
+        latest, step = self.checkpoints.latest, self._restart_from
         if latest is not None and not resume:
             raise ConfigError(
                 f"{self.path} holds a run at step {latest}. Resume it, or give another directory."
             )
         if step is None or self._has_restarted():
             return
-        if step and step not in self._checkpoints.steps:
-            held = ", ".join(map(str, self._checkpoints.steps)) or "none"
+        if step and step not in self.checkpoints.steps:
+            held = ", ".join(map(str, self.checkpoints.steps)) or "none"
             raise CheckpointError(
                 f"{self.path} holds no checkpoint of step {step} to restart from; it has {held}."
             )
@@ -103,11 +106,7 @@ class RunDirectory:
     @property
     def latest_step(self) -> int | None:
         """The step of the checkpoint to go on from, the newest; None if there is none."""
-        return self._checkpoints.latest if self._back_to is None else self._back_to or None
-
-    def reached_preemption(self, step: int) -> bool:
-        """Whether the platform has told any process that the run must end now."""
-        return self._checkpoints.reached_preemption(step)
+        return self.checkpoints.latest if self._back_to is None else self._back_to or None
 
     def restore(self, abstract_state: Any) -> tuple[Any, Any]:
         """Returns the training state to go on from and the state of the data iterator.
@@ -119,7 +118,7 @@ class RunDirectory:
           ConfigError: the run had other settings.
           CheckpointError: no checkpoint can be read.
         """
-        state, meta = self._checkpoints.restore(
+        state, meta = self.checkpoints.restore(
             abstract_state, self._check_settings, only=self._back_to
         )
         return state, meta["data"]
@@ -127,14 +126,14 @@ class RunDirectory:
     def remove_later(self) -> None:
         """Removes the checkpoints after the one that a restart goes on from."""
         if self._back_to is not None:
-            self._checkpoints.discard(self._back_to + 1)
+            self.checkpoints.discard(self._back_to + 1)
             self._back_to = None
 
     def _has_restarted(self) -> bool:
         """Whether the newest checkpoint was written after this very restart."""
-        for step in reversed(self._checkpoints.steps):
+        for step in reversed(self.checkpoints.steps):
             try:
-                meta = self._checkpoints.meta(step)
+                meta = self.checkpoints.meta(step)
             except Exception:  # damaged; it is found again when it is restored
                 continue
             again = meta["restarted_from"] == self._restart_from
@@ -169,7 +168,6 @@ class RunDirectory:
         step: int,
         state: Any,
         data_state: dict[str, Any] | None,
-        after: Written | None = None,
     ) -> None:
         """Begins to write a checkpoint, unless there is one of this step.
 
@@ -177,7 +175,6 @@ class RunDirectory:
           step: number of steps that are done.
           state: the training state.
           data_state: the state of the data iterator.
-          after: the export that must be complete before it.
         """
         if step == self.latest_step:
             return
@@ -186,23 +183,7 @@ class RunDirectory:
             "restarted_from": self._restart_from,
             "data": data_state,
         }
-        self._checkpoints.save(step, state, meta, after)
-
-    def finish(self) -> None:
-        """Waits until the checkpoint that is being written is complete.
-
-        Raises:
-          CheckpointError: it cannot be written.
-        """
-        self._checkpoints.finish()
-
-    def wait(self) -> None:
-        """Waits for the checkpoint that is being written, which holds a whole training state."""
-        self._checkpoints.wait()
-
-    def discard(self, first: int) -> None:
-        """Removes the checkpoints from a step on."""
-        self._checkpoints.discard(first)
+        self.checkpoints.save(step, state, meta)
 
     def log(self, record: dict[str, Any]) -> None:
         """Appends a line to the log; numbers that are not finite become null.
@@ -251,8 +232,8 @@ class RunDirectory:
     def close(self) -> None:
         """Closes the log and the checkpoints, and lets go of the directory."""
         try:
-            if self._checkpoints is not None:
-                self._checkpoints.close()
+            if self.checkpoints is not None:
+                self.checkpoints.close()
         finally:
             for file in (self._log, self._lock):
                 if file is not None:
@@ -285,6 +266,34 @@ def _changes(saved: Any, given: Any, name: str, where: str = "") -> Iterator[str
         short = all(isinstance(each, _SCALAR) for each in (saved, given))
         short = short and max(len(str(saved)), len(str(given))) <= _LONGEST_VALUE
         yield f"`{name}`{where}" + (f" {saved}, not {given}" if short else "")
+
+
+def _locked(directory: pathlib.Path) -> Any:
+    """Returns a file that keeps a directory for this run until it is closed.
+
+    Raises:
+      ConfigError: another run has it.
+      CheckpointError: the file cannot be written.
+    """
+    try:
+        file = (directory / ".lock").open("a")
+    except OSError as error:
+        raise CheckpointError(
+            f"The run cannot be written to {directory}: {error.strerror or error}. Give another "
+            "`out`."
+        ) from error
+    mine = lock(file)
+    if mine is False:
+        file.close()
+        raise ConfigError(
+            f"Another run is writing to {directory}. Wait for it or end it, or give another `out`."
+        )
+    if mine is None:
+        warnings.warn(
+            f"{directory} cannot be locked: take care that no other run writes to it.",
+            stacklevel=2,
+        )
+    return file
 
 
 def _check_log(path: pathlib.Path) -> None:

@@ -453,12 +453,8 @@ class TrainingStep:
         """Returns the loss of each sequence for the shares [L, B, K] that its heads evict."""
         recipe = self.recipe
         loss = recipe.compression_weight * compression_loss.compression_loss(
-            shares, target, regulariser=recipe.regulariser, prior=recipe.prior
+            shares, target, prior=recipe.prior
         )
-        if recipe.layer_floor:
-            loss += recipe.compression_weight * compression_loss.floor_loss(
-                shares, target, recipe.layer_floor
-            )
         if recipe.head_balance:
             loss += recipe.head_balance * compression_loss.head_spread(shares)
         return loss

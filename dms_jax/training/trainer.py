@@ -263,11 +263,6 @@ class Trainer:
             lambda x, like: jax.device_put(x, like.sharding), state, self.abstract_state
         )
 
-    @property
-    def frozen(self) -> list[jax.Array]:
-        """The arrays of `model` that no step changes."""
-        return list(self._frozen.values())
-
     def zero_borrowed_neurons(self) -> None:
         """Sets the borrowed neurons to zero and resets the optimizer state."""
         arrays = zero_borrowed_neurons(

@@ -21,7 +21,6 @@ import numpy as np
 import dms_jax
 from dms_jax import assets
 from dms_jax.analysis import Retention, View, eviction_page, retention, token_texts
-from dms_jax.analysis.head_pictures import Scale, draw_maps
 from dms_jax.analysis.retention import ratios
 from dms_jax.command_line.demos.quickstart import held_out
 from dms_jax.command_line.reports import make_folder, provenance, write_json
@@ -31,6 +30,7 @@ from dms_jax.policies import Policy
 from dms_jax.policies.budget import Prefill
 from dms_jax.training import Recipe, Stage, recipes
 from experiments.reproduction import summaries
+from experiments.reproduction.head_pictures import Scale, draw_maps
 from experiments.reproduction.heads_verdicts import report
 from experiments.reproduction.heads_verdicts import write_page as write_readme
 from experiments.reproduction.lines import Axes, draw_lines

@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 import dms_jax
 from dms_jax import assets
 from dms_jax.analysis import Retention, retention
-from dms_jax.analysis.head_pictures import Scale, draw_maps
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.evaluation import Chat
@@ -32,6 +31,7 @@ from dms_jax.evaluation.tasks import GSM8K, RULER
 from dms_jax.model.language_model import LanguageModel
 from experiments.reproduction import summaries
 from experiments.reproduction.files import table, wrap, write_text
+from experiments.reproduction.head_pictures import Scale, draw_maps
 
 NEAR_WHOLE = 0.9
 NEEDLES = ("niah_single_1", "niah_single_2")

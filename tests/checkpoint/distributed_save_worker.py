@@ -53,12 +53,13 @@ def elsewhere(lost: bool) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(processes.Agreement, "from_first", told)
 
 
-def held(model: Any, out: pathlib.Path) -> int:
+def held(model: Any, out: pathlib.Path, size: int) -> int:
     """Saves in steps; returns the bytes of NumPy's arrays that the first of them left."""
     numpy_alone = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     tracemalloc.start()
     before = tracemalloc.take_snapshot().filter_traces([numpy_alone])
-    begun = saving.begin_save(model, model.policy, out)
+    begun = saving._asked(model, model.policy, out, False, size)
+    begun.begin()
     after = tracemalloc.take_snapshot().filter_traces([numpy_alone])
     tracemalloc.stop()
     begun.run()
@@ -74,7 +75,6 @@ def main(told: dict[str, Any]) -> None:
     model = load(told["base"], **placed)
     tuned = load(told["base"], adapter=told["adapter"], **placed)
     report: dict[str, Any] = {}
-    small = mock.patch.object(saving, "MAX_SHARD_BYTES", told["size"])
 
     def case(name: str) -> contextlib.AbstractContextManager[None]:
         return counted(report.setdefault(name, {}))
@@ -83,8 +83,8 @@ def main(told: dict[str, Any]) -> None:
         save(model, model.policy, out / "whole", max_shard_bytes=told["size"])
     with case("one file"), elsewhere(second):
         save(model, model.policy, out / "one file")
-    with case("in steps"), small:
-        report["in steps"]["held"] = held(model, out / "in steps")
+    with case("in steps"):
+        report["in steps"]["held"] = held(model, out / "in steps", told["size"])
     with case("merged"):
         save(tuned, tuned.policy, out / "merged", max_shard_bytes=told["size"])
     with case("adapter"):

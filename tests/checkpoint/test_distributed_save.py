@@ -108,7 +108,6 @@ def test_what_is_small_is_written_by_the_first(saved):
         (
             "unseen",
             [1],
-            # To write it in steps, as a run does, no size of files can be given.
             r"process 1 does not see .*Give a directory on .*all processes share, in place of \S+$",
         ),
         ("changed", [0, 1], "other tensors were changed"),

@@ -104,6 +104,6 @@ def test_tables_files_and_going_on(tmp_path, capsys):
 
 def test_what_is_not_said_is_as_the_library_has_it():
     config, library = hyperscale.Config(), inspect.signature(dms_jax.hyperscale).parameters
-    for name in ("problems", "split", "seeds", "stop_decided"):
+    for name in ("problems", "split", "seeds"):
         assert getattr(config, name) == library[name].default
     assert config.temperatures == (dms_jax.evaluation.SAMPLING.temperature,)

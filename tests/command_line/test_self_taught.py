@@ -172,12 +172,10 @@ def test_what_it_left_generates_and_is_compared(stopped_and_run, tmp_path, capsy
 
 
 @pytest.mark.nightly
-def test_the_page_tells_all_of_it(stopped_and_run):
+def test_the_page_has_figures_and_commands(stopped_and_run):
     page = (stopped_and_run.out / "README.md").read_text()
     assert page.startswith("# stories260k with DMS, taught by its own answers")
     assert "| DMS, ratio 2 |" in page
-    assert "Sampled 6 answers" in page
-    assert "rank 2, alpha 32" in page
     assert page.count("\n    python ") == 2
     assert page.count("\n    dms-jax generate ") == 1
     assert f"--adapter {stopped_and_run.out / 'training' / 'model'}" in page

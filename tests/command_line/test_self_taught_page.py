@@ -5,11 +5,9 @@ import pathlib
 import shlex
 from typing import Any
 
-import pytest
-
 from dms_jax.command_line import evaluate, generate
 from dms_jax.command_line.running import run
-from dms_jax.command_line.self_taught.page import _account, commands
+from dms_jax.command_line.self_taught.page import commands
 from dms_jax.command_line.self_taught.settings import PRESETS
 
 _, CUSTOM = PRESETS["self-taught"]
@@ -64,13 +62,3 @@ def test_all_weights_are_a_model_of_their_own():
     found = called(config, results(judge=None, style=None))
     assert list(found) == ["generate"]
     assert (found["generate"].model, found["generate"].adapter) == ("runs/x/training/model", None)
-
-
-@pytest.mark.parametrize(("share", "said"), [(0.0, False), (0.2, True)])
-def test_steps_from_attention_are_told(share, said):
-    lessons = dict(sampled=9, ended=9, kept=9, correct=None, tokens=99)
-    source = {"device": "cpu", "versions": {"jax": "0"}, "date": "today", "command": ""}
-    figures = dict(lessons=lessons, provenance=source, steps=610, seconds={}, prompts="")
-    text = _account(dataclasses.replace(ASKED, from_attention=share), figures)
-    assert ("32,768 tokens, the first 122 of the adapter alone from attention, by" in text) == said
-    assert "rates 0.0003 for the adapter and 0.0002 for the rest" in text

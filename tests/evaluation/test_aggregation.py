@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dms_jax.errors import DataError
-from dms_jax.evaluation import decided, likeliest, majority, pass_at
+from dms_jax.evaluation import likeliest, pass_at
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 6])
@@ -42,22 +42,3 @@ def test_pass_at_of_right_and_wrong_is_the_usual_estimator():
 )
 def test_the_likeliest_answer(answers, weights, winner):
     assert likeliest(answers, np.array(weights)) == winner
-
-
-def test_a_vote_is_decided_exactly_when_no_outcome_changes_it():
-    """All states of four chains with three answers and none, and all their outcomes."""
-    chains, answers = 4, ["a", "b", "c", None]
-    seen = set()
-    for state in itertools.product([*answers, "open"], repeat=chains):
-        votes = {chain: each for chain, each in enumerate(state) if each != "open"}
-        free = [chain for chain in range(chains) if chain not in votes]
-        outcomes = set()
-        # Besides the three answers that may have been given, the open chains may give new ones.
-        for given in itertools.product([*answers, "new", "other"], repeat=len(free)):
-            full = {**votes, **dict(zip(free, given, strict=True))}
-            winner = majority([full[chain] for chain in range(chains)])
-            outcomes.add(None if winner is None else full[winner])
-        want = len(outcomes) == 1
-        assert decided(votes, chains) == want, state
-        seen.add((len(free), want))
-    assert {(1, True), (1, False), (2, True), (2, False), (3, False)} <= seen

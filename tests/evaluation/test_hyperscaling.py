@@ -1,4 +1,4 @@
-"""L-W-CR configurations against single evaluations, early stops, interrupts and files."""
+"""L-W-CR configurations against single evaluations, interrupts and files."""
 
 import dataclasses
 import functools
@@ -27,11 +27,10 @@ from dms_jax.evaluation import (
 from dms_jax.evaluation import journal as journal_module
 from dms_jax.evaluation.hyperscaling import Plan
 from dms_jax.generation import Engine
-from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.test_evaluating import BEGINNINGS, Continue
 from tests.evaluation.test_hyperscaling_result import by_hand
 from tests.generation.support import stories
-from tests.support.fake_programs import ENDS, faked
+from tests.support.fake_programs import faked
 
 pytestmark = pytest.mark.usefixtures("fakes")
 
@@ -214,54 +213,23 @@ def test_systems_of_one_name_share_a_frontier():
         run([System("TOVA", TOVA), System("TOVA", dms_jax.TOVA(budget=6))])
 
 
-# -- early stop -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [dms_jax.Vanilla(), dms_jax.TOVA(budget=10)])
-def test_a_vote_that_is_decided_stops_the_other_chains(policy):
-    """Chains that differ in length, because end tokens are frequent."""
-    model = dataclasses.replace(stories(), generation=GenerationDefaults(ENDS))
-    options = dict(
-        lengths=(24,), chains=(1, 5), problems=6, sampling=SAMPLING, serving=SERVING, seeds=(0,)
-    )
-    system = [System("one", policy)]
-    result = hyperscale(model, Thirds(), system, stop_decided=True, **options)
-    _, alone, five = result.points
-    assert alone.stopped is None
-    assert alone.reads_saved is None
-    chex.assert_trees_all_equal(five.stopped.vote, five.scores["vote"])
-    assert (five.stopped.reads <= five.reads).all()
-    assert (five.stopped.peak <= five.peak).all()
-    assert 0 < five.stopped.cancelled < 1
-    assert 0 < five.reads_saved < 1
-    assert five.reads_saved == pytest.approx(1 - five.stopped.reads.sum() / five.reads.sum())
-    assert "reads saved" in result.table()
-    plain = hyperscale(model, Thirds(), system, **options)
-    chex.assert_trees_all_equal(plain.points[2].reads, five.reads)
-    assert "reads saved" not in plain.table()
-
-
 # -- interrupts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop_decided", [False, True])
-def test_what_is_interrupted_returns_its_points_and_resumes(
-    tmp_path, monkeypatch, whole, stop_decided
-):
+def test_what_is_interrupted_returns_its_points_and_resumes(tmp_path, monkeypatch, whole):
     """Ctrl-C in the middle of the second system."""
     add, added = journal_module.Journal.add, []
-    most = 4 + 24 + 5 if not stop_decided else 4 + 24 + 4 * 12 + 5
 
     def interrupted(self, *arguments):
         add(self, *arguments)
         added.append(arguments)
-        if len(added) == most:
+        if len(added) == 4 + 24 + 5:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(journal_module.Journal, "add", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
-            run(out=tmp_path, stop_decided=stop_decided)
+            run(out=tmp_path)
     partial = caught.value.finished
     assert isinstance(partial, Hyperscaling)
     assert [(p.system, p.label) for p in partial.points] == [
@@ -273,13 +241,12 @@ def test_what_is_interrupted_returns_its_points_and_resumes(
         point.to_dict() for point in partial.points
     ]
     sizes = served(monkeypatch)
-    again = run(out=tmp_path, stop_decided=stop_decided)
-    if not stop_decided:
-        assert sum(sizes) == 24 - 1
-        assert again.table() == whole.table()
-        assert again.to_dict() == whole.to_dict()
+    again = run(out=tmp_path)
+    assert sum(sizes) == 24 - 1
+    assert again.table() == whole.table()
+    assert again.to_dict() == whole.to_dict()
     sizes.clear()
-    assert run(out=tmp_path, stop_decided=stop_decided).to_dict() == again.to_dict()
+    assert run(out=tmp_path).to_dict() == again.to_dict()
     assert sizes == []
     assert again.table() in (tmp_path / "table.md").read_text()
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from dms_jax.errors import ConfigError
 from dms_jax.evaluation import Hyperscaling, Point
-from dms_jax.evaluation.hyperscaling_result import Stopped
 
 
 def made_up(name, *rows, greedy=True) -> list[Point]:
@@ -66,37 +65,17 @@ def test_frontiers_and_gains_by_hand():
     assert gain.value == pytest.approx(((1 / 3 + 2 / 9) + 1) / 2 - (1 / 3 + (1 / 3 + 1 / 9)) / 2)
     back = result.average_gain("slow", "fast", "reads")
     assert back.value == pytest.approx(-gain.value)
-    # At 200 reads slow is half way between its frontier points 100 and 400 in the logarithm:
-    # scores 0.5, 0, 1; not its own point at 200, which its point at 100 surpasses.
-    (equal,) = result.equal_budget("fast", "slow", "reads")
-    assert equal.point.label == "8-4@0.7"
-    assert equal.gain.value == pytest.approx((0.5 + 1 + 0) / 3)
-    assert equal.gain.error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / np.sqrt(3))
-    # Up to its largest budget slow stays at its best.
     wide = Hyperscaling({}, (*result.of("slow"), *made_up("wide", (9, 1, 600, 1, (1, 1, 1)))))
-    (equal,) = wide.equal_budget("wide", "slow", "reads")
-    assert equal.gain.value == pytest.approx(1 / 3)
     assert wide.average_gain("wide", "slow", "reads") is None
     with pytest.raises(ConfigError, match=r"no system 'quick'; there are slow, fast\."):
         result.average_gain("quick", "slow")
 
 
 def test_answers_of_one_token_read_nothing():
-    """Their points have no place on a logarithmic axis; frontiers have room for them."""
     rows = [(1, 1, 0, 9, (0, 0, 0)), (8, 1, 100, 10, (0, 0, 1))]
     result = Hyperscaling({}, (*made_up("one", *rows), *made_up("two", *rows)))
-    assert [each.point.label for each in result.equal_budget("two", "one", "reads")] == ["8-1@0"]
     assert result.average_gain("two", "one", "reads").value == 0
     json.dumps(result.to_dict())
-
-
-def test_chains_of_one_token_have_no_reads_to_save():
-    (point,) = made_up("one", (1, 2, 0, 9, (0, 0, 0)))
-    stopped = Stopped(vote=point.scores["vote"], reads=point.reads, peak=point.peak, cancelled=0.5)
-    result = Hyperscaling({}, (dataclasses.replace(point, stopped=stopped),))
-    assert result.points[0].reads_saved == 0
-    json.dumps(result.to_dict(), allow_nan=False)
-    assert "nan" not in result.table()
 
 
 def test_tables_of_points_and_gains():
@@ -127,11 +106,9 @@ def test_a_gain_is_over_the_best_plain_decoding():
     whole = Hyperscaling({}, (*made_up("plain", *rows), *small))
     # Against the sampled points alone it would be 2/3 less something from 0 to 1/3.
     assert whole.average_gain("small", "plain").value == 0
-    assert [each.gain.value for each in whole.equal_budget("small", "plain")] == []
     for axis in ("reads", "peak"):
         assert sampled.average_gain("small", "plain", axis) is None
         assert sampled.average_gain("plain", "small", axis) is None
-        assert sampled.equal_budget("small", "plain", axis) == ()
     assert "no greedy point recorded" in sampled.gains_table()
     assert "no greedy point recorded" not in whole.gains_table()
     # Each length needs its own: the whole answer says nothing of one that is cut off.

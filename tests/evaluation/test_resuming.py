@@ -9,7 +9,7 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import DataError
-from dms_jax.evaluation import Serving, System, evaluate, hyperscale
+from dms_jax.evaluation import Serving, evaluate
 from dms_jax.evaluation import journal as module
 from dms_jax.generation import Engine
 from dms_jax.model.language_model import GenerationDefaults
@@ -54,9 +54,7 @@ def calls_of(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("stop_decided", [False, True])
-def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch, stop_decided):
-    """But those that decide whether others go on are looked at before them."""
+def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch):
     late, serve = [], Engine.serve
 
     def served(self, source):
@@ -64,12 +62,8 @@ def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch, stop_d
         return serve(self, source)
 
     monkeypatch.setattr(Engine, "serve", served)
-    systems = [System("one", dms_jax.Vanilla())]
-    options = dict(lengths=(8,), chains=(2,), problems=1, sampling=SAMPLING, serving=SERVING)
-    told = dict(out=tmp_path, stop_decided=stop_decided)
-    hyperscale(stories(), Continue(), systems, seeds=(0,), **options, **told)
-    assert late[0]
-    assert (False in late) == stop_decided
+    run(out=tmp_path, problems=1)
+    assert late == [True]
 
 
 def test_all_problems_share_one_queue(monkeypatch, whole):

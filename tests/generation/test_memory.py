@@ -225,7 +225,6 @@ RUNNING = {  # everything that runs sequences through the cache
     "logits": lambda model: model.logits(GIVEN),
     "likelihoods": lambda model: likelihoods(model, [([1, 2], [3, 4])]),
     "retention": lambda model: analysis.retention(model, GIVEN),
-    "memory_trace": lambda model: analysis.memory_trace(model, GIVEN, chunk=4),
 }
 
 

@@ -184,14 +184,3 @@ def realised_compression_ratio(length: int, window: int, evicted_share: float) -
     """Tokens seen by tokens held, when `evicted_share` of the keys is marked."""
     held = (window + 1) + (1.0 - evicted_share) * (length - window - 1)
     return length / held
-
-
-def bernoulli_divergence(decisions, target: float, smoothing: float = 1e-3) -> float:
-    """Mean over samples of KL(Bernoulli(share evicted) || Bernoulli(target)); both smoothed.
-
-    A share of exactly 0 or 1 would make it infinite: p becomes smoothing + (1 - 2 smoothing) p.
-    """
-    share = np.asarray(decisions, np.float64).mean(axis=(0, 2, 3))
-    share, target = (smoothing + (1 - 2 * smoothing) * np.asarray(p) for p in (share, target))
-    yes = share * np.log(share / target)
-    return float((yes + (1 - share) * np.log((1 - share) / (1 - target))).mean())

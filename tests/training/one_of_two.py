@@ -8,6 +8,7 @@ Writes the losses, the norms of the gradients and the exit to `out`-<process>.js
 """
 
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -30,7 +31,7 @@ def main(told: dict[str, Any]) -> None:
 
     from dms_jax.checkpoint import saving
     from dms_jax.sharding import make_mesh
-    from dms_jax.training import retrofit
+    from dms_jax.training import loop, retrofit
     from dms_jax.training.recipe import Stage
     from tests.training.tiny import EAGER, documents, language_model, recipe
 
@@ -53,7 +54,8 @@ def main(told: dict[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(tensors, directory, files)
 
-    saving.MAX_SHARD_BYTES = told.get("size", saving.MAX_SHARD_BYTES)
+    size = told.get("size", saving.MAX_SHARD_BYTES)
+    loop.save = functools.partial(saving.save, max_shard_bytes=size)
     saving.write_tensors = write_tensors
     dtype = jnp.float64 if told.get("float64") else jnp.float32
     model = language_model(adapter=True, dtype=dtype, num_heads=8, num_kv_heads=4)

@@ -74,7 +74,7 @@ def saved(path, *steps, **options):
     try:
         for step in steps:
             directory.save(step, state(step), {"position": step})
-        directory.finish()
+        directory.checkpoints.finish()
         yield directory
     finally:
         directory.close()
@@ -95,63 +95,34 @@ def remove(path):
     files(path, 6)[0].unlink()
 
 
-def flip(path):
-    file = files(path, 6)[0]
-    content = bytearray(file.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 64] = bytes(255 - byte for byte in content[middle : middle + 64])
-    file.write_bytes(content)
-
-
 def break_the_position(path):
     (path / "checkpoints" / "6" / "meta" / "metadata").write_text("{")
 
 
-def break_the_checksums(path):
-    (path / "checkpoints" / "6" / "checksums.json").write_text("{")
-
-
-def remove_the_checksums(path):
-    (path / "checkpoints" / "6" / "checksums.json").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (truncate, "is not what was written"),
-        (break_the_checksums, "checksums.json cannot be read"),
-        (remove, "is missing"),
-        (flip, "is not what was written"),
-        (break_the_position, "meta/metadata is not what was written"),
-        (remove_the_checksums, "checksums.json cannot be read"),
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, damage, message):
+@pytest.mark.parametrize("damage", [truncate, remove, break_the_position])
+def test_a_damaged_checkpoint_is_an_error_that_names_the_others(tmp_path, damage):
     with saved(tmp_path, 3, 6):
         pass
     damage(tmp_path)
-    directory = opened(tmp_path)
-    told = f"of step 6 cannot be resumed: .*{message}.* from the one before it, of step 3"
-    with pytest.warns(UserWarning, match=told):
-        restored, position = directory.restore(ABSTRACT)
-    chex.assert_trees_all_equal(restored, state(3))
-    assert position == {"position": 3}
-    # The steps come again, and so does their checkpoint.
-    assert directory.latest_step == 3
-    directory.save(6, state(6), None)
-    directory.close()
-    with saved(tmp_path) as directory:
+    with (
+        saved(tmp_path) as directory,
+        pytest.raises(CheckpointError, match=r"step 6 cannot .* Remove .*/6 to go on .*\(3\)"),
+    ):
+        directory.restore(ABSTRACT)
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    with saved(tmp_path, 6) as directory:
         chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(6))
 
 
-def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path):
+def test_a_damaged_checkpoint_that_is_the_only_one(tmp_path):
     with saved(tmp_path, 6):
         pass
-    flip(tmp_path)
-    with saved(tmp_path) as directory:
-        with pytest.raises(CheckpointError, match=r"no checkpoint that can be read.*of step 6"):
-            directory.restore(ABSTRACT)
-        assert directory.latest_step == 6
+    truncate(tmp_path)
+    with (
+        saved(tmp_path) as directory,
+        pytest.raises(CheckpointError, match=r"Remove .*/6 to start again"),
+    ):
+        directory.restore(ABSTRACT)
 
 
 def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
@@ -176,7 +147,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
 
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
     directory = opened(tmp_path)
-    with pytest.raises(ConfigError, match=rf"Another run is writing to .*process {os.getpid()} on"):
+    with pytest.raises(ConfigError, match="Another run is writing to "):
         opened(tmp_path)
     directory.close()
     opened(tmp_path).close()
@@ -195,8 +166,8 @@ def test_a_directory_that_cannot_be_opened_is_not_kept_locked(tmp_path):
 def test_a_killed_run_keeps_no_lock(tmp_path):
     script = (
         "import pathlib, sys, time\n"
-        "from dms_jax.training.run_lock import RunLock\n"
-        "lock = RunLock(pathlib.Path(sys.argv[1]))\n"
+        "from dms_jax.training.run_directory import _locked\n"
+        "lock = _locked(pathlib.Path(sys.argv[1]))\n"
         "print('locked', flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -204,7 +175,7 @@ def test_a_killed_run_keeps_no_lock(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ConfigError, match=rf"Another run .*process {other.pid} on"):
+        with pytest.raises(ConfigError, match="Another run is writing to "):
             opened(tmp_path)
         other.kill()
     opened(tmp_path).close()
@@ -240,21 +211,21 @@ def noise(step):
 def test_a_full_disk_is_a_warning_and_keeps_what_there_is(tmp_path):
     directory = opened(tmp_path)
     directory.save(1, noise(1), None)
-    directory.finish()
+    directory.checkpoints.finish()
     threads = set(threading.enumerate())
     with largest_file(1 << 15):
         directory.save(2, noise(2), None)
         with pytest.warns(UserWarning, match=r"step 2 cannot be written .*File too large.*step 1"):
             directory.save(3, noise(3), None)
         with pytest.raises(CheckpointError, match=r"step 3 cannot be written .*last one is of st"):
-            directory.finish()
+            directory.checkpoints.finish()
         for thread in set(threading.enumerate()) - threads:
             if not thread.name.startswith("asyncio"):
                 thread.join(60.0)
                 assert not thread.is_alive(), thread.name  # of the manager of what is not written
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
     directory.save(4, noise(4), None)
-    directory.finish()
+    directory.checkpoints.finish()
     directory.close()
     with saved(tmp_path) as directory:
         restored, _ = directory.restore(jax.eval_shape(lambda: noise(0)))
@@ -270,7 +241,7 @@ def test_a_mounted_disk_that_is_full(tmp_path):
     try:
         directory = opened(disk, keep=1)
         directory.save(1, noise(1), None)
-        directory.finish()
+        directory.checkpoints.finish()
         directory.save(2, noise(2), None)
         with pytest.warns(UserWarning, match=r"step 2 cannot be written .*No space left.*step 1"):
             directory.save(3, {"weights": jnp.zeros(4)}, None)
@@ -288,11 +259,11 @@ def test_a_directory_that_is_made_unwritable_in_the_middle(tmp_path, request):
         return
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
-    directory.finish()
+    directory.checkpoints.finish()
     (tmp_path / "checkpoints").chmod(0o500)
     directory.save(2, state(2), None)
     with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*The last one is of st"):
-        directory.finish()
+        directory.checkpoints.finish()
     (tmp_path / "checkpoints").chmod(0o700)
     directory.close()
     with saved(tmp_path) as directory:
@@ -304,14 +275,14 @@ def test_a_directory_that_is_taken_away_in_the_middle(tmp_path):
     """A file is where the checkpoints were, which not even root can write into."""
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
-    directory.finish()
+    directory.checkpoints.finish()
     place, away = tmp_path / "checkpoints", tmp_path / "away"
     place.rename(away)
     place.write_text("")
     for step in (2, 3):
         directory.save(step, state(step), None)
         with pytest.raises(CheckpointError, match=rf"step {step} cannot be written"):
-            directory.finish()
+            directory.checkpoints.finish()
     directory.log({"step": 1})
     place.unlink()
     away.rename(place)

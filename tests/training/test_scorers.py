@@ -19,7 +19,6 @@ from dms_jax.model.supervision import Supervision
 from dms_jax.policies import DMS, TOVA, KVpop, KVzap, Vanilla
 from dms_jax.policies.values import FutureAttention
 from dms_jax.training import Stage, calibrate, recipes, retrofit, train, trainer
-from dms_jax.training.compression_loss import floor_loss
 from dms_jax.training.parameters import is_adapter, parameters
 from dms_jax.training.supervised_loss import supervised_loss
 from tests.laws.simulations import scorer_outputs
@@ -289,16 +288,6 @@ def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything(monkey
     chex.assert_trees_all_equal({name: untouched[name] for name in before}, before)
 
 
-def test_a_layer_below_the_floor_is_held():
-    shares = jnp.asarray([[[0.9, 0.98]], [[0.6, 0.7]]])  # of two layers
-    # At a target of 0.75 a layer keeps 0.25 on average: with a floor of a half at least 0.125.
-    loss = floor_loss(shares, 0.75, 0.5)
-    chex.assert_trees_all_close(np.asarray(loss), np.array([(0.94 - 0.875) / 2]), rtol=1e-5)
-    gradient = np.asarray(jax.grad(lambda x: floor_loss(x, 0.75, 0.5).sum())(shares))
-    assert (gradient[0] > 0).all()
-    assert not gradient[1].any()
-
-
 def test_recipes_of_scorers_and_of_dms():
     zap = recipes.kvzap(tokens=10 * 64 * 8, sequence_length=64, batch_size=8)
     assert [(stage.kind, stage.steps) for stage in zap.stages] == [("supervise", 10)]
@@ -307,9 +296,6 @@ def test_recipes_of_scorers_and_of_dms():
     pop = recipes.kvpop(tokens=10 * 64 * 8, sequence_length=64, batch_size=8)
     assert pop == dataclasses.replace(zap, name="kvpop")
     sizes: dict[str, Any] = dict(tokens=20 * 64 * 8, sequence_length=64, batch_size=8)
-    plain = recipes.dms_self_taught(4.0, **sizes)
-    floor = recipes.dms_layer_floor(4.0, floor=0.3, **sizes)
-    assert floor == dataclasses.replace(plain, name="dms_layer_floor", layer_floor=0.3)
     warm = recipes.dms_warm_up(4.0, share=0.25, **sizes)
     assert [(stage.kind, stage.steps) for stage in warm.stages] == [
         ("supervise", 5),
@@ -317,9 +303,7 @@ def test_recipes_of_scorers_and_of_dms():
         ("train", 10),
     ]
     assert warm.compression_ratio == 4
-    assert warm.control(WARM).layer_floor == 0
     for wrong in (
-        lambda: recipes.dms_layer_floor(4.0, floor=1.5),
         lambda: recipes.dms_warm_up(4.0, share=0.0),
         lambda: recipes.dms_warm_up(4.0, tokens=1),
         lambda: recipes.kvzap(tokens=0),

@@ -32,10 +32,8 @@ from rich.table import Table
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import View, eviction_page, memory_trace, retention, token_texts
-from dms_jax.analysis.plots import Point, compression_figure
-from dms_jax.analysis.retention import ratios
-from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
+from dms_jax.analysis import View, eviction_page, retention, token_texts
+from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents
 from dms_jax.evaluation import standard_error
@@ -44,7 +42,6 @@ from dms_jax.training import recipes
 
 LENGTH = 512  # tokens a sequence: the model's positions
 ROWS = 9  # of the table
-SHOWN = 8  # sequences that the pictures are of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Config:
     """Retrofit stories260K with DMS and decode from a small cache."""
 
     out: pathlib.Path = pathlib.Path("runs/quickstart")
-    """Folder for results.json, figure.png and evictions.html."""
+    """Folder for results.json and evictions.html."""
     sequences: int = 64
     """Held-out sequences of 512 tokens to decode; 64 make 32,704 predicted tokens."""
     window: int = 32
@@ -265,33 +262,15 @@ def verdict(row: Row, rival: Row) -> str:
     )
 
 
-def figures(
+def write_page(
     config: Config,
-    rows: list[Row],
     base: dms_jax.LanguageModel,
     model: dms_jax.LanguageModel,
     sequences: np.ndarray,
-) -> bool:
-    """Writes evictions.html and figure.png; returns whether the latter could be drawn."""
-    found = retention(model, sequences[:SHOWN])
+) -> None:
+    """Writes evictions.html: what heads kept of a sequence, beside policies without training."""
+    found = retention(model, sequences[:1])
     peak = max(round(found.live()[:, 0, :, -1].mean()), 6)
-    traces = {}
-    for label, traced in (("dense", base), ("DMS", model)):
-        seen, held, live = memory_trace(traced, sequences[:SHOWN], page_size=config.page_size)
-        traces[f"{label}, pages held"] = (seen, held)
-        traces[f"{label}, live tokens alone"] = (seen, live)
-    drawn = can_draw(config.out / "figure.png")
-    if drawn:
-        compression_figure(
-            config.out / "figure.png",
-            [
-                Point(row.method, row.peak_ratio, row.reads_ratio, row.increase, row.increase_error)
-                for row in rows
-            ],
-            traces,
-            ratios(found),
-            title="stories260K: loss against measured compression; memory; what the heads keep",
-        )
     rivals = [
         retention(base, sequences[:1], policy=policy)
         for policy in (dms_jax.StreamingLLM(budget=peak), dms_jax.TOVA(budget=peak - 1))
@@ -304,7 +283,6 @@ def figures(
         "with as many tokens in the cache at the end.",
     )
     (config.out / "evictions.html").write_text(page, encoding="utf-8")
-    return drawn
 
 
 def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int) -> None:
@@ -377,8 +355,8 @@ def main(config: Config) -> list[Row]:
 
     show(console, bench.rows)
     tell_a_story(console, model, config.page_size)
-    console.print("Drawing the figure and the page ...")
-    drawn = figures(config, bench.rows, base, model, sequences)
+    console.print("Writing the page ...")
+    write_page(config, base, model, sequences)
     results = provenance(config) | {
         "held_out_tokens": count,
         "training_seconds": seconds,
@@ -390,7 +368,5 @@ def main(config: Config) -> list[Row]:
         f"Training {seconds:.0f} s, this part {results['total_seconds']:.0f} s. Look at\n"
         f"  {config.out / 'evictions.html'}  in a browser: which head keeps what"
     )
-    if drawn:
-        console.print(f"  {config.out / 'figure.png'}")
     console.print(f"  {config.out / 'results.json'}\n")
     return bench.rows

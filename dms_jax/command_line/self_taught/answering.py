@@ -5,7 +5,6 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -73,11 +72,10 @@ def sample(
 
                 def keep(
                     number: int, each: Answer, due: list[Place] = due, tick: Tick = tick
-                ) -> Set[int]:
+                ) -> None:
                     done[due[number]] = each.completion
                     journal.add(*due[number], Answer(each.completion))
                     tick()
-                    return frozenset()
 
                 answer(model, Vanilla(), requests, sampling, serving, keep)
     finally:

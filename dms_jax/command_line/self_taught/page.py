@@ -1,4 +1,4 @@
-"""The page of a self-taught retrofit: what was done, the figures, and the commands."""
+"""The page of a self-taught retrofit: the figures, and the commands."""
 
 import shlex
 from typing import Any
@@ -12,13 +12,10 @@ def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
     """Writes the page of a self-taught retrofit, README.md in its folder."""
     sections = [
         f"# {_name(config.model)} with DMS, taught by its own answers",
-        _summary(config, results),
-        "## Figures",
         _table(results),
         _legend(results),
-        "## What was done",
-        _account(config, results),
-        "## Again",
+        "The settings are in settings.json, all figures in results.json.",
+        "## Commands",
         *(f"{what}:\n\n    {command}" for what, command in commands(config, results)),
     ]
     part = config.out / ".README.md"
@@ -62,22 +59,6 @@ def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str
 
 def _name(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2]
-
-
-def _summary(config: SelfTaught, results: dict[str, Any]) -> str:
-    systems = results["systems"]
-    base, last = systems["vanilla"], systems[f"{max(config.ratios):g}"]
-    lines = [
-        f"At its highest ratio the cache holds {last['peak']:.0f} tokens at its fullest where the "
-        f"full one holds {base['peak']:.0f}: {base['peak'] / last['peak']:.2f} times fewer, at "
-        f"{last['distillation']:.4f} nats a token from the original."
-    ]
-    if results["judge"] is not None:
-        accuracies = (percent(each["answers"]["accuracy"]) for each in (last, base))
-        lines.append("Accuracy {}% where the original has {}%.".format(*accuracies))
-    trained = f"{results['trained_bytes'] / 1e6:.2f} MB"
-    kind = "The adapter" if config.adapter_only else "The model"
-    return " ".join([*lines, f"{kind} takes {trained}."])
 
 
 def _table(results: dict[str, Any]) -> str:
@@ -124,40 +105,3 @@ def _legend(results: dict[str, Any]) -> str:
             "percent ± one standard error."
         )
     return text
-
-
-def _account(config: SelfTaught, results: dict[str, Any]) -> str:
-    lessons, source = results["lessons"], results["provenance"]
-    correct = "" if lessons["correct"] is None else f", {lessons['correct']:,} were judged correct"
-    trained = {
-        "adapter": "an adapter beside frozen weights",
-        "low_rank": f"an adapter and low-rank updates of attention (rank {config.rank}, alpha "
-        f"{config.alpha:g}) beside frozen weights",
-        "all": "all weights and an adapter",
-    }[config.trainable]
-    stages = {stage.kind: stage for stage in config.make_recipe().stages}
-    stage, first, settled = stages["ramp"], "", ""
-    if "supervise" in stages:
-        first = f", the first {stages['supervise'].steps} of the adapter alone from attention"
-    if config.settle:
-        settled = f", which the last {config.settle:.0%} of the steps keep while the rates fall"
-    if config.warmup:
-        settled += f"; rates rise over the first {config.warmup:.0%} of the others"
-    temperatures = " and ".join(f"{temperature:g}" for temperature in config.temperatures)
-    seconds = ", ".join(f"{name} {taken:.0f}" for name, taken in results["seconds"].items())
-    return "\n".join(
-        [
-            f"- Sampled {lessons['sampled']:,} answers of at most {config.max_new_tokens} tokens, "
-            f"temperature {temperatures}; {lessons['ended']:,} were ended by the model{correct}.",
-            f"- Kept {lessons['kept']:,} (`--keep {config.keep}`): {lessons['tokens']:,} tokens "
-            f"with their prompts, packed into {config.sequence_length} ({config.packing}).",
-            f"- Trained {trained} for {results['steps']} steps of "
-            f"{config.batch_size * config.sequence_length:,} tokens{first}, by distillation from "
-            f"the original; rates {stage.adapter_learning_rate:g} for the adapter and "
-            f"{stage.learning_rate:g} for the rest; window {config.window}, shift "
-            f"{config.shift}, to ratio {max(config.ratios):g}{settled}.",
-            f"- Seconds: {seconds}. {source['device']}, jax {source['versions']['jax']}, "
-            f"{source['date']}.",
-            f"- SHA-256 of the prompts: {results['prompts']}.",
-        ]
-    )

@@ -11,8 +11,6 @@ out/
 """
 
 import json
-import pathlib
-import time
 from typing import Any
 
 import dms_jax
@@ -54,29 +52,24 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
             )
         questions = read_questions(config, base)
     _keep_settings(config)
-    with Clock(config.out) as clock:
-        answers = sample(config, base, questions, config.out / "answers")
-        clock.ends("sampling")
-        lessons = choose(config, questions, answers, config.out)
-        clock.ends("filtering")
-        held_out = HeldOut(config, base, lessons.held_out)
-        print(
-            f"{recipe.name}: {lessons.figures['kept']} answers of "
-            f"{lessons.figures['tokens']:,} tokens, {recipe.total_steps(policy)} steps",
-            flush=True,
-        )
-        train(config, base, lessons, held_out)
-        clock.ends("training")
-        folder = config.out / "measured"
-        make_folder("--out", folder)
-        told = (questions, lessons, held_out, folder)
-        systems = {BASE: measure(config, base, *told, BASE)}
-        for ratio in sorted(config.ratios):
-            name = f"{ratio:g}"
-            if not (folder / f"{name}.json").exists():
-                measure(config, exported(config, name), *told, name)
-            systems[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        clock.ends("measuring")
+    answers = sample(config, base, questions, config.out / "answers")
+    lessons = choose(config, questions, answers, config.out)
+    held_out = HeldOut(config, base, lessons.held_out)
+    print(
+        f"{recipe.name}: {lessons.figures['kept']} answers of "
+        f"{lessons.figures['tokens']:,} tokens, {recipe.total_steps(policy)} steps",
+        flush=True,
+    )
+    train(config, base, lessons, held_out)
+    folder = config.out / "measured"
+    make_folder("--out", folder)
+    told = (questions, lessons, held_out, folder)
+    systems = {BASE: measure(config, base, *told, BASE)}
+    for ratio in sorted(config.ratios):
+        name = f"{ratio:g}"
+        if not (folder / f"{name}.json").exists():
+            measure(config, exported(config, name), *told, name)
+        systems[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     files = (config.out / "training" / "model").glob("*.safetensors")
     results = {
         "provenance": provenance(config),
@@ -88,7 +81,6 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         "steps": recipe.total_steps(policy),
         "trained_bytes": sum(file.stat().st_size for file in files),
         "systems": systems,
-        "seconds": clock.seconds,
     }
     write_json(config.out / "results.json", results)
     write_page(config, results)
@@ -121,36 +113,6 @@ def exported(config: SelfTaught, ratio: str) -> LanguageModel:
     if float(ratio) == max(config.ratios):
         path = config.out / "training" / "model"
     return config.load(adapter=path) if config.adapter_only else dms_jax.load(path)
-
-
-class Clock:
-    """Seconds of each stage over all calls, kept in `seconds.json`."""
-
-    def __init__(self, folder: pathlib.Path):
-        self._file = folder / "seconds.json"
-        self.seconds: dict[str, float] = {}
-        if self._file.exists():
-            self.seconds = json.loads(self._file.read_text(encoding="utf-8"))
-        self._stage = ["sampling", "filtering", "training", "measuring"]
-
-    def __enter__(self) -> "Clock":
-        self._start = time.perf_counter()
-        return self
-
-    def ends(self, stage: str) -> None:
-        """Notes that a stage has ended."""
-        self._note(stage)
-        self._stage.remove(stage)
-
-    def _note(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._start
-        self._start = now
-        write_json(self._file, self.seconds)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._stage:  # interrupted: what it took so far counts
-            self._note(self._stage[0])
 
 
 def _keep_settings(config: SelfTaught) -> None:

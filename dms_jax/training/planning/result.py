@@ -5,21 +5,19 @@ What devices send to each other is not counted, so that on several of them they 
 
 0.5 is between the shares of the peak that executed operations were measured at on one H200 (0.46
 for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training at commit
-e04d67c4), which has the matrix units of an H100. It was measured on nothing else: other devices are
-taken to reach as much, and the report says so. B200 may not, whose attention has kernels of
-Ampere's products.
+e04d67c4), which has the matrix units of an H100. Other devices are taken to reach as much. B200 may
+not, whose attention has kernels of Ampere's products.
 """
 
 import dataclasses
 from typing import Any
 
 from dms_jax.policies import Policy
-from dms_jax.training.display import short
+from dms_jax.training.display import TRAINED, duration, short
 from dms_jax.training.planning.machines import Machine
 from dms_jax.training.recipe import Recipe
 
 _SHARE_OF_PEAK = 0.5
-_MEASURED = ("h200", "h100")  # measured on the first; the second has the same matrix units
 _USABLE = 0.93  # share of a device's memory; a runtime and fragments take the rest
 
 
@@ -71,10 +69,6 @@ class StagePlan:
     memory: Memory
     operations: float
     model_operations: float
-
-    def same_step(self, other: "StagePlan") -> bool:
-        """Whether a step takes what one of another stage takes."""
-        return dataclasses.replace(self, kind=other.kind, steps=other.steps) == other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +162,7 @@ def _head(plan: Plan) -> list[str]:
     recipe, machine = plan.recipe, plan.machine
     data, model = plan.mesh
     of_rows = f"sequence {plan.sequence}, " if plan.sequence > 1 else ""
-    trained = {
-        "all": "all weights",
-        "adapter": "the adapter beside frozen weights",
-        "low_rank": "low-rank updates and the adapter beside frozen weights",
-    }[recipe.trained_for(plan.policy)]
+    trained = TRAINED[recipe.trained_for(plan.policy)]
     stages = ", ".join(f"{stage.steps:,} of {stage.kind}" for stage in plan.stages)
     counts = sorted({stage.passes for stage in plan.stages})
     passes = " or ".join(f"{count:,}" for count in counts)
@@ -223,54 +213,21 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _time(plan: Plan) -> list[str]:
-    groups = _groups(plan)
     count, peak = plan.machine.count, plan.machine.device.peak
     lines = []
-    for stages in groups:
-        stage = stages[0]
-        which = f" of {' and '.join(each.kind for each in stages)}" if len(groups) > 1 else ""
+    for stage in plan.stages:
         seconds = plan.step_seconds(stage)
         tokens = plan.recipe.sequence_length * plan.recipe.pass_size(plan.mesh[0]) * stage.passes
         lines.append(
-            f"A step{which} (estimated): {_seconds(seconds)}, {tokens / seconds:,.0f} tokens/s, "
-            f"{stage.model_operations / (seconds * count * peak):.0%} of the peak"
+            f"A step of {stage.kind} (estimated): {duration(seconds)}, {tokens / seconds:,.0f} "
+            f"tokens/s, {stage.model_operations / (seconds * count * peak):.0%} of the peak"
         )
-    hours = plan.run_seconds / 3600
-    lines.append(f"The run (estimated): {_hours(hours)}, {hours * count:,.0f} device-hours")
+    hours = count * plan.run_seconds / 3600
+    lines.append(f"The run (estimated): {duration(plan.run_seconds)}, {hours:,.0f} device-hours")
     if count > 1:
         lines.append("What devices send to each other is not counted: these are the least.")
-    return [*lines, _share_of_peak(plan)]
-
-
-def _share_of_peak(plan: Plan) -> str:
-    """Says where the seconds of computing come from."""
-    kind = plan.machine.kind
-    seen = (
-        "" if kind in _MEASURED else f"; a {kind} is taken to reach as much, and was not measured"
-    )
-    return (
+    lines.append(
         f"Operations are taken to run at {_SHARE_OF_PEAK:.0%} of the peak: an H200 was measured at "
-        f"46% to 58%{seen}"
+        "46% to 58%, and nothing else was"
     )
-
-
-def _groups(plan: Plan) -> list[list[StagePlan]]:
-    """Returns the stages, those whose steps take the same together."""
-    groups: list[list[StagePlan]] = []
-    for stage in plan.stages:
-        same = next((group for group in groups if group[0].same_step(stage)), None)
-        if same is None:
-            groups.append([stage])
-        else:
-            same.append(stage)
-    return groups
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
-
-
-def _hours(hours: float) -> str:
-    if hours < 1:
-        return f"{hours * 60:.3g} minutes"
-    return f"{hours:.3g} hours" if hours < 100 else f"{hours:,.0f} hours"
+    return lines

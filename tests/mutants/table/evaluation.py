@@ -124,13 +124,6 @@ MUTANTS = [
         (AGGREGATION,),
     ),
     Mutant(
-        "evaluation: hyperscale, a tie in a vote is settled by chains that have ended",
-        FOLDER + "aggregation.py",
-        "-min(seen, open_chains[0]))",
-        "-seen)",
-        (AGGREGATION,),
-    ),
-    Mutant(
         "evaluation: hyperscale, a resample has as many problems as there are",
         FOLDER + "bootstrap.py",
         "rng.multinomial(count - 1, np.full(count, 1 / count), size=draws) / (count - 1)",
@@ -152,13 +145,11 @@ MUTANTS = [
         (TRACES,),
     ),
     Mutant(
-        "evaluation: answers that decide whether others go on are looked at too late",
+        "evaluation: the next steps wait until answers are written",
         FOLDER + "answering.py",
-        "late=not self.stop_decided",
-        "late=True",
-        (
-            "tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run[True]",
-        ),
+        "streaming=False, late=True",
+        "streaming=False, late=False",
+        ("tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run",),
     ),
     Mutant(
         "evaluation: hyperscale, the peak of a prompt is that of the whole answer",
@@ -173,13 +164,6 @@ MUTANTS = [
         "return policy.for_length(1) != policy",
         "return False",
         (TRACES, HYPERSCALING),
-    ),
-    Mutant(
-        "evaluation: hyperscale, equal budgets are compared with points off the frontier",
-        FOLDER + "hyperscaling_result.py",
-        "for point in self.frontier(system, axis, method) if point.budget(axis) > 0]",
-        "for point in self.of(system) if point.budget(axis) > 0]",
-        ("tests/evaluation/test_hyperscaling_result.py::test_frontiers_and_gains_by_hand",),
     ),
     Mutant(
         "evaluation: hyperscale, gains are over sampled votes where nothing greedy was recorded",
@@ -221,8 +205,8 @@ MUTANTS = [
     Mutant(
         "sandbox: threads are not counted",
         FOLDER + "sandbox/supervising.py",
-        "(0, _CONTINUE) if self.threads >= 0 else (-_EAGAIN, 0)",
-        "(0, _CONTINUE)",
+        "(self.running_threads() or 0) > self.threads + 1",
+        "False",
         (f"{ESCAPES}::test_threads_are_counted",),
     ),
     Mutant(

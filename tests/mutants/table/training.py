@@ -169,17 +169,10 @@ MUTANTS = [
         ("tests/training/test_flops.py::test_visible_keys_are_those_of_the_document",),
     ),
     Mutant(
-        "checkpoints: what is read is not compared with its checksums",
-        FOLDER + "checkpoints.py",
-        "elif _sum(place / name) != sums[name]:",
-        "elif False:",
-        (f"{CHECKPOINTS}::test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it",),
-    ),
-    Mutant(
         "checkpoints: those that the divergence has spoilt stay",
         FOLDER + "loop.py",
-        "self._directory.discard(step - self._skipped_in_a_row)",
-        "self._directory.discard(step)",
+        "self._directory.checkpoints.discard(step - self._skipped_in_a_row)",
+        "self._directory.checkpoints.discard(step)",
         (f"{CHECKPOINTS}::test_no_state_is_left_whose_loss_was_not_measured_or_not_finite",),
     ),
     Mutant(
@@ -220,14 +213,7 @@ MUTANTS = [
         ("tests/training/test_mesh.py::test_what_is_refused_leaves_no_directory",),
     ),
     Mutant(
-        "exports: an export is completed though a share of it cannot be written",
-        FOLDER + "exports.py",
-        "writing is None or not writing.done() or writing.exception() is not None",
-        "writing is not None and not writing.done()",
-        ("tests/training/test_exports.py::test_a_share_is_waited_for_until_it_is_written",),
-    ),
-    Mutant(
-        "exports: what was read of frozen weights stays on the host",
+        "processes: an array that was read leaves a copy on the host",
         "dms_jax/processes.py",
         "return jax.device_get(again)",
         "return jax.device_get(value)",

@@ -4,7 +4,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from dms_jax.analysis.head_pictures import Scale, draw_maps
+from experiments.reproduction.head_pictures import Scale, draw_maps
 
 
 @pytest.fixture
