@@ -36,24 +36,6 @@ def test_draws_have_the_probability_of_the_logit():
     chex.assert_trees_all_equal(marks(DRAWN, saturated, positions), saturated > 0)
 
 
-def test_draws_depend_on_seed_layer_head_and_position_alone():
-    logits = np.zeros((1, 2, 2000), np.float32)
-    positions = np.arange(2000)[None]
-    whole = marks(DRAWN, logits, positions)
-    part = marks(DRAWN, logits[:, :, :10].repeat(3, 0), positions[:, 1000:1010].repeat(3, 0))
-    chex.assert_trees_all_equal(part, whole[:, :, 1000:1010].repeat(3, 0))
-    other_seed = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bernoulli")
-    different = [
-        whole[0, 0],
-        whole[0, 1],
-        marks(DRAWN, logits, positions, layer=1)[0, 0],
-        marks(other_seed, logits, positions)[0, 0],
-    ]
-    for index, one in enumerate(different):
-        for other in different[:index]:
-            assert abs((one == other).mean() - 0.5) < 0.05
-
-
 def test_one_draw_for_the_layer():
     policy = DMS(source="adapter", per="layer", alpha_offset=0.0, decisions="bernoulli")
     drawn = marks(policy, np.zeros((2, 3, 50), np.float32), np.arange(50)[None].repeat(2, 0))

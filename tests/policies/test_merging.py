@@ -107,32 +107,6 @@ def test_partial_means_equal_the_closed_form_in_float64(window):
     chex.assert_trees_all_close(got_v, pooled(v, alpha, omega, window), rtol=1e-7, atol=1e-13)
 
 
-@pytest.mark.parametrize("window", [12, *further(None)])
-def test_parallel_equals_token_by_token_in_float32(window):
-    """Compares with the recurrence of eq. 9, or with a window the sum over a ring of tokens."""
-    k, v, alpha, omega = draw(2, np.float32)
-
-    def step(ring, token):
-        k, alpha, omega = token
-        new = jnp.concatenate([omega[..., None] * k, omega[..., None]], -1)
-        if window is None:
-            ring = alpha[..., None, None] * ring + new[..., None, :]
-        else:
-            ring = jnp.concatenate(
-                [alpha[..., None, None] * ring[..., 1:, :], new[..., None, :]], -2
-            )
-        sums = ring.sum(-2)
-        return ring, sums[..., :-1] / sums[..., -1:]
-
-    ring = jnp.zeros((BATCH, KV_HEADS, window or 1, HEAD_DIM + 1))
-    tokens = [jnp.moveaxis(x, axis, 0) for x, axis in ((k, 1), (alpha, 2), (omega, 2))]
-    _, want = jax.lax.scan(step, ring, tokens)
-    got, _ = means_of(*map(jnp.asarray, (k, v, alpha, omega)), window)
-    chex.assert_type(got, jnp.float32)
-    chex.assert_trees_all_close(got, jnp.moveaxis(want, 0, 1), rtol=1e-7, atol=1e-5)
-    chex.assert_trees_all_close(got, pooled(k, alpha, omega, window), rtol=1e-7, atol=1e-5)
-
-
 class HalfPrecisionTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_sums_are_taken_in_float32(self):
@@ -217,13 +191,6 @@ def test_decisions_and_importance_are_the_neurons(neuron, per):
     chex.assert_trees_all_close(decisions.importance[0].T, omega, rtol=1e-7, atol=1e-12)
     chex.assert_trees_all_equal(cleared_q, dmc.without_neuron(q, index))
     chex.assert_trees_all_equal(cleared_k, dmc.without_neuron(k, index))
-
-
-def test_uniform_weighting_counts_every_token_alike():
-    random = np.random.default_rng(3)
-    q, k = random.normal(size=(1, 9, 6, 4)), random.normal(size=(1, 9, 2, 4))
-    decisions = DMC(importance="uniform").decide(shown(q, k))
-    chex.assert_trees_all_equal(decisions.importance, np.ones((1, 2, 9)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

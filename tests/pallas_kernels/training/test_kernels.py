@@ -30,7 +30,7 @@ from tests.pallas_kernels.training.support import (
     operands,
     structs,
 )
-from tests.pallas_kernels.training.test_reference import attend, compiled
+from tests.pallas_kernels.training.test_reference import compiled
 from tests.support.ahead import compile_ahead
 from tests.support.instances import further
 
@@ -144,15 +144,6 @@ def test_tpu_kernels_compile(topology, name):
     assert report.text.count('custom_call_target="tpu_custom_call"') >= 3
 
 
-@pytest.mark.nightly
-def test_the_platform_lowered_for_picks_the_kernel():
-    case = BY_NAME["one_token"]
-    assert "mosaic_gpu" in lower_for_cuda(both(case, None), **structs(case))
-    cpu = jax.jit(lambda arrays: both(case, None)(**arrays)).lower(structs(case)).as_text()
-    assert "mosaic_gpu" not in cpu
-    assert "tpu_custom_call" not in cpu
-
-
 def test_float16_on_hopper_has_the_kernels_of_ampere():
     """The others refuse it; those that are launched are lowered by `test_gpu_kernels_lower`."""
     case = BY_NAME["float16"]
@@ -195,14 +186,6 @@ def test_a_named_implementation_fails_loudly(name, implementation, reason):
     function = jax.jit(lambda arrays: both(case, implementation)(**arrays))
     with pytest.raises(NotImplementedError, match=reason):
         function.lower(structs(case))
-
-
-def test_names_are_tried_in_order():
-    case = BY_NAME["float32"]
-    inputs, segments = draw(case)
-    check(case, attend(case, inputs, segments, ["mosaic_gpu", "xla"]), inputs, segments)
-    with pytest.raises(ValueError, match="cuda_core"):
-        attend(case, inputs, segments, "cuda_core")
 
 
 def test_reasons_name_the_limit():

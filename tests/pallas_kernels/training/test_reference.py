@@ -163,20 +163,6 @@ def test_the_oracle_differentiates():
         chex.assert_trees_all_close(slope, np.sum(gradient * direction), rtol=1e-6, atol=1e-9)
 
 
-def test_a_key_that_is_gone_equals_a_key_that_is_not_there():
-    case = dataclasses.replace(BY_NAME["evicted"], T=20, D=8, window=4, dtype="float32")
-    inputs, _ = draw(case)
-    output = attend(case, inputs, None)[0]
-    gone = np.isneginf(inputs["bias"][0, 0])
-    for query in (6, 19):
-        keys = [j for j in range(query + 1) if query - j <= 4 or not gone[j]]
-        for head in range(case.H):
-            scores = inputs["k"][0, keys, 0] @ inputs["q"][0, query, head] * 8**-0.5
-            weights = np.exp(scores - scores.max())
-            want = weights @ inputs["v"][0, keys, 0] / weights.sum()
-            chex.assert_trees_all_close(output[0, query, head], want, rtol=2e-4, atol=1e-5)
-
-
 def test_bfloat16_bias_and_other_bias_dtypes_are_served():
     case = dataclasses.replace(BY_NAME["ragged"], T=40, D=8)
     inputs, _ = draw(case)
