@@ -1,7 +1,6 @@
 """DMS's decisions: threshold and sampling, with the same probability in training."""
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,16 +68,3 @@ def test_immediate_decisions_fall_as_the_key_leaves_the_window(window):
             assert seen[last, key] == (decisions[key + window] == 0)
     with pytest.raises(ConfigError, match="between 0 and window"):
         DMS(window=window, shift=window + 2)
-
-
-def test_the_gate_of_training_is_that_of_the_oracle():
-    random = np.random.default_rng(1)
-    logits, noise = random.normal(size=(2, 1, 2, 30))
-    with jax.enable_x64(True):
-        policy = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, shift=0, temperature=0.7)
-        tokens = shown(logits, np.arange(30)[None])
-        chunk = chunk_of(tokens, decisions=policy.decide(tokens))
-        relaxed = policy.relax(chunk, jnp.asarray(noise))
-    _, _, hard, bias = dms.gate(logits, noise, 0.7)
-    chex.assert_trees_all_equal(relaxed.decisions, hard)
-    chex.assert_trees_all_close(relaxed.bias, bias, rtol=1e-7, atol=1e-12)
