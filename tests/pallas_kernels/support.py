@@ -305,11 +305,10 @@ def interpret(script, *arguments):
     return lines
 
 
-def compile_for_tpu(script, kind, topology, *arguments):
+def compile_for_tpu(script, kind, *arguments):
     """Run a script that compiles for a TPU ahead of time."""
     return run_apart(
         script,
-        topology,
         *arguments,
         JAX_PLATFORMS="cpu",
         JAX_DISABLE_MOST_OPTIMIZATIONS="0",
