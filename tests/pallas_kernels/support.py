@@ -99,6 +99,11 @@ def decode_oracle(inputs, scale, *, sinks=None, soft_cap=None):
     return out, lse, scores
 
 
+def sinks_of(case):
+    """The sinks of a case's query heads; None for none."""
+    return np.linspace(-2.0, 3.0, case.H).astype("float32") if case.sinks else None
+
+
 def float8_score_bound(inputs, scale):
     """How far Hopper's float8 adder may take each score from its oracle, [R, G, slots].
 
