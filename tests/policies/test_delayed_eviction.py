@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dms_jax.policies import DMS, RandomEviction
-from dms_jax.policies.values import Decisions, PolicyState
+from dms_jax.policies.values import FOREVER, NOT_STORED, Decisions, PolicyState
 from tests.oracles import dms
 from tests.support.chunks import chunk_of, state_of, tokens_of
 from tests.support.instances import further
@@ -37,6 +39,68 @@ def write(policy, rows, marks, first, count, lengths):
     )
     state, placement = policy.write(PolicyState(rows=rows), chunk)
     return state.rows, placement
+
+
+def check_chunks(policy, window, shift, marks, chunks, width):
+    """Runs `chunks` (counts [B] each); marks [B, K, LENGTH]."""
+    random = np.random.default_rng(0)
+    rows = state_of(policy, BATCH, KV_HEADS, HEAD_DIM).rows
+    lengths = np.zeros((BATCH, KV_HEADS), np.int32)
+    seen = np.zeros(BATCH, np.int32)
+    stored = {
+        (b, k): np.full(LENGTH + PAGE_SIZE, -1) for b in range(BATCH) for k in range(KV_HEADS)
+    }
+    steps = {key: dms.slots_per_step(marks[key], window, shift) for key in stored}
+    masks = {key: dms.visible(marks[key], window, shift) for key in stored}
+    for counts in chunks:
+        counts = np.minimum(counts, LENGTH - seen).astype(np.int32)
+        chunk_marks = random.integers(0, 2, (BATCH, KV_HEADS, width)).astype(bool)  # padding too
+        for b, count in enumerate(counts):
+            chunk_marks[b, :, :count] = marks[b, :, seen[b] : seen[b] + count]
+        rows, placement = write(policy, rows, chunk_marks, seen, counts, lengths)
+        placement = {
+            name: np.asarray(getattr(placement, name))
+            for name in ("slots", "live", "lengths", "evicted", "past_until")
+        }
+        for (b, k), slots in stored.items():
+            first, count = seen[b], counts[b]
+            before = slots.copy()
+            taken = placement["slots"][b, k]
+            assert (taken[count:] == NOT_STORED).all()
+            kept = taken[taken != NOT_STORED]
+            assert len(set(kept)) == len(kept)
+            for token in range(count):
+                if taken[token] != NOT_STORED:
+                    slots[taken[token]] = first + token
+            wanted = steps[b, k][first + count - 1] if first + count else []
+            lengths_now = placement["lengths"][b, k]
+            chex.assert_trees_all_equal(slots[:lengths_now], np.array(wanted))
+            live = [len(steps[b, k][first + token]) for token in range(count)]
+            chex.assert_trees_all_equal(placement["live"][b, k, :count], np.array(live))
+            until = placement["past_until"][b, k]
+            for token in range(count):
+                past = before[: lengths[b, k]][token <= until[: lengths[b, k]]]
+                distance = token - np.arange(token + 1)
+                own = (distance <= window) | ~placement["evicted"][b, k, : token + 1]
+                sees = [*past, *(first + np.flatnonzero(own))]
+                want = np.flatnonzero(masks[b, k][first + token])
+                assert sorted(sees) == want.tolist()
+            assert (until[lengths[b, k] :] == FOREVER).all()
+        lengths, seen = placement["lengths"], seen + counts
+
+
+@pytest.mark.parametrize(("window", "shift"), [(2, 1), *further((0, 0), (0, 1), (6, 2), (6, 7))])
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 2**20),
+    rate=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    width=st.sampled_from([1, 16]),
+)
+def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate, width):
+    random = np.random.default_rng(seed)
+    marks = random.random((BATCH, KV_HEADS, LENGTH)) < rate
+    chunks = random.integers(0, width + 1, (3 * LENGTH // width, BATCH))
+    check_chunks(DMS(window=window, shift=shift), window, shift, marks, chunks, width)
 
 
 @pytest.mark.parametrize(

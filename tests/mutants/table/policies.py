@@ -201,6 +201,15 @@ MUTANTS = [
         (layer_law("DMS-window=4-source=adapter-"),),
     ),
     Mutant(
+        "policies: a token that leaves within its chunk has the slot of the one that follows it",
+        FOLDER + "delayed_eviction.py",
+        "slots=jnp.where(valid & ~gone, slots, NOT_STORED),",
+        "slots=jnp.where(valid, slots, NOT_STORED),",
+        (
+            "tests/policies/test_delayed_eviction.py::test_slots_lengths_and_sight_are_those_of_the_ring",
+        ),
+    ),
+    Mutant(
         "policies: rows are cut one token late",
         FOLDER + "periodic_eviction.py",
         "return total >= heads * tokens",
