@@ -34,15 +34,6 @@ def test_what_is_held_at_once_is_told_beside_what_is_live():
     assert usage.peak_tokens == usage.peak_held_tokens == 5.0
 
 
-def test_a_plain_cache_reads_t_entries_at_step_t():
-    meter = Meter(rows=6)
-    meter.add([6 * step for step in range(1, 11)], [6 * step for step in range(1, 11)])
-    usage = meter.usage(prompt_tokens=1, new_tokens=10, seen=10, cache_bytes=0)
-    assert usage.kv_reads == 55.0
-    assert usage.peak_tokens == usage.live_tokens == 10.0
-    assert usage.compression_ratio == 1.0
-
-
 def test_nothing_seen_is_nothing_compressed():
     usage = Meter(rows=2).usage(prompt_tokens=0, new_tokens=0, seen=0, cache_bytes=0)
     assert usage.compression_ratio == 1.0

@@ -94,30 +94,6 @@ def test_random_orders_keep_every_page_in_one_place(seed, shards, page_size):
     assert pages.free_pages == pages.pages_per_shard
 
 
-def test_capacity_is_exact():
-    pages = make(pages_per_shard=16, page_size=4)
-    pages.reserve(np.full(ROWS, 4))
-    assert pages.free_pages == 0
-    one_more = np.full(ROWS, 4)
-    one_more[0, 0, 0] = 5
-    assert not pages.fits(one_more)
-    with pytest.raises(CapacityError, match="0 free pages"):
-        pages.reserve(one_more)
-
-
-def test_capacity_is_that_of_the_worst_shard():
-    pages = make(pages_per_shard=8, page_size=1, sequence_shards=2)
-    uneven = np.zeros(ROWS, int)
-    uneven[:, 0] = 2  # 8 pages, all in the first shard
-    pages.reserve(uneven)
-    assert pages.free_pages == 0
-    uneven[:, 3] = 2
-    pages.reserve(uneven)  # the second shard has its own
-    uneven[0, 1, 0] = 1
-    with pytest.raises(CapacityError):
-        pages.reserve(uneven)
-
-
 def test_the_table_comes_in_any_width_that_holds_it():
     pages = make(page_size=2)
     slots = np.zeros(ROWS, int)

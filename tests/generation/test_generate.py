@@ -11,7 +11,7 @@ import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Completion, Engine
 from dms_jax.generation.scheduler import Scheduler
-from dms_jax.model.language_model import GenerationDefaults, LanguageModel
+from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import (
     GREEDY,
     LENGTHS,
@@ -28,7 +28,6 @@ from tests.generation.support import (
     text_behind,
 )
 from tests.generation.test_ahead import in_order, spelled
-from tests.support.models import random_model, tiny_config
 
 # These depend on chunks, pages and preemption.
 COSTS = ("cache_bytes", "peak_cache_bytes", "host_bytes", "peak_held_tokens", "prefilled_tokens")
@@ -124,25 +123,6 @@ def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
     assert order == spelled("LR LR LR" * 2)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dms", "vanilla", "quest"])
-def test_chunks_pages_and_lanes_change_nothing(name):
-    """Quest selects pages, so the page size is part of the method."""
-    given = prompts()
-    page_size = 16 if name == "quest" else 8
-    other = dms_jax.generate(
-        model_for(name, ends=False),
-        given,
-        sampling=GREEDY,
-        chunk=5,
-        page_size=page_size,
-        prefill_chunk=64,
-    )
-    for left, right in zip(undisturbed(name), other.completions, strict=True):
-        assert left.tokens == right.tokens
-        same_usage(left.usage, right.usage)
-
-
 def test_usage_of_a_plain_cache_is_counted_by_hand():
     completions = undisturbed("vanilla")
     config = model_for("vanilla").config
@@ -179,29 +159,6 @@ def test_a_first_token_can_end_a_request():
     assert (found[1].tokens, found[1].text) == ([end], "")
     assert found[1].usage.kv_reads == 0
     assert found[1].usage.live_tokens == LENGTHS[1]
-
-
-@pytest.mark.nightly
-def test_an_adapter_model_without_a_tokenizer():
-    """Decisions from an adapter, q and k norms, biases, an untied output matrix."""
-    policy = dms_jax.DMS(window=6, source="adapter", shift=0, alpha_offset=0.0)
-    config = tiny_config(tied=False, biases=True, num_kv_heads=1)
-    transformer = random_model(config, adapter=True, dtype=np.float32)
-    model = LanguageModel(transformer, policy=policy)
-    given = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2]]
-    out = dms_jax.generate(model, given, sampling=GREEDY, page_size=16, chunk=8, prefill_chunk=8)
-    assert out.texts == ["", "", ""]
-    sequences = np.zeros((3, 12 + NEW_TOKENS), np.int32)
-    for row, (prompt, tokens) in enumerate(zip(given, out.tokens, strict=True)):
-        sequences[row, : len(prompt) + NEW_TOKENS] = prompt + tokens
-    expected = log_softmax(model.logits(sequences))
-    for row, (prompt, tokens) in enumerate(zip(given, out.tokens, strict=True)):
-        steps = expected[row, len(prompt) - 1 :][:NEW_TOKENS]
-        chex.assert_trees_all_close(
-            np.array(out.logprobs[row]), steps.max(-1), rtol=1e-7, atol=1e-4
-        )
-        assert tokens == steps.argmax(-1).tolist()
-    assert out.usage.compression_ratio > 1.05
 
 
 # -- what the host alone decides ---------------------------------------------------------------

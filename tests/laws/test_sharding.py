@@ -145,12 +145,23 @@ def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
         check_completion(row, weights, model.config, prompt, completion, row.page_size)
 
 
-@by_row(FIRST)
-def test_generate(row, record_property):
+# A model without experts uses the axis `experts` as it does `model`. Rows of a layer meet over
+# both: in means, in a budget that they share, in draws by their number.
+OVER_TWO = [(2, row) for row in (AVERAGES, COMPETES, SELECTS, ROWS[5], ROWS[12])]
+
+
+@pytest.mark.parametrize(
+    ("experts", "row"),
+    nightly_but([(1, row) for row in FIRST], [*((1, row) for row in ROWS), *OVER_TWO]),
+    ids=lambda value: value.name if isinstance(value, Row) else ("one_axis", "two_axes")[value - 1],
+)
+def test_generate(experts, row, record_property):
     """Checks four lanes, two on each half of the mesh, which has its own page numbers."""
-    model = on_mesh(row, 4)
+    model = on_mesh(row, 4, experts)
     weights = oracle_weights(transformer_of(4))
     engine = engine_of(model, row)
+    pool = engine.runner.cache.k_pages
+    assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
     sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=8)
     completions = engine.generate(PROMPTS, sampling=sampling)
     differences = [
@@ -158,27 +169,6 @@ def test_generate(row, record_property):
         for prompt, completion in zip(PROMPTS, completions, strict=True)
     ]
     assert engine.runner.reservation.allocator.pages_in_use == 0
-    record_property("largest", float(max(differences)))
-
-
-@by_row([], [AVERAGES, COMPETES, SELECTS, ROWS[5], ROWS[12]])
-def test_heads_are_split_over_two_axes_as_over_one(row, record_property):
-    """A model without experts uses the axis `experts` as it does `model`.
-
-    Rows of a layer meet over both: in means, in a budget that they share, in draws by their number.
-    """
-    model = on_mesh(row, 4, experts=2)
-    weights = oracle_weights(transformer_of(4))
-    engine = engine_of(model, row)
-    pool = engine.runner.cache.k_pages
-    assert pool.addressable_shards[0].data.nbytes * 8 == pool.nbytes
-    sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=8)
-    differences = [
-        check_completion(row, weights, model.config, prompt, completion, row.page_size)
-        for prompt, completion in zip(
-            PROMPTS, engine.generate(PROMPTS, sampling=sampling), strict=True
-        )
-    ]
     record_property("largest", float(max(differences)))
 
 

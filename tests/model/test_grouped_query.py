@@ -13,10 +13,9 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import load, save
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Sampling, generate
 from dms_jax.model.grouped_query import to_grouped_query
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.policies import DMC, DMS, TOVA, Quest
+from dms_jax.policies import DMS
 from tests.oracles import transformer as oracle
 from tests.oracles import vanilla
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
@@ -59,19 +58,6 @@ def test_the_converted_model_is_one_with_averaged_heads(num_kv_heads, switches):
         assert model.transformer.layers.attention.qkv_proj.kernel.shape[2] == 4
 
 
-@pytest.mark.nightly
-def test_equal_heads_lose_nothing():
-    with jax.enable_x64(True):
-        transformer = random_model(tiny_config(num_heads=4, num_kv_heads=4))
-        kernel = transformer.layers.attention.qkv_proj.kernel
-        same = kernel[...].at[:, :, 1::2, 1:].set(kernel[...][:, :, ::2, 1:])
-        transformer = jax.tree.map(lambda x: same if x.shape == same.shape else x, transformer)
-        model = LanguageModel(transformer)
-        want = model.logits(TOKENS[None])
-        got = to_grouped_query(model, 2).logits(TOKENS[None])
-        chex.assert_trees_all_close(got, want, rtol=1e-7, atol=1e-12)
-
-
 def test_a_converted_checkpoint_is_a_checkpoint(tmp_path):
     model = load(assets.path("stories260k"))
     converted = to_grouped_query(model, 2)
@@ -81,26 +67,6 @@ def test_a_converted_checkpoint_is_a_checkpoint(tmp_path):
     assert again.dtype == model.dtype
     tokens = np.asarray(model.tokenizer.encode("Once upon a time"))[None]
     chex.assert_trees_all_equal(again.logits(tokens), converted.logits(tokens))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "policy",
-    [DMS(window=2), DMC(offset=0.2), TOVA(budget=4), Quest(budget=4, dense_layers=0)],
-)
-def test_policies_run_on_top(policy):
-    """Checks that policies run on a converted model, with half the rows and half the bytes."""
-    config = tiny_config(num_heads=4, num_kv_heads=4)
-    model = LanguageModel(random_model(config, dtype=jnp.float32), policy=dms_jax.Vanilla())
-    converted = to_grouped_query(model, 2)
-    sampling = Sampling(temperature=0, max_new_tokens=4)
-    ran = LanguageModel(converted.transformer, policy=policy)
-    out = generate(ran, [TOKENS.tolist()], sampling=sampling, page_size=4)
-    whole = generate(model, [TOKENS.tolist()], sampling=sampling, page_size=4)
-    assert len(out.tokens[0]) == 4
-    assert out.usage.live_tokens <= whole.usage.live_tokens
-    plain = generate(converted, [TOKENS.tolist()], sampling=sampling, page_size=4)
-    assert 2 * plain.usage.cache_bytes == whole.usage.cache_bytes
 
 
 def test_a_mesh_keeps_its_places():

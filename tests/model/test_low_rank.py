@@ -9,11 +9,10 @@ import pytest
 from dms_jax import sharding
 from dms_jax.checks import check
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Sampling, generate
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.low_rank import LowRank
-from dms_jax.policies import DMS, TOVA, Vanilla
+from dms_jax.policies import TOVA, Vanilla
 from dms_jax.training.parameters import parameters
 from tests.support.models import random_model, random_tokens, tiny_config
 
@@ -69,42 +68,6 @@ def test_merged_is_the_same_function(qk_norm):
             assert np.abs(logits[1] - logits[0]).max() > 1e-2
 
 
-@pytest.mark.nightly
-def test_the_merged_weights_by_hand():
-    base = random_model(tiny_config(), adapter=True)
-    factors = drawn(base)
-    before, after = (
-        parameters(each)
-        for each in (base, low_rank.merge(low_rank.add_factors(base, SIZE, factors)))
-    )
-    assert before.keys() == after.keys()
-    kernels = {f"layers.attention.{name}.kernel" for name in ("qkv_proj", "o_proj")}
-    assert all((after[name] is before[name]) == (name not in kernels) for name in before)
-    attention = ("layers", "attention")
-
-    def of(projection, part):
-        a, b = (
-            np.asarray(factors[*attention, projection, part, mark], np.float64)
-            for mark in ("lora_a", "lora_b")
-        )
-        return a, b
-
-    want = np.array(before["layers.attention.qkv_proj.kernel"], np.float64)
-    for part, place in (("q", slice(0, 2)), ("k", slice(2, 3)), ("v", slice(3, 4))):
-        want[..., place, :] += 2.0 * np.einsum("ler,lrkgd->lekgd", *of("qkv_proj", part))
-    chex.assert_trees_all_close(
-        np.asarray(after["layers.attention.qkv_proj.kernel"], np.float64),
-        want,
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    want = np.array(before["layers.attention.o_proj.kernel"], np.float64)
-    want += 2.0 * np.einsum("lhdr,lre->lhde", *of("o_proj", "o"))
-    chex.assert_trees_all_close(
-        np.asarray(after["layers.attention.o_proj.kernel"], np.float64), want, rtol=1e-5, atol=1e-5
-    )
-
-
 def test_factors_are_dropped_and_replaced():
     base = random_model(tiny_config(), adapter=True, dtype=jnp.float32)
     model = low_rank.add_factors(base, SIZE, drawn(base))
@@ -117,23 +80,6 @@ def test_factors_are_dropped_and_replaced():
     again = low_rank.add_factors(model, other, drawn(model, other))
     assert low_rank.low_rank_of(again) == other
     assert parameters(again)["layers.attention.o_proj.o.lora_a"].shape[-1] == 2
-
-
-@pytest.mark.nightly
-def test_through_the_cache():
-    """Prompts and steps of decoding have the update too, also with decisions of an adapter."""
-    base = random_model(tiny_config(), adapter=True, dtype=jnp.float32)
-    model = low_rank.add_factors(base, SIZE, drawn(base))
-    options = dict(
-        policy=DMS(window=4, shift=0, source="adapter"),
-        sampling=Sampling(temperature=0, max_new_tokens=8),
-        page_size=4,
-    )
-    texts = [
-        generate(LanguageModel(transformer=each), TOKENS.tolist(), **options).tokens
-        for each in (model, low_rank.merge(model), base)
-    ]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("rules", [sharding.TRAINING_RULES, sharding.DECODING_RULES])

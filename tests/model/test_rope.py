@@ -39,22 +39,6 @@ def test_rotation_is_multiplication_by_a_complex_number():
     )
 
 
-def test_scores_depend_on_distance_alone():
-    rope = Rope()
-    rng = np.random.default_rng(1)
-    q, k = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
-
-    def score(i, j):
-        turned = [
-            apply_rope(jnp.asarray(x), *rope_tables(rope, 8, jnp.array([[position]])))
-            for x, position in ((q, i), (k, j))
-        ]
-        return float(jnp.vdot(*turned))
-
-    assert score(7, 3) == pytest.approx(score(19, 15), abs=1e-5)
-    assert abs(score(7, 3) - score(7, 4)) > 1e-3
-
-
 def test_dtype_of_the_input_is_kept_and_arithmetic_is_wider():
     rope = Rope(theta=50.0)
     cos, sin = rope_tables(rope, 8, jnp.arange(30)[None], dtype=jnp.bfloat16)

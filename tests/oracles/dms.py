@@ -100,26 +100,6 @@ def from_query_neuron(q, k, cos, sin, *, alpha_scale: float = 100.0, alpha_offse
     return logits, q, rotate_tokens(k, cos, sin)
 
 
-def from_adapter(
-    hidden,
-    norm_weight,
-    projection,
-    *,
-    bias=None,
-    epsilon: float = 1e-6,
-    alpha_scale: float = 100.0,
-    alpha_offset: float = 5.0,
-):
-    """Logits [T, K] of the adapter, from the residual stream before the layer's input norm.
-
-    hidden [T, E], norm_weight [E], projection [K, E], bias [K] or None.
-    """
-    hidden, norm_weight, projection = as_float64(hidden, norm_weight, projection)
-    normed = hidden / np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + epsilon) * norm_weight
-    raw = normed @ projection.T + (0.0 if bias is None else np.asarray(bias, np.float64))
-    return raw * alpha_scale - alpha_offset
-
-
 def decide(logits) -> np.ndarray:
     """Returns 1 where a key is to be evicted: where its logit is strictly above zero."""
     return (np.asarray(logits) > 0).astype(int)
@@ -168,19 +148,7 @@ def soft_attention(q, k, v, bias, *, window: int, shift: int = 1, scale: float |
     return outputs
 
 
-def compression_schedule(step, initial: float, final: float, final_step: int):
-    """(compression ratio, share of keys to evict) that training aims at in `step`."""
-    ratio = initial + (final - initial) * min(step / final_step, 1.0)
-    return ratio, 1.0 - 1.0 / ratio
-
-
 def compression_loss(decisions, target: float) -> float:
     """One-sided: mean over samples of max(0, target - share evicted); decisions [L, B, K, T]."""
     share = np.asarray(decisions, np.float64).mean(axis=(0, 2, 3))
     return float(np.maximum(target - share, 0.0).mean())
-
-
-def realised_compression_ratio(length: int, window: int, evicted_share: float) -> float:
-    """Tokens seen by tokens held, when `evicted_share` of the keys is marked."""
-    held = (window + 1) + (1.0 - evicted_share) * (length - window - 1)
-    return length / held

@@ -4,7 +4,7 @@ import chex
 import numpy as np
 import pytest
 
-from tests.oracles import dmc, rope, vanilla
+from tests.oracles import dmc, rope
 from tests.oracles.examples import tensors
 from tests.oracles.trace import softmax
 
@@ -98,19 +98,6 @@ def test_dmc_bias_spares_the_own_token_and_the_last():
     mask = dmc.merge_bias([-9.0, -1.0, -2.0])
     expected = [[0, -np.inf, -np.inf], [-1, 0, -np.inf], [-1, -2, 0]]
     chex.assert_trees_all_equal(mask, np.array(expected))
-
-
-def test_dmc_that_never_merges_is_vanilla_without_the_neurons():
-    q, k, v, cos, sin = dmc_tensors(7, length=12)
-    k[:, :, -1] = 0
-    trace = dmc.simulate(q, k, v, cos=cos, sin=sin)
-    q[:, :, -1] = 0
-    q, k = rope.rotate_tokens(q, cos, sin), rope.rotate_tokens(k, cos, sin)
-    q[:, :, -1] = 0
-    k[:, :, -1] = 0
-    chex.assert_trees_all_close(
-        trace.outputs, vanilla.simulate(q, k, v).outputs, rtol=1e-7, atol=1e-12
-    )
 
 
 def test_dmc_fixed_pooling():

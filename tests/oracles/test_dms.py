@@ -48,11 +48,6 @@ def test_dms_ring_holds_what_the_mask_shows(window):
             assert sorted(slots) == np.flatnonzero(row).tolist()
 
 
-def test_dms_refuses_a_decision_that_comes_too_late():
-    with pytest.raises(ValueError, match="shift"):
-        dms.slots_per_step([0, 1], window=2, shift=4)
-
-
 def test_dms_outputs_equal_the_hard_mask_in_training_form():
     q, k, v = tensors(1)
     decisions = np.random.default_rng(2).integers(0, 2, size=(13, 2))
@@ -75,13 +70,6 @@ def test_dms_per_layer_takes_the_first_head():
     assert trace.live != alone.live
 
 
-def test_dms_without_marks_is_vanilla():
-    q, k, v = tensors(3)
-    trace = dms.simulate(q, k, v, decisions=np.zeros((13, 2)), window=2)
-    chex.assert_trees_all_equal(trace.outputs, vanilla.simulate(q, k, v).outputs)
-    chex.assert_trees_all_equal(trace.peak, np.array([13, 13]))
-
-
 @pytest.mark.parametrize(
     ("logit", "noise", "gate_logit", "alpha", "hard", "bias"),
     [
@@ -100,51 +88,12 @@ def test_dms_gate(logit, noise, gate_logit, alpha, hard, bias):
     chex.assert_trees_all_close(got[3], bias, rtol=1e-3 if alpha < 1e-9 else 2e-5)
 
 
-@pytest.mark.parametrize(
-    ("step", "ratio", "target"),
-    [
-        (0, 1, 0),
-        (34, 2, 0.5),
-        (102, 4, 0.75),
-        (238, 8, 0.875),
-        (510, 16, 0.9375),
-        (700, 16, 0.9375),
-    ],
-)
-def test_dms_adapter_schedule(step, ratio, target):
-    chex.assert_trees_all_close(
-        dms.compression_schedule(step, 1, 16, 510), (ratio, target), rtol=1e-7
-    )
-
-
-@pytest.mark.parametrize(
-    ("step", "ratio", "target"), [(100, 2, 0.5), (300, 4, 0.75), (700, 8, 0.875)]
-)
-def test_dms_published_schedule(step, ratio, target):
-    chex.assert_trees_all_close(
-        dms.compression_schedule(step, 1, 8, 700), (ratio, target), rtol=1e-7
-    )
-
-
 def test_dms_compression_loss_is_one_sided_and_global():
     decisions = np.zeros((2, 2, 1, 4))
     decisions[0, 0] = 1.0  # Sample 0: layer 0 evicts all, layer 1 nothing: a share of one half.
     assert dms.compression_loss(decisions, 0.5) == pytest.approx((0.0 + 0.5) / 2)
     assert dms.compression_loss(decisions, 0.75) == pytest.approx((0.25 + 0.75) / 2)
     assert dms.compression_loss(np.ones((1, 1, 1, 4)), 0.5) == 0.0
-
-
-@pytest.mark.parametrize(("length", "ratio"), [(4096, 4.26), (8192, 5.56), (32768, 7.21)])
-def test_dms_realised_compression_ratio(length, ratio):
-    assert dms.realised_compression_ratio(length, 512, 0.875) == pytest.approx(ratio, abs=5e-3)
-
-
-def test_dms_realised_ratio_is_what_the_ring_holds():
-    # 40 tokens, window 4, every second mark: 5 in the window, half of the other 35 stay.
-    decisions = np.arange(41) % 2
-    held = len(dms.slots_per_step(decisions, window=4, shift=1)[40])
-    assert held == 5 + 18
-    assert dms.realised_compression_ratio(41, 4, 0.5) == pytest.approx(41 / held)
 
 
 def test_dms_query_neuron_is_read_before_and_gone_after_rotation():
@@ -159,16 +108,6 @@ def test_dms_query_neuron_is_read_before_and_gone_after_rotation():
         rotated[:, [1, 3]], rope.rotate_tokens(q, cos, sin)[:, [1, 3]], rtol=1e-7
     )
     chex.assert_trees_all_close(keys, rope.rotate_tokens(k, cos, sin), rtol=1e-7)
-
-
-def test_dms_adapter_logits():
-    hidden = np.array([[3.0, 4.0]])  # Mean square 12.5.
-    logits = dms.from_adapter(hidden, [1.0, 2.0], [[1.0, 0.0], [0.0, 1.0]], epsilon=0.0)
-    chex.assert_trees_all_close(
-        logits, np.array([[300 / 12.5**0.5 - 5, 800 / 12.5**0.5 - 5]]), rtol=1e-7
-    )
-    shifted = dms.from_adapter(hidden, [1.0, 2.0], np.eye(2), epsilon=0.0, bias=[0.01, 0.0])
-    chex.assert_trees_all_close(shifted - logits, np.array([[1.0, 0.0]]), rtol=1e-7, atol=1e-12)
 
 
 def test_dms_decides_strictly_above_zero():

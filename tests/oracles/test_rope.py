@@ -16,15 +16,3 @@ def test_dim_i_turns_with_dim_i_plus_half():
         rtol=1e-7,
         atol=1e-15,
     )
-
-
-def test_scores_depend_on_distance_alone():
-    random = np.random.default_rng(0)
-    q, k = random.normal(size=(2, 1, 6))
-    scores = []
-    for shift in (0, 17):
-        q_cos, q_sin = rope.angles([9 + shift], 6)
-        k_cos, k_sin = rope.angles([4 + shift], 6)
-        scores.append((rope.rotate(q, q_cos, q_sin) * rope.rotate(k, k_cos, k_sin)).sum())
-    chex.assert_trees_all_close(scores[0], scores[1], rtol=1e-12)
-    assert abs(scores[0] - (q * k).sum()) > 1e-3

@@ -99,16 +99,6 @@ def test_h2o_cuts_a_prompt_by_column_sums_of_the_mean_over_the_group():
         assert (np.argsort(-other[:, :21])[:, :4] != np.argsort(-sums[:, :21])[:, :4]).any()
 
 
-def test_h2o_keeps_a_set_per_kv_head():
-    # Token 5 draws attention in one head, token 6 in the other; elsewhere the oldest have most.
-    heads = [scored_keys(*np.where(np.arange(20) == heavy, 9.0, 1.0)) for heavy in (5, 6)]
-    q, k, v = (np.concatenate(pair, axis=1) for pair in zip(*heads, strict=True))
-    trace = h2o.simulate(q, k, v, heavy=3, recent=2, scale=1.0)
-    assert trace.kept[-1] == [[0, 1, 5, 18, 19], [0, 1, 6, 18, 19]]
-    assert all(head[-2:] == [t - 1, t] for t, step in enumerate(trace.kept) for head in step if t)
-    assert trace.live_counts.max() == 6
-
-
 @pytest.mark.parametrize("prefill", ["evict_past_budget", "dense_then_evict"])
 @pytest.mark.parametrize("length", [12, 13])
 def test_a_budget_that_suffices_is_vanilla(prefill, length):

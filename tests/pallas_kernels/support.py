@@ -99,6 +99,11 @@ def decode_oracle(inputs, scale, *, sinks=None, soft_cap=None):
     return out, lse, scores
 
 
+def sinks_of(case):
+    """The sinks of a case's query heads; None for none."""
+    return np.linspace(-2.0, 3.0, case.H).astype("float32") if case.sinks else None
+
+
 def float8_score_bound(inputs, scale):
     """How far Hopper's float8 adder may take each score from its oracle, [R, G, slots].
 
@@ -305,11 +310,10 @@ def interpret(script, *arguments):
     return lines
 
 
-def compile_for_tpu(script, kind, topology, *arguments):
+def compile_for_tpu(script, kind, *arguments):
     """Run a script that compiles for a TPU ahead of time."""
     return run_apart(
         script,
-        topology,
         *arguments,
         JAX_PLATFORMS="cpu",
         JAX_DISABLE_MOST_OPTIMIZATIONS="0",

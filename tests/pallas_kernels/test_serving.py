@@ -5,27 +5,47 @@ import pytest
 from pallas_kernels import dispatch, serving
 from pallas_kernels.dispatch import GPU
 
+H100, A100 = ("NVIDIA H100 80GB HBM3", (9, 0)), ("NVIDIA A100-SXM4-80GB", (8, 0))
+L4, B200, T4 = ("NVIDIA L4", (8, 9)), ("NVIDIA B200", (10, 0)), ("Tesla T4", (7, 5))
+FLOAT8 = "float8_e4m3fn"
+HOPPER, ADA = "compute capability 9.0 (Hopper)", "float8 needs compute capability 8.9 (Ada)"
+
 
 @pytest.mark.parametrize(
-    ("kind", "capability", "dtype", "expected"),
+    ("gpu", "options", "served", "reasons"),
     [
-        ("NVIDIA H100 80GB HBM3", (9, 0), "bfloat16", ("mosaic_gpu", "mosaic_gpu")),
-        ("NVIDIA H100 80GB HBM3", (9, 0), "float16", ("mosaic_gpu", "mosaic_mma")),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), "float16", ("mosaic_mma", "mosaic_mma")),
-        ("NVIDIA L4", (8, 9), "bfloat16", ("mosaic_mma", "mosaic_mma")),
-        ("NVIDIA B200", (10, 0), "bfloat16", ("mosaic_mma", "mosaic_mma")),
-        ("NVIDIA L4", (8, 9), "float32", ("xla", "xla")),
-        ("Tesla T4", (7, 5), "bfloat16", ("xla", "xla")),
+        (H100, dict(dtype="bfloat16"), ("mosaic_gpu", "mosaic_gpu"), ("H100", "H100")),
+        (H100, dict(dtype="float16"), ("mosaic_gpu", "mosaic_mma"), ("H100", "got float16")),
+        (A100, dict(dtype="float16"), ("mosaic_mma", "mosaic_mma"), (HOPPER, "A100")),
+        (L4, dict(dtype="bfloat16"), ("mosaic_mma", "mosaic_mma"), (HOPPER, "L4")),
+        (L4, dict(dtype="float32"), ("xla", "xla"), ("not float32", "not float32")),
+        (B200, dict(dtype="bfloat16"), ("mosaic_mma", "mosaic_mma"), ("B200", "B200")),
+        (T4, dict(dtype="bfloat16"), ("xla", "xla"), ("8.0 (Ampere), Tesla T4", "Tesla T4")),
+        (H100, dict(head_dim=8), ("xla", "mosaic_gpu"), ("head dims", "H100")),
+        (H100, dict(head_dim=256), ("mosaic_gpu", "mosaic_gpu"), ("H100", "H100")),
+        (H100, dict(head_dim=512), ("mosaic_gpu", "xla"), ("H100", "head dim")),
+        (H100, dict(head_dim=512, page_size=128), ("xla", "xla"), ("shared memory", "head dim")),
+        (A100, dict(head_dim=512), ("mosaic_mma", "xla"), (HOPPER, "head dim")),
+        (L4, dict(head_dim=256), ("mosaic_mma", "mosaic_mma"), (HOPPER, "L4")),
+        (L4, dict(head_dim=512), ("xla", "xla"), ("shared memory", "head dim")),
+        (B200, dict(head_dim=512), ("mosaic_mma", "xla"), (HOPPER, "head dim")),
+        (H100, dict(pages_dtype=FLOAT8), ("mosaic_gpu", "mosaic_gpu"), ("H100", "H100")),
+        (H100, dict(pages_dtype="uint8"), ("xla", "mosaic_gpu"), ("pages of 4 bits", "H100")),
+        (A100, dict(pages_dtype=FLOAT8), ("xla", "mosaic_mma"), (ADA, "A100")),
+        (L4, dict(pages_dtype=FLOAT8), ("mosaic_mma", "mosaic_mma"), (HOPPER, "L4")),
     ],
+    ids=str,
 )
-def test_on_a_gpu(kind, capability, dtype, expected, monkeypatch):
+def test_on_a_gpu(gpu, options, served, reasons, monkeypatch):
+    """What does not fit is left to XLA, without being asked to."""
+    kind, capability = gpu
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
-    decoding, training = serving(dtype=dtype, platform="cuda")
-    assert (decoding.implementation, training.implementation) == expected
-    if expected[0] == "mosaic_gpu":
-        assert str(decoding) == f"decoding: mosaic_gpu ({kind})"
-    else:
-        assert any(kind in reason for reason in (*decoding.reasons, *training.reasons))
+    found = serving(**options, platform="cuda")
+    assert tuple(each.implementation for each in found) == served
+    for each, reason in zip(found, reasons, strict=True):
+        assert reason in str(each)
+        if each.implementation == "mosaic_gpu":
+            assert str(each).endswith(f": mosaic_gpu ({kind})")
 
 
 def test_elsewhere():
@@ -35,35 +55,6 @@ def test_elsewhere():
     ]
     assert serving() == serving(platform="cpu")
     assert {each.implementation for each in serving(platform="tpu")} == {"mosaic_tpu"}
-
-
-def test_a_shape_that_a_kernel_does_not_serve():
-    decoding, _ = serving(head_dim=8, platform="cuda")
-    assert decoding.implementation == "xla"
-    assert any("head dims" in reason for reason in decoding.reasons)
-
-
-@pytest.mark.parametrize(
-    ("kind", "capability", "dim", "page_size", "implementations", "reasons"),
-    [
-        ("NVIDIA H200", (9, 0), 256, 64, ("mosaic_gpu", "mosaic_gpu"), ("", "")),
-        ("NVIDIA H200", (9, 0), 512, 64, ("mosaic_gpu", "xla"), ("", "head dim")),
-        ("NVIDIA H200", (9, 0), 512, 128, ("xla", "xla"), ("shared memory", "head dim")),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), 512, 64, ("mosaic_mma", "xla"), ("", "head dim")),
-        ("NVIDIA L4", (8, 9), 256, 64, ("mosaic_mma", "mosaic_mma"), ("", "")),
-        ("NVIDIA L4", (8, 9), 512, 64, ("xla", "xla"), ("shared memory", "head dim")),
-        ("NVIDIA B200", (10, 0), 512, 64, ("mosaic_mma", "xla"), ("", "head dim")),
-    ],
-)
-def test_wide_heads_on_a_gpu(
-    kind, capability, dim, page_size, implementations, reasons, monkeypatch
-):
-    """What shared memory does not hold is left to XLA, without being asked to."""
-    monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
-    found = serving(head_dim=dim, page_size=page_size, platform="cuda")
-    assert tuple(each.implementation for each in found) == implementations
-    for each, reason in zip(found, reasons, strict=True):
-        assert reason in str(each)
 
 
 @pytest.mark.parametrize(
@@ -81,24 +72,7 @@ def test_wide_heads_on_a_tpu(dim, group, dtype, training):
     assert [each.implementation for each in found] == ["mosaic_tpu", training]
 
 
-@pytest.mark.parametrize(
-    ("kind", "capability", "pages_dtype", "implementation", "reason"),
-    [
-        ("NVIDIA H100 80GB HBM3", (9, 0), "float8_e4m3fn", "mosaic_gpu", "H100"),
-        ("NVIDIA H100 80GB HBM3", (9, 0), "uint8", "xla", "does not read pages of 4 bits"),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), "float8_e4m3fn", "xla", "float8 needs"),
-        ("NVIDIA L4", (8, 9), "float8_e4m3fn", "mosaic_mma", "needs compute capability 9.0"),
-    ],
-)
-def test_pages_of_fewer_bits(kind, capability, pages_dtype, implementation, reason, monkeypatch):
-    monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
-    decoding, training = serving(pages_dtype=pages_dtype, platform="cuda")
-    assert decoding.implementation == implementation
-    assert reason in str(decoding)
-    assert training == serving(platform="cuda")[1]
-
-
-@pytest.mark.parametrize("pages_dtype", ["float8_e4m3fn", "uint8"])
+@pytest.mark.parametrize("pages_dtype", [FLOAT8, "uint8"])
 def test_tpus_read_no_pages_of_fewer_bits(pages_dtype):
     decoding, _ = serving(pages_dtype=pages_dtype, platform="tpu")
     assert decoding.implementation == "xla"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dms_jax.policies import DMS, RandomEviction, StreamingLLM
+from dms_jax.policies import DMS, RandomEviction
 from dms_jax.policies.values import FOREVER, NOT_STORED, Decisions, PolicyState
 from tests.oracles import dms
 from tests.support.chunks import chunk_of, state_of, tokens_of
@@ -123,16 +123,6 @@ def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
     evicted = made & marks[..., np.where(made, last + shift, 0)]
     rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)
     chex.assert_trees_all_equal(rows, reached)
-
-
-@pytest.mark.parametrize(("budget", "sinks"), [(4, 1), *further((1, 0), (40, 4))])
-def test_streaming_holds_sinks_and_recent(budget, sinks):
-    policy = StreamingLLM(budget=budget, sinks=sinks)
-    marks = np.broadcast_to(np.arange(LENGTH) >= sinks, (BATCH, KV_HEADS, LENGTH))
-    window = budget - sinks - 1
-    assert policy.visible_window == window
-    assert policy.footprint(10**6, page_size=PAGE_SIZE).at_most == budget
-    check_chunks(policy, window, 0, marks, np.full((12, BATCH), 5), 5)
 
 
 def shown(positions, layer=0, kv_heads=2):

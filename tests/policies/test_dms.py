@@ -1,7 +1,6 @@
 """DMS's decisions: threshold and sampling, with the same probability in training."""
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,24 +33,6 @@ def test_draws_have_the_probability_of_the_logit():
         chex.assert_trees_all_close(share, 1 / (1 + np.exp(-logit)), rtol=1e-7, atol=0.03)
     saturated = np.where(np.arange(4000) % 3 == 0, 40.0, -40.0).astype(np.float32)[None, None]
     chex.assert_trees_all_equal(marks(DRAWN, saturated, positions), saturated > 0)
-
-
-def test_draws_depend_on_seed_layer_head_and_position_alone():
-    logits = np.zeros((1, 2, 2000), np.float32)
-    positions = np.arange(2000)[None]
-    whole = marks(DRAWN, logits, positions)
-    part = marks(DRAWN, logits[:, :, :10].repeat(3, 0), positions[:, 1000:1010].repeat(3, 0))
-    chex.assert_trees_all_equal(part, whole[:, :, 1000:1010].repeat(3, 0))
-    other_seed = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bernoulli")
-    different = [
-        whole[0, 0],
-        whole[0, 1],
-        marks(DRAWN, logits, positions, layer=1)[0, 0],
-        marks(other_seed, logits, positions)[0, 0],
-    ]
-    for index, one in enumerate(different):
-        for other in different[:index]:
-            assert abs((one == other).mean() - 0.5) < 0.05
 
 
 def test_one_draw_for_the_layer():
@@ -87,16 +68,3 @@ def test_immediate_decisions_fall_as_the_key_leaves_the_window(window):
             assert seen[last, key] == (decisions[key + window] == 0)
     with pytest.raises(ConfigError, match="between 0 and window"):
         DMS(window=window, shift=window + 2)
-
-
-def test_the_gate_of_training_is_that_of_the_oracle():
-    random = np.random.default_rng(1)
-    logits, noise = random.normal(size=(2, 1, 2, 30))
-    with jax.enable_x64(True):
-        policy = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, shift=0, temperature=0.7)
-        tokens = shown(logits, np.arange(30)[None])
-        chunk = chunk_of(tokens, decisions=policy.decide(tokens))
-        relaxed = policy.relax(chunk, jnp.asarray(noise))
-    _, _, hard, bias = dms.gate(logits, noise, 0.7)
-    chex.assert_trees_all_equal(relaxed.decisions, hard)
-    chex.assert_trees_all_close(relaxed.bias, bias, rtol=1e-7, atol=1e-12)

@@ -7,72 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dms_jax.policies import DMC, FixedPooling
+from dms_jax.policies import DMC
 from dms_jax.policies.merging import partial_means
-from dms_jax.policies.values import Decisions, PolicyState
 from tests.oracles import dmc
-from tests.support.chunks import chunk_of, state_of, tokens_of
+from tests.support.chunks import chunk_of, tokens_of
 from tests.support.instances import further
 
 BATCH, KV_HEADS, HEAD_DIM, LENGTH = 2, 2, 4, 17
 every_window = pytest.mark.parametrize("window", [3, 12, *further(None, 1, 2, 16, 40)])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def merge(policy, rows, k, v, marks, importance, first, count):
-    tokens = tokens_of(k, v=v, positions=first[:, None] + jnp.arange(k.shape[1]))
-    decisions = Decisions(marks=marks, importance=importance)
-    chunk = chunk_of(tokens, decisions=decisions, count=count, page_size=4)
-    state, chunk = policy.merge(PolicyState(rows=rows), chunk)
-    return state.rows, chunk.tokens.k, chunk.tokens.v
-
-
-@pytest.mark.parametrize("window", [None, 3, *further(1, 12)])
-@settings(max_examples=8)
-@given(
-    seed=st.integers(0, 2**20),
-    rate=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
-    width=st.sampled_from([1, 6]),
-)
-def test_means_do_not_depend_on_the_chunks(window, seed, rate, width):
-    random = np.random.default_rng(seed)
-    k, v = random.normal(size=(2, BATCH, LENGTH, KV_HEADS, HEAD_DIM))
-    marks = random.random((BATCH, KV_HEADS, LENGTH)) < rate
-    marks[..., 0] = False  # the first token has no predecessor
-    omega = random.random((BATCH, KV_HEADS, LENGTH)) + 0.01
-    got_k, got_v = np.zeros_like(k), np.zeros_like(v)
-    with jax.enable_x64(True):
-        policy = DMC(window=window)
-        rows = state_of(policy, BATCH, KV_HEADS, HEAD_DIM, jnp.float64).rows
-        done = np.zeros(BATCH, np.int32)
-        while (done < LENGTH).any():
-            count = np.minimum(random.integers(0, width + 1, BATCH), LENGTH - done)
-            index = np.minimum(done[:, None] + np.arange(width), LENGTH - 1)
-            batch = np.arange(BATCH)[:, None]
-            rows, new_k, new_v = merge(
-                policy,
-                rows,
-                k[batch, index],
-                v[batch, index],
-                np.moveaxis(marks[batch, :, index], 1, 2),
-                np.moveaxis(omega[batch, :, index], 1, 2),
-                done,
-                count.astype(np.int32),
-            )
-            for row in range(BATCH):
-                part = slice(done[row], done[row] + count[row])
-                got_k[row, part], got_v[row, part] = (
-                    np.asarray(new)[row, : count[row]] for new in (new_k, new_v)
-                )
-            done = (done + count).astype(np.int32)
-    for row, head in np.ndindex(BATCH, KV_HEADS):
-        for got, x in ((got_k, k), (got_v, v)):
-            alpha = marks[row, head].astype(float)
-            want = dmc.pool(x[row, :, head], alpha, omega[row, head], window)
-            chex.assert_trees_all_close(got[row, :, head], want, rtol=1e-7, atol=1e-12)
 
 
 def draw(seed: int, dtype=np.float64):
@@ -105,32 +48,6 @@ def test_partial_means_equal_the_closed_form_in_float64(window):
         got_k, got_v = means_of(*map(jnp.asarray, (k, v, alpha, omega)), window)
     chex.assert_trees_all_close(got_k, pooled(k, alpha, omega, window), rtol=1e-7, atol=1e-13)
     chex.assert_trees_all_close(got_v, pooled(v, alpha, omega, window), rtol=1e-7, atol=1e-13)
-
-
-@pytest.mark.parametrize("window", [12, *further(None)])
-def test_parallel_equals_token_by_token_in_float32(window):
-    """Compares with the recurrence of eq. 9, or with a window the sum over a ring of tokens."""
-    k, v, alpha, omega = draw(2, np.float32)
-
-    def step(ring, token):
-        k, alpha, omega = token
-        new = jnp.concatenate([omega[..., None] * k, omega[..., None]], -1)
-        if window is None:
-            ring = alpha[..., None, None] * ring + new[..., None, :]
-        else:
-            ring = jnp.concatenate(
-                [alpha[..., None, None] * ring[..., 1:, :], new[..., None, :]], -2
-            )
-        sums = ring.sum(-2)
-        return ring, sums[..., :-1] / sums[..., -1:]
-
-    ring = jnp.zeros((BATCH, KV_HEADS, window or 1, HEAD_DIM + 1))
-    tokens = [jnp.moveaxis(x, axis, 0) for x, axis in ((k, 1), (alpha, 2), (omega, 2))]
-    _, want = jax.lax.scan(step, ring, tokens)
-    got, _ = means_of(*map(jnp.asarray, (k, v, alpha, omega)), window)
-    chex.assert_type(got, jnp.float32)
-    chex.assert_trees_all_close(got, jnp.moveaxis(want, 0, 1), rtol=1e-7, atol=1e-5)
-    chex.assert_trees_all_close(got, pooled(k, alpha, omega, window), rtol=1e-7, atol=1e-5)
 
 
 class HalfPrecisionTest(chex.TestCase):
@@ -219,13 +136,6 @@ def test_decisions_and_importance_are_the_neurons(neuron, per):
     chex.assert_trees_all_equal(cleared_k, dmc.without_neuron(k, index))
 
 
-def test_uniform_weighting_counts_every_token_alike():
-    random = np.random.default_rng(3)
-    q, k = random.normal(size=(1, 9, 6, 4)), random.normal(size=(1, 9, 2, 4))
-    decisions = DMC(importance="uniform").decide(shown(q, k))
-    chex.assert_trees_all_equal(decisions.importance, np.ones((1, 2, 9)))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def relaxed(policy, q, k, positions, noise):
     tokens = tokens_of(k, q=q, v=2 * k, positions=positions)
@@ -257,20 +167,3 @@ def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
     omega = dmc.importance_weights(q[0, 5:], 2, offset=0.1)
     want = dmc.pool(k[0, 5:, 1], alpha[:, 1], omega[:, 1], window)
     chex.assert_trees_all_close(whole.k[0, 5:, 1], want, rtol=1e-7, atol=1e-12)
-
-
-def test_fixed_pooling_is_what_the_paper_describes():
-    random = np.random.default_rng(7)
-    k = random.normal(size=(1, 7, 2, 4))
-    positions = np.arange(7)[None]
-    with jax.enable_x64(True):
-        got = relaxed(FixedPooling(every=3), k, k, positions, np.zeros((1, 2, 7)))
-    merge, weights = dmc.fixed_pooling(7, 2, every=3)
-    chex.assert_trees_all_equal(got.decisions[0].T, merge)
-    chex.assert_trees_all_equal(
-        got.bias[0, 0], np.array([-np.inf, -np.inf, 0, -np.inf, -np.inf, 0, 0])
-    )
-    chex.assert_trees_all_close(
-        got.k[0, :, 0], dmc.pool(k[0, :, 0], merge[:, 0], weights[:, 0]), rtol=1e-7, atol=1e-13
-    )
-    assert FixedPooling(every=3).retrofit.borrowed_neurons is None

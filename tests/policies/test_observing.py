@@ -1,6 +1,5 @@
 """TOVA, H2O, StreamingLLM and Quest without a model: evicted tokens, weights, page bounds."""
 
-import dataclasses
 import functools
 
 import chex
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
 from dms_jax.policies import (
-    DMS,
-    H2O,
     TOVA,
     Quest,
     RandomEviction,
@@ -25,7 +22,7 @@ from dms_jax.policies import (
 from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.values import FOREVER, NOT_STORED, Chunk, Decisions, PolicyState, Rows
 from tests.oracles import quest
-from tests.support.chunks import chunk_of, observed, read, state_of, tokens_of, write
+from tests.support.chunks import chunk_of, state_of, tokens_of
 from tests.support.instances import further
 
 
@@ -34,55 +31,6 @@ def rows_chunk(k, count, page_table, lengths, page_size, *, first=0, **fields):
     return chunk_of(
         tokens, count=count, page_table=page_table, lengths=lengths, page_size=page_size, **fields
     )
-
-
-def tova_write(policy, state, lengths, count):
-    chunk = rows_chunk(np.zeros((1, 1, 2, 2)), [count], np.zeros((1, 2, 2)), lengths, 4)
-    state, placement = write(policy, state, chunk)
-    return state, placement, chunk
-
-
-def test_tova_gives_the_victims_slot_to_the_next_token():
-    policy = TOVA(budget=2, per="head")
-    state = state_of(policy, 1, 2, 2)
-    lengths = np.zeros((1, 2), np.int32)
-    slots = []
-    # Weights [K, S] per step; slots beyond the length are zero and must not be chosen.
-    for weights in ([[1, 0, 0], [1, 0, 0]], [[0.9, 0.1, 0], [0.4, 0.6, 0]]):
-        state, placement, chunk = tova_write(policy, state, lengths, 1)
-        slots.append(placement.slots[0, :, 0].tolist())
-        weights = jnp.pad(
-            jnp.asarray(weights, jnp.float32)[None, :, None], ((0, 0),) * 3 + ((0, 5),)
-        )
-        state = policy.observe(state, chunk, placement, observed(weights))
-        lengths = np.asarray(placement.lengths)
-        chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
-    # The third token exceeds the budget: its attention selects the victim, here slots 1 and 2.
-    state, placement, chunk = tova_write(policy, state, lengths, 1)
-    last = np.zeros((1, 2, 1, 8), np.float32)
-    last[0, 0, 0, :3], last[0, 1, 0, :3] = [0.5, 0.1, 0.4], [0.5, 0.3, 0.2]
-    state = policy.observe(state, chunk, placement, observed(jnp.asarray(last)))
-    chex.assert_trees_all_equal(state.rows, np.array([[1, 2]]))
-    # A sequence that takes no part in a step does not change.
-    held, placement, chunk = tova_write(policy, state, np.asarray(placement.lengths), 0)
-    assert (placement.slots == NOT_STORED).all()
-    chex.assert_trees_all_equal(placement.lengths, np.array([[3, 3]]))
-    held = policy.observe(held, chunk, placement, observed(jnp.asarray(last[..., ::-1])))
-    chex.assert_trees_all_equal(held.rows, np.array([[1, 2]]))
-    _, placement, _ = tova_write(policy, state, np.asarray(placement.lengths), 1)
-    chex.assert_trees_all_equal(placement.slots[0, :, 0], np.array([1, 2]))
-    chex.assert_trees_all_equal(placement.lengths, np.array([[3, 3]]))
-
-
-def test_tova_averages_over_the_layer():
-    policy = TOVA(budget=1)
-    chunk = rows_chunk(np.zeros((1, 1, 2, 2)), [1], np.zeros((1, 2, 1)), [[1, 1]], 4)
-    _, placement = policy.write(PolicyState(rows=jnp.full((1, 2), NOT_STORED)), chunk)
-    # Head 0 alone would evict slot 1, head 1 alone slot 0; the means are 0.55 and 0.45.
-    weights = jnp.asarray([[[[0.8, 0.2, 0, 0]], [[0.3, 0.7, 0, 0]]]], jnp.float32)
-    state = PolicyState(rows=jnp.zeros((1, 2), jnp.int32))
-    state = policy.observe(state, chunk, placement, observed(weights))
-    chex.assert_trees_all_equal(state.rows, np.array([[1, 1]]))
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 2)], ids=["step", "prompt"])
@@ -165,36 +113,6 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
     assert (lengths < TOKENS).any() == (evicts and marks[..., : TOKENS - 2].any())
 
 
-def test_the_page_of_the_current_token_is_read_wherever_it_is():
-    """Checks a policy with eviction, whose newest token may have a slot on an early page."""
-    policy = Quest(budget=2, dense_layers=0, over=DMS(window=2))
-    chunk = rows_chunk(np.zeros((1, 1, 1, 2)), [1], np.arange(4).reshape(1, 1, 4), [[8]], 2)
-    placement = Vanilla().write(PolicyState(), chunk)[1]
-    placement = dataclasses.replace(
-        placement, slots=jnp.full((1, 1, 1), 3, jnp.int32), live=jnp.full((1, 1, 1), 7, jnp.int32)
-    )
-    bounds = PageBounds(low=jnp.zeros((4, 2)), high=jnp.asarray([[9.0, 9], [0, 0], [8, 8], [7, 7]]))
-    given = PolicyState(pages=bounds), jnp.ones((1, 1, 2)), chunk, placement
-    pages, lengths = read(policy, *given)
-    chex.assert_trees_all_equal(pages, np.array([[[1]]]))  # slot 3 lies on page 1
-    chex.assert_trees_all_equal(lengths, np.array([[2]]))
-    free = dataclasses.replace(policy, force_last_page=False, budget=6)
-    pages, lengths = read(free, *given)
-    chex.assert_trees_all_equal(pages[..., :3], np.array([[[0, 2, 3]]]))
-    chex.assert_trees_all_equal(lengths, np.array([[5]]))  # the last page is half full
-
-
-def test_quest_reads_its_first_layers_whole():
-    runs = Quest(budget=8, dense_layers=2).groups(5)
-    assert [(run.start, run.end) for run in runs] == [(0, 2), (2, 5)]
-    dense, selecting = (run.policy.footprint(10**6, page_size=4) for run in runs)
-    assert (dense.reads, dense.attended) == (10**6, 10**6)
-    assert (selecting.reads, selecting.attended) == (8 + 10**6 / 4, 8)
-    for dense_layers in (9, 0):
-        (run,) = Quest(dense_layers=dense_layers).groups(3)
-        assert (run.start, run.end) == (0, 3)
-
-
 def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
     """Checks that a conversation's next prompt starts in the slot of the last answer's victim."""
     policy = TOVA(budget=2, per="head", prefill="dense_then_evict")
@@ -231,28 +149,3 @@ def test_a_window_by_ratio_appends_a_later_prompt_and_cuts_it():
     held = Rows(k=empty, v=empty, lengths=placement.lengths)
     keep = policy.survivors(state, prompt, held, None)
     assert keep.astype(int).tolist() == [[[1, 1, 0, 0, 1, 1, 0, 0]]]  # tokens 0, 5, 6, 7
-
-
-def test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner():
-    policy = H2O(budget=2)  # one heavy, one recent
-    state = state_of(policy, 1, 1, 2, num_pages=2, page_size=2)
-    table, lengths = [[[1, 0]]], np.zeros((1, 1), np.int32)
-    victims, sums = [], []
-    for position, weights in enumerate(
-        ([1, 0, 0], [0.6, 0.4, 0], [0.1, 0.7, 0.2], [0.1, 0.5, 0.4])
-    ):
-        chunk = rows_chunk(np.zeros((1, 1, 1, 2)), [1], table, lengths, 2, first=position)
-        state, placement = policy.write(state, chunk)
-        state = policy.written(state, chunk, placement, None)
-        seen = observed(jnp.asarray([*weights, 0], jnp.float32)[None, None, None])
-        state = policy.observe(state, chunk, placement, seen)
-        lengths = np.asarray(placement.lengths)
-        victims.append(int(state.rows[0, 0]))
-        sums.append(np.asarray(state.pages.sums)[[1, 0]].reshape(-1)[: lengths[0, 0]])
-    # After the third token slot 1 has 1.1 and slot 0 has 1.7: token 3 overwrites slot 1.
-    assert victims == [NOT_STORED, NOT_STORED, 1, 2]
-    chex.assert_trees_all_close(sums[2], np.array([1.7, 1.1, 0.2]), rtol=1e-7, atol=1e-6)
-    chex.assert_trees_all_close(sums[3], np.array([1.8, 0.5, 0.6]), rtol=1e-7, atol=1e-6)
-    chex.assert_trees_all_equal(
-        np.asarray(state.pages.positions)[[1, 0]].reshape(-1)[:3], np.array([0, 3, 2])
-    )

@@ -88,22 +88,10 @@ def test_merged_parts_of_words():
     assert "and 0% of those that begin one" in found.numbers
 
 
-def held_by(*heads: list[int]) -> Retention:
-    """A layer whose heads lost tokens of one text at these queries, with a window of 2."""
-    gone = np.asarray(heads)[None, None]
-    return Retention(
-        policy=dms_jax.DMS(window=2),
-        tokens=np.zeros((1, gone.shape[-1]), int),
-        prompt_lengths=np.zeros(1, int),
-        gone=gone,
-        reads=None,
-        num_query_heads=1,
-    )
-
-
 def test_the_window_does_not_count():
     """Of six tokens four are before the window; what goes after the last query is still held."""
-    held = held_by([2, N, 5, N, N, N], [2, 3, 4, 5, N, N], [6, N, N, N, N, N])
+    gone = [[[[2, N, 5, N, N, N], [2, 3, 4, 5, N, N], [6, N, N, N, N, N]]]]
+    held = found_of(gone, dms_jax.DMS(window=2))
     chex.assert_trees_all_close(real_heads.kept(held), np.array([[0.5, 0.0, 1.0]]))
     figures = real_heads.figures_of(held)
     assert figures["kept"] == pytest.approx(0.5)

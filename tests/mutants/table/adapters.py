@@ -18,13 +18,6 @@ MUTANTS = [
         (PREFIXES,),
     ),
     Mutant(
-        "adapters: equal prompts of two are read once",
-        FOLDER + "prefill.py",
-        "request.priority, request.adapter, request.base, shard",
-        "request.priority, request.base, shard",
-        (PREFIXES,),
-    ),
-    Mutant(
         "adapters: prefixes of old weights stay",
         FOLDER + "engine.py",
         "            runner.prefixes.drop(name)\n",
@@ -60,13 +53,6 @@ MUTANTS = [
         (ALONE,),
     ),
     Mutant(
-        "adapters: the columns of all are those of the first",
-        "dms_jax/model/adapters.py",
-        "row[start : start + each.rank] = each.low_rank.scale",
-        "row[: each.rank] = each.low_rank.scale",
-        (ALONE,),
-    ),
-    Mutant(
         "adapters: new weights have other programs",
         "dms_jax/model/language_model.py",
         "    if old.committed:\n",
@@ -79,13 +65,6 @@ MUTANTS = [
         'policy.decisions == "threshold" and policy.alpha_offset >= 0',
         'policy.decisions == "threshold"',
         (f"{ADAPTERS}::test_a_base_that_the_policy_would_evict_from_is_not_served",),
-    ),
-    Mutant(
-        "adapters: a request begins with one that is about to be replaced",
-        "dms_jax/serving/service.py",
-        "return request.adapter in self._changes and not request.generated",
-        "return False",
-        (f"{SERVING}::test_an_adapter_is_replaced_between_its_requests",),
     ),
     Mutant(
         "adapters: one is replaced while its requests run",

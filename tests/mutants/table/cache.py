@@ -139,13 +139,6 @@ MUTANTS = [
         (HOST,),
     ),
     Mutant(
-        "cache: values of the first layers' pages are written to the host's",
-        FOLDER + "host_values.py",
-        "flat = (page - self.first_page) * page_size + offset",
-        "flat = page * page_size + offset",
-        (HOST,),
-    ),
-    Mutant(
         "cache: pages on the host are counted from the first page of all",
         "dms_jax/cache/host_values.py",
         "own = page - self.first_page\n        own = jnp.where",

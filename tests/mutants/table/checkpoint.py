@@ -18,32 +18,11 @@ MUTANTS = [
         (f"{GGUF}::test_logits_equal_those_of_transformers",),
     ),
     Mutant(
-        "gguf: Qwen's rows are taken as interleaved",
-        FOLDER + "gguf/config.py",
-        '    if family == "llama":\n        weights',
-        "    if True:\n        weights",
-        (f"{GGUF}::test_logits_equal_those_of_transformers",),
-    ),
-    Mutant(
-        "gguf: keys have as many heads as queries",
-        FOLDER + "gguf/config.py",
-        "weights.interleaved(config.num_heads, config.num_kv_heads)",
-        "weights.interleaved(config.num_heads, config.num_heads)",
-        (f"{GGUF}::test_logits_equal_those_of_transformers",),
-    ),
-    Mutant(
         "gguf: Llama 3's rotary factors are left out",
         FOLDER + "gguf/config.py",
         "if factors is not None and (factors != 1).any():",
         "if factors is None:",
         (f"{GGUF}::test_rotary_factors_of_llama3",),
-    ),
-    Mutant(
-        "gguf: an output matrix is tied to the embedding",
-        FOLDER + "gguf/config.py",
-        'tie_embeddings="lm_head.weight" not in weights.shapes',
-        "tie_embeddings=True",
-        (f"{GGUF}::test_logits_equal_those_of_transformers",),
     ),
     Mutant(
         "gguf: the gates of experts are taken for what they gate",
@@ -144,13 +123,6 @@ MUTANTS = [
         FOLDER + "added_tokens.py",
         '    if given is None:\n        name = "added_tokens.json"',
         '    if False:\n        name = "added_tokens.json"',
-        ("tests/checkpoint/test_layouts.py::test_layouts_of_well_known_models",),
-    ),
-    Mutant(
-        "tokens: those that only the config names stay in pieces",
-        FOLDER + "added_tokens.py",
-        "        backend.add_tokens(list(missing.values()))\n",
-        "",
         ("tests/checkpoint/test_layouts.py::test_layouts_of_well_known_models",),
     ),
     Mutant(

@@ -33,13 +33,6 @@ MUTANTS = [
         (f"{STATISTICS}::test_the_error_is_that_of_problems_not_of_chains",),
     ),
     Mutant(
-        "evaluation: the spread of seeds is not that of their mean",
-        FOLDER + "statistics.py",
-        "return standard_error(values.mean(1)) ** 2",
-        "return float(values.mean(1).var(ddof=1)) if len(values) > 1 else 0.0",
-        (f"{STATISTICS}::test_seeds_add_their_own_error",),
-    ),
-    Mutant(
         "evaluation: a frontier ends at its best point",
         FOLDER + "pareto.py",
         "            curve.append((largest, curve[-1][1]))\n",
@@ -52,13 +45,6 @@ MUTANTS = [
         "share = math.log(budget / low.budget) / span",
         "share = (budget - low.budget) / (high.budget - low.budget)",
         (f"{STATISTICS}::test_interpolation_is_linear_in_the_logarithm_of_the_budget",),
-    ),
-    Mutant(
-        "evaluation: knots of a frontier inside the common interval are left out",
-        FOLDER + "pareto.py",
-        "knots = knots[(knots >= start) & (knots <= end)]",
-        "knots = np.array([start, end])",
-        (f"{STATISTICS}::test_the_average_gain_integrates_linear_frontiers",),
     ),
     Mutant(
         "evaluation: all problems share their chains' seeds",
@@ -96,13 +82,6 @@ MUTANTS = [
         (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass", f"{SCORE}::{GIVEN}"),
     ),
     Mutant(
-        "evaluation: nobody asks whether a first token is the likeliest",
-        "dms_jax/generation/in_flight.py",
-        "request.greedy &= bool(found.greedy[lane])",
-        "pass",
-        (f"{LIKELIHOOD}::test_likelihoods_equal_a_plain_pass", f"{SCORE}::{GIVEN}"),
-    ),
-    Mutant(
         "evaluation: end tokens end an answer that is given",
         "dms_jax/generation/engine.py",
         "end_tokens = () if source.given else engine.end_tokens",
@@ -128,13 +107,6 @@ MUTANTS = [
         FOLDER + "bootstrap.py",
         "rng.multinomial(count - 1, np.full(count, 1 / count), size=draws) / (count - 1)",
         "rng.multinomial(count, np.full(count, 1 / count), size=draws) / count",
-        (BOOTSTRAP,),
-    ),
-    Mutant(
-        "evaluation: hyperscale, the spread of seeds is left out of a gain's error",
-        FOLDER + "bootstrap.py",
-        "error = math.hypot(error, _spread(left, right, by_seeds))",
-        "error = math.hypot(error, 0 * _spread(left, right, by_seeds))",
         (BOOTSTRAP,),
     ),
     Mutant(
@@ -243,13 +215,6 @@ MUTANTS = [
         FOLDER + "tasks/ruler/needles.py",
         "if len(answers) == 1:",
         "if len(answers) == 0:",
-        (f"{RULER}::test_texts_are_those_of_rulers_generators",),
-    ),
-    Mutant(
-        "RULER: a needle at the very front is not set off by a space",
-        FOLDER + "tasks/ruler/needles.py",
-        'joined += [" ".join(parts[start:place]), needle]',
-        "joined += [*parts[start:place], needle]",
         (f"{RULER}::test_texts_are_those_of_rulers_generators",),
     ),
     Mutant(

@@ -22,8 +22,6 @@ TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_warming.py"
 TEXT = "tests/generation/test_text.py"
 STOPS = "tests/generation/test_stop_strings.py"
-PROMPTS = "tests/generation/test_prompt_programs.py"
-UNPADDED = "tests/model/test_unpadded.py"
 CALLS = "tests/generation/test_calls.py"
 
 MUTANTS = [
@@ -56,13 +54,6 @@ MUTANTS = [
         (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
-        "generation: a token is taken though more likely ones reach the mass",
-        FOLDER + "sampling.py",
-        "kept = sums[:, :-1] < rule.top_p *",
-        "kept = 0 * sums[:, :-1] < rule.top_p *",
-        (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
-    ),
-    Mutant(
         "generation: min-p is left out where tokens are tried",
         FOLDER + "sampling.py",
         "least = rule.log_min_p if rule.switches.min_p else None",
@@ -82,13 +73,6 @@ MUTANTS = [
         "            start = end\n",
         "            start = end - (leaf.dtype == bool)\n",
         ("tests/generation/test_packing.py::test_what_is_packed_is_read_again",),
-    ),
-    Mutant(
-        "generation: top-k is left out beside top-p",
-        FOLDER + "sampling.py",
-        "if rule.switches.top_k:",
-        "if rule.switches.top_k and not rule.switches.top_p:",
-        (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
     ),
     Mutant(
         "generation: log-probabilities at the draw's temperature",
@@ -119,13 +103,6 @@ MUTANTS = [
         (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
     ),
     Mutant(
-        "generation: copies are told apart whatever their seeds",
-        FOLDER + "requests.py",
-        "equal = seed, number_of[id(tokens)]",
-        "equal = 0, number_of[id(tokens)]",
-        (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
-    ),
-    Mutant(
         "generation: a cancelled prompt is read for nobody",
         FOLDER + "prefill.py",
         "return found & cancelled",
@@ -138,13 +115,6 @@ MUTANTS = [
         "return found & cancelled",
         "return set()",
         (f"{ARRIVALS}::test_a_prompt_that_another_request_shares_is_read_to_its_end",),
-    ),
-    Mutant(
-        "generation: a prompt is read for requests that are all cancelled",
-        FOLDER + "prefill.py",
-        "if each.request.index not in cancelled",
-        "",
-        (f"{ARRIVALS}::test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end",),
     ),
     Mutant(
         "generation: answers wait while the prompt of another request is read",
@@ -268,32 +238,11 @@ MUTANTS = [
         (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[dms]",),
     ),
     Mutant(
-        "generation: copies of a sequence lack what is kept per page",
-        FOLDER + "programs.py",
-        "jax.tree.map(copy, (cache.pool, cache.page_state))",
-        "jax.tree.map(copy, cache.pool), cache.page_state",
-        (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[quest]",),
-    ),
-    Mutant(
         "generation: copies of a sequence lack the values in host memory",
         FOLDER + "runner.py",
         "self.host.copy(pairs[0])",
         "pass",
         (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[kcache]",),
-    ),
-    Mutant(
-        "generation: chains of one prompt share their first token",
-        FOLDER + "runner.py",
-        "seeds,\n                self.seen",
-        "seeds[sources],\n                self.seen",
-        (f"{SHARED}::test_other_prompts_between_equal_ones",),
-    ),
-    Mutant(
-        "generation: a lane draws as the first of equal prompts",
-        FOLDER + "scheduler.py",
-        "[(each.seed, each.copy) for each in started.values()]",
-        "[(each.seed, 0) for each in started.values()]",
-        (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
     ),
     Mutant(
         "generation: what an interrupt stops of a use is counted twice",

@@ -75,21 +75,6 @@ MUTANTS = [
         (f"{PLAN}::test_programs_share_the_line_evenly",),
     ),
     Mutant(
-        "kernels: a row's last tile belongs to the next row",
-        DECODE + "plan.py",
-        "edge_rows = jnp.sum(ends <= edge[..., None], axis=-1, dtype=jnp.int32)",
-        "edge_rows = jnp.sum(ends < edge[..., None], axis=-1, dtype=jnp.int32)",
-        (f"{PLAN}::test_programs_share_the_line_evenly",),
-    ),
-    Mutant(
-        "kernels: the longer stretches come last",
-        DECODE + "plan.py",
-        "return program * share + jnp.minimum(program, total - share * programs)",
-        "longer = total - share * programs\n"
-        "    return program * share + jnp.maximum(0, program - (programs - longer))",
-        (f"{PLAN}::test_programs_share_the_line_evenly",),
-    ),
-    Mutant(
         "kernels: groups of 9 to 15 heads are no whole tiles of the copy engine",
         DECODE + "gpu.py",
         "q = pad_axis(q, 1, 8)",
@@ -131,24 +116,10 @@ MUTANTS = [
         (f"{PLAN}::test_the_kernel_makes_the_same_plan_in_the_interpreter",),
     ),
     Mutant(
-        "kernels: Hopper's plan forgets the chunks of rows before",
-        DECODE + "mosaic_plan.py",
-        "return before + _sum_rows(tiles, real)",
-        "return _sum_rows(tiles, real)",
-        (f"{PLAN}::test_the_kernel_makes_the_same_plan_in_the_interpreter",),
-    ),
-    Mutant(
         "kernels: a far tile holds a distance within the window",
         TRAINING + "gpu_tiles.py",
         "far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))",
         "far_end = ceil_div(jnp.maximum(q0 - window, 0), block)",
-        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
-    ),
-    Mutant(
-        "kernels: a near tile holds a distance beyond the window",
-        TRAINING + "gpu_tiles.py",
-        "boundary_end = ceil_div(jnp.maximum(q0 + rows - 1 - window, 0), block)",
-        "boundary_end = lax.div(jnp.maximum(q0 + rows - 1 - window, 0), jnp.int32(block))",
         (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
     ),
     Mutant(
@@ -166,13 +137,6 @@ MUTANTS = [
         (TRAINING_MEMORY,),
     ),
     Mutant(
-        "kernels: barriers are not counted among what a program takes",
-        "pallas_kernels/shared_memory.py",
-        "+ barriers * _BARRIER_BYTES",
-        "",
-        (TRAINING_MEMORY,),
-    ),
-    Mutant(
         "kernels: Ampere's forward forgets to shrink what it has summed",
         TRAINING + "mma_forward.py",
         "accumulator = accumulator * tiles.rows_of(shrink, accumulator.shape)",
@@ -184,13 +148,6 @@ MUTANTS = [
         TRAINING + "mma_key_gradient.py",
         "head = kv_head * group + index",
         "head = kv_head * group + 0 * index",
-        (MMA_TRAINING,),
-    ),
-    Mutant(
-        "kernels: Ampere's bias gradient counts the window",
-        TRAINING + "mma_key_gradient.py",
-        "dbias = dbias + jnp.where(distance < -problem.window, ds, 0.0).sum(axis=1)",
-        "dbias = dbias + ds.sum(axis=1)",
         (MMA_TRAINING,),
     ),
     Mutant(
@@ -208,13 +165,6 @@ MUTANTS = [
         (f"{TILES}::test_zones_of_queries_hold_the_distances_that_they_promise",),
     ),
     Mutant(
-        "kernels: Ampere's query gradient multiplies by the values",
-        TRAINING + "mma_query_gradient.py",
-        "dq = mma_tiles.multiply(problem, dq, weights * gradient, memory.k_tile)",
-        "dq = mma_tiles.multiply(problem, dq, weights * gradient, memory.v_tile)",
-        (MMA_TRAINING,),
-    ),
-    Mutant(
         "kernels: Ampere's products of 96 take 64 twice",
         TRAINING + "mma_tiles.py",
         "columns = pl.ds(start, min(PART, problem.D - start))",
@@ -226,13 +176,6 @@ MUTANTS = [
         "pallas_kernels/prefill/mma.py",
         "target[pl.ds(index * piece, piece)] = values",
         "target[pl.ds(0 * index, piece)] = values",
-        (MMA_PROMPT,),
-    ),
-    Mutant(
-        "kernels: Ampere's prompts read dense keys as if no page came before",
-        "pallas_kernels/prefill/mma.py",
-        "pl.ds(start - past_slots, piece)",
-        "pl.ds(start, piece)",
         (MMA_PROMPT,),
     ),
     Mutant(
@@ -255,16 +198,6 @@ MUTANTS = [
         TRAINING + "tpu_blocks.py",
         "far = below & (q0 - (k0 + problem.keys - 1) > problem.window)",
         "far = below & (q0 - (k0 + problem.keys - 1) >= problem.window)",
-        (
-            f"{TILES}::test_zones_on_a_tpu_hold_the_distances_that_they_promise",
-            f"{TILES}::test_a_zone_on_a_tpu_is_plain_where_it_can_be",
-        ),
-    ),
-    Mutant(
-        "kernels: a near block on TPU holds a distance beyond the window",
-        TRAINING + "tpu_blocks.py",
-        "near = below & (q0 + problem.query - 1 - k0 <= problem.window)",
-        "near = below & (q0 - k0 <= problem.window)",
         (
             f"{TILES}::test_zones_on_a_tpu_hold_the_distances_that_they_promise",
             f"{TILES}::test_a_zone_on_a_tpu_is_plain_where_it_can_be",
@@ -313,20 +246,6 @@ MUTANTS = [
         (VISITS,),
     ),
     Mutant(
-        "kernels: queries of padding visit tiles",
-        "pallas_kernels/prefill/tiles.py",
-        "real_last = jnp.minimum(first + rows, counts[:, None, None, None]) - 1",
-        "real_last = first + rows - 1 + 0 * counts[:, None, None, None]",
-        (VISITS,),
-    ),
-    Mutant(
-        "kernels: a tail's slots beyond the row are zeroed one late",
-        "pallas_kernels/prefill/tiles.py",
-        "return jnp.where((slots < lengths[..., None])[..., None], rows, 0)",
-        "return jnp.where((slots <= lengths[..., None])[..., None], rows, 0)",
-        (VISITS,),
-    ),
-    Mutant(
         "kernels: a list by counting puts whole tiles where partial ones belong",
         "pallas_kernels/prefill/tiles.py",
         "before = jnp.where(position < first, count[0] <= position, count[1] <= position - first)",
@@ -352,13 +271,6 @@ MUTANTS = [
         "pallas_kernels/received/gpu.py",
         "whole_end = jnp.where(whole, NEVER, key_tile).min(3)",
         "whole_end = jnp.where(whole, key_tile + 1, 0).max(3)",
-        (RECEIVED_VISITS,),
-    ),
-    Mutant(
-        "kernels: received attention compares nothing from the first whole tile of queries on",
-        "pallas_kernels/received/gpu.py",
-        "whole_first = jnp.maximum(jnp.where(partial, query_tile + 1, 0).max(2), first)",
-        "whole_first = jnp.minimum(jnp.where(whole, query_tile, NEVER).min(2), end)",
         (RECEIVED_VISITS,),
     ),
     Mutant(

@@ -54,13 +54,6 @@ MUTANTS = [
         (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
     ),
     Mutant(
-        "generation: a full pool does not wait for what prompts evict",
-        FOLDER + "reservation.py",
-        "            self.collect_prompts()\n            self.trim()\n",
-        "            pass\n",
-        (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
-    ),
-    Mutant(
         "generation: a program of steps sets the lengths of lanes that were given away since",
         FOLDER + "reservation.py",
         "lengths = np.where(lanes[:, None], lengths, self._lengths)",
@@ -104,13 +97,6 @@ MUTANTS = [
         "return self.runner.host is None and",
         "return",
         (f"{GENERATE}::test_values_in_host_memory_are_written_between_chunks",),
-    ),
-    Mutant(
-        "generation: first tokens wait for the steps that run on",
-        FOLDER + "engine.py",
-        "if shared:  # copies",
-        "if True:  # copies",
-        (TURNS, f"{RUNNING_ON}::{RUN_ON}"),
     ),
     Mutant(
         "generation: steps that are read late undo the first tokens behind them",
@@ -221,13 +207,6 @@ MUTANTS = [
         FOLDER + "engine.py",
         "is_heard = source.on_tokens is not None and not source.late",
         "is_heard = source.on_tokens is not None",
-        (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
-    ),
-    Mutant(
-        "generation: who may be late is told of a chunk before the next one is launched",
-        FOLDER + "engine.py",
-        "            scheduler.finish(cancel=not reads_on)\n\n    def _stays",
-        "            scheduler.finish_and_notify(cancel=not reads_on)\n\n    def _stays",
         (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
     ),
     Mutant(

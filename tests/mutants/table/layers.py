@@ -100,13 +100,6 @@ MUTANTS = [
         ("tests/policies/test_observing.py::test_quest_bounds_are_those_of_the_keys_on_each_page",),
     ),
     Mutant(
-        "layers: StreamingLLM with a ratio gives up its last sink",
-        POLICIES + "streaming.py",
-        "leaves = jnp.where(held & (positions >= self.sinks), positions, FOREVER)",
-        "leaves = jnp.where(held & (positions >= self.sinks - 1), positions, FOREVER)",
-        (layer_law("StreamingLLM-compression_ratio=2.7-"),),
-    ),
-    Mutant(
         "layers: StreamingLLM with a ratio reuses slots inside a prompt that is cut",
         POLICIES + "streaming.py",
         "& (not chunk.static.one_pass)",

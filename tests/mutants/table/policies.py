@@ -8,7 +8,6 @@ from tests.laws.rows import layer_law
 from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/policies/"
-MERGING = "tests/policies/test_merging.py"
 FLOAT32 = "tests/policies/test_float32_sums.py"
 ALLOCATION = "tests/policies/test_allocation.py"
 OBSERVING = "tests/policies/test_observing.py"
@@ -44,13 +43,6 @@ MUTANTS = [
         (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
     Mutant(
-        "policies: PyramidKV's budgets rounded up",
-        FOLDER + "allocation.py",
-        "fall = -(-chunk.tokens.layer * (high - low) // (num_layers - 1))",
-        "fall = chunk.tokens.layer * (high - low) // (num_layers - 1)",
-        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
-    ),
-    Mutant(
         "policies: of equal scores the earlier token stays",
         FOLDER + "budget.py",
         """    ascending = jnp.argsort(scores, axis=-1, stable=True)
@@ -76,13 +68,6 @@ MUTANTS = [
         (f"{FLOAT32}::test_the_weights_of_a_query",),
     ),
     Mutant(
-        "policies: attention weights of a dense prompt in the model's type",
-        FOLDER + "attention_weights.py",
-        "    wide = jnp.promote_types(q.dtype, jnp.float32)\n    batch",
-        "    wide = q.dtype\n    batch",
-        (f"{FLOAT32}::test_the_weights_of_a_query",),
-    ),
-    Mutant(
         "policies: queries that see nothing give every slot the same",
         "pallas_kernels/received/reference.py",
         "jnp.where(visible, weights, 0).sum((2, 3))",
@@ -101,7 +86,7 @@ MUTANTS = [
         FOLDER + "h2o.py",
         "sums=put_slots(received.sums, chunk.page_table, placement.slots, 0),",
         "sums=received.sums,",
-        (f"{OBSERVING}::test_h2o_sums_what_a_token_received_and_forgets_its_slots_former_owner",),
+        (layer_law("H2O-budget=7-"),),
     ),
     Mutant(
         "policies: H2O's recent tokens are the smaller half",
@@ -136,13 +121,6 @@ MUTANTS = [
         FOLDER + "triattention.py",
         "angles = (1 + distances)",
         "angles = distances",
-        (layer_law("TriAttention-budget=9-"),),
-    ),
-    Mutant(
-        "policies: TriAttention leaves out how far queries lie from their centre",
-        FOLDER + "triattention.py",
-        "spread = factor * (centre.norm - jnp.hypot(low, high))",
-        "spread = 0 * factor * centre.norm",
         (layer_law("TriAttention-budget=9-"),),
     ),
     Mutant(
@@ -188,27 +166,6 @@ MUTANTS = [
         ("tests/policies/test_observing.py",),
     ),
     Mutant(
-        "policies: ExpectedAttention counts the sinks before a chunk",
-        FOLDER + "expected_attention.py",
-        "before = jnp.maximum(chunk.first - self.sinks, 0)",
-        "before = jnp.maximum(chunk.first, 0)",
-        (layer_law("ExpectedAttention-budget=11-"),),
-    ),
-    Mutant(
-        "policies: ExpectedAttention's moments in the model's type",
-        FOLDER + "expected_attention.py",
-        "mean=jnp.zeros(size, shape.wide), spread=spread)",
-        "mean=jnp.zeros(size, shape.dtype), spread=spread)",
-        (f"{FLOAT32}::test_expected_attention_learns_the_moments_of_500_queries",),
-    ),
-    Mutant(
-        "policies: KeyDiff's mean in the model's type",
-        FOLDER + "keydiff.py",
-        "wide = jnp.promote_types(rows.k.dtype, jnp.float32)",
-        "wide = rows.k.dtype",
-        (f"{FLOAT32}::test_keydiff_tells_keys_apart_that_are_alike",),
-    ),
-    Mutant(
         "policies: DMS's logits in the model's type",
         FOLDER + "dms.py",
         "raw = raw.astype(jnp.promote_types(raw.dtype, jnp.float32))",
@@ -227,21 +184,30 @@ MUTANTS = [
         FOLDER + "dmc.py",
         "marks=(logits > 0) & (tokens.positions > 0)[:, None],",
         "marks=logits > 0,",
-        (f"{MERGING}::test_decisions_and_importance_are_the_neurons",),
+        ("tests/policies/test_merging.py",),
     ),
     Mutant(
         "policies: a merged window keeps entries of the segment before",
         FOLDER + "merging.py",
         "kept = jnp.where(after[..., None] > 0, 0, kept)",
         "kept = jnp.where(after[..., None] > 1, 0, kept)",
-        (f"{MERGING}::test_means_do_not_depend_on_the_chunks",),
+        (layer_law("DMC-window=3-"),),
     ),
     Mutant(
         "policies: the candidate that leaves the window comes one token late",
         FOLDER + "delayed_eviction.py",
         "has_candidate = (first + index >= size)[:, None]",
         "has_candidate = (first + index > size)[:, None]",
-        (f"{DELAYED}::test_slots_lengths_and_sight_are_those_of_the_ring",),
+        (layer_law("DMS-window=4-source=adapter-"),),
+    ),
+    Mutant(
+        "policies: a token that leaves within its chunk has the slot of the one that follows it",
+        FOLDER + "delayed_eviction.py",
+        "slots=jnp.where(valid & ~gone, slots, NOT_STORED),",
+        "slots=jnp.where(valid, slots, NOT_STORED),",
+        (
+            "tests/policies/test_delayed_eviction.py::test_slots_lengths_and_sight_are_those_of_the_ring",
+        ),
     ),
     Mutant(
         "policies: rows are cut one token late",
@@ -284,13 +250,6 @@ MUTANTS = [
         "preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),",
         "preferred_element_type=q.dtype,",
         (f"{FLOAT32}::test_quest_tells_bounds_apart_that_half_precision_does_not",),
-    ),
-    Mutant(
-        "policies: PyramidKV's longest row is that of a middle layer",
-        FOLDER + "allocation.py",
-        "first_layer = 2 * (found.at_most - self.cut_interval) + self.cut_interval",
-        "first_layer = found.at_most",
-        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
     Mutant(
         "policies: KVpop without what is said as a token leaves the window",

@@ -158,13 +158,6 @@ MUTANTS = [
         (WARM,),
     ),
     Mutant(
-        "serving: a warm server, and no program for the step between prompts",
-        "dms_jax/generation/engine.py",
-        "sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}",
-        "sizes = {in_flight.steps_a_program(self.chunk)}",
-        (WARM,),
-    ),
-    Mutant(
         "serving: a warm server, and no page table but the narrowest",
         "dms_jax/generation/reservation.py",
         "return sorted({self.table_width(each, steps=steps) for each in slots})",
@@ -341,13 +334,6 @@ MUTANTS = [
         "dms_jax/generation/grammar.py",
         "        self._next = len(tokens)\n",
         "        self._next = 0\n",
-        (f"{GRAMMAR}::test_an_opening_allows_its_next_token_alone_and_then_every_one",),
-    ),
-    Mutant(
-        "grammar: the next token of an opening is looked for in the first word of its mask",
-        "dms_jax/generation/grammar.py",
-        "[lane, only // BITS]",
-        "[lane, 0]",
         (f"{GRAMMAR}::test_an_opening_allows_its_next_token_alone_and_then_every_one",),
     ),
     Mutant(

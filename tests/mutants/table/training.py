@@ -183,13 +183,6 @@ MUTANTS = [
         (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused",),
     ),
     Mutant(
-        "run directory: other weights are taken for the same",
-        FOLDER + "api.py",
-        '"weights": weights_fingerprint(model, policy, recipe),',
-        '"weights": None,',
-        (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused",),
-    ),
-    Mutant(
         "data: a place behind the end of a document is taken",
         "dms_jax/data/packing.py",
         'if self._offset > len(chunk["tokens"]):',

@@ -1,23 +1,51 @@
 """Kernels become machine code of Ampere, Ada, Hopper and Blackwell, with none of these there."""
 
 import pytest
+from jax.experimental.mosaic.gpu import utils
 
+from dms_jax.training.planning import gpu_compiler
+from pallas_kernels import dispatch
 from tests.pallas_kernels.cards import compile_for_gpus
+from tests.pallas_kernels.support import lower_for_cuda
 from tests.support.for_gpus import told_by
-from tests.support.instances import further
+from tests.support.instances import further, nightly_but
+
+CASES = [
+    (kind, case)
+    for kind, own in compile_for_gpus.KERNELS.items()
+    for case in (*own, *compile_for_gpus.EVERYWHERE)
+]
+# A kernel of each kind, for the GPUs before and after Hopper.
+QUICK = [
+    ("a100", "decode base"),
+    ("a100", "select float32"),
+    ("a100", "training dim_96"),
+    ("a100", "prefill plain"),
+    ("l4", "write float8"),
+    ("b200", "decode group16_head_dim512"),
+]
 
 
 @pytest.mark.parametrize("kind", compile_for_gpus.KERNELS)
-def test_every_card_has_the_cases_that_are_compiled_for_it(kind):
+def test_every_card_has_a_case_of_each_kernel(kind):
     assert compile_for_gpus.SHARED_BYTES[kind] <= 227 * 1024
-    kernels = set()
-    for each in (*compile_for_gpus.KERNELS[kind], *compile_for_gpus.EVERYWHERE):
-        function, shapes = compile_for_gpus.call(*each.split(maxsplit=1))
-        assert callable(function)
-        assert shapes
-        kernels.add(each.split()[0])
     on_hopper = {"received", "grouped"} if kind == "h200" else set()
+    kernels = {case.split()[0] for card, case in CASES if card == kind}
     assert kernels == {"decode", "prefill", "select", "training", "write"} | on_hopper
+
+
+@pytest.mark.parametrize(("kind", "case"), nightly_but(QUICK, CASES))
+def test_kernels_lower(kind, case, monkeypatch):
+    """Where the compiler for GPUs is not there, too."""
+    card = gpu_compiler.CARDS[kind]
+    gpu = dispatch.GPU(card.name, card.cores, card.capability)
+    # What jax plans instructions for is the GPU that is there; of one that is not, it is Hopper.
+    asked = []
+    monkeypatch.setattr(utils, "_infer_arch", lambda: asked.append(gpu) or gpu.capability)
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: gpu)
+    function, shapes = compile_for_gpus.call(*case.split(maxsplit=1))
+    assert "stablehlo.custom_call @mosaic_gpu" in lower_for_cuda(function, **shapes)
+    assert asked
 
 
 @pytest.mark.parametrize("kind", ["a100", *further("l4", "h200", "b200")])

@@ -79,11 +79,6 @@ class TestNames(chex.TestCase):
             run("card", 1.0)
 
 
-def test_what_cannot_serve_says_why():
-    with pytest.raises(NotImplementedError, match="picky: serves nothing"):
-        OPERATION("picky", 1.0)
-
-
 def test_names_are_tried_in_order_and_reasons_come_together():
     assert OPERATION(("picky", "plain"), 1.0) == 0
     with pytest.raises(NotImplementedError) as refusal:
@@ -140,28 +135,6 @@ T4, A100 = GPU("Tesla T4", 40, (7, 5)), GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0)
 L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
 
 
-@pytest.mark.parametrize(
-    ("card", "name", "marker"),
-    [
-        (T4, "base", XLA),
-        (A100, "base", "decode_attention_mma"),
-        (A100, "float8", XLA),
-        *further(
-            (L4, "base", "decode_attention_mma"),
-            (L4, "float8", "decode_attention_mma"),
-            (B200, "base", "decode_attention_mma"),
-        ),
-    ],
-    ids=lambda x: getattr(x, "kind", None),
-)
-def test_other_generations_of_gpus(card, name, marker, monkeypatch):
-    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
-    function, shapes = decode(cases.by_name(name))
-    text = lower_for_cuda(function, **shapes)
-    assert marker in text
-    assert (XLA in text) == (marker == XLA)
-
-
 H200 = dispatch.DEFAULT_GPU
 FORMS = {
     "mosaic_gpu": gpu.why_not_mosaic,
@@ -181,31 +154,6 @@ def test_every_form_serves_the_cases_that_it_is_to_serve(card, form, monkeypatch
         want = refusal(case, form, card.capability)
         assert (said is None) == (want is None), (case.name, said)
         assert (want or "") in (said or ""), (case.name, said)
-
-
-@pytest.mark.parametrize(
-    ("card", "pages", "served"),
-    [
-        # Keys and values of such a page take 128 KB, more than a program of Ada can have.
-        (L4, dict(page_size=128, head_dim=256), False),
-        (L4, dict(page_size=64, head_dim=256), True),
-        (L4, dict(page_size=128, head_dim=128), True),
-        (A100, dict(page_size=128, head_dim=256), True),
-        (B200, dict(page_size=128, head_dim=256), True),
-    ],
-    ids=lambda x: getattr(x, "kind", None),
-)
-@pytest.mark.parametrize("pages_dtype", [None, "float8_e4m3fn"])
-def test_pages_too_large_for_a_card_are_left_to_xla(card, pages, served, pages_dtype, monkeypatch):
-    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
-    function, shapes = decode(replace(cases.BASE, group=16, pages_dtype=pages_dtype, **pages))
-    jax.eval_shape(function, **shapes)
-    refused = gpu.why_not_mma(shapes.pop("q"), Rows(**shapes), None)
-    if served and not (card is A100 and pages_dtype):  # float8 is Ada's
-        assert refused is None
-    else:
-        assert refused is not None
-        assert ("shared memory" in refused) == (not served)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 96, 128, 192, 208, 1024, 2048])
@@ -253,15 +201,6 @@ def test_rows_and_tables_are_within_the_scalar_memory_of_a_tpu(rows, columns, se
     assert said is None if served else "bytes of scalar memory" in str(said)
 
 
-def test_a_kernel_that_a_card_lacks_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(gpu, "target_gpu", lambda: T4)
-    function, shapes = decode(cases.BASE, ("mosaic_gpu", "mosaic_mma"))
-    with pytest.raises(NotImplementedError) as refusal:
-        jax.eval_shape(function, **shapes)
-    assert "needs compute capability 9.0 (Hopper), Tesla T4 has (7, 5)" in str(refusal.value)
-    assert "needs compute capability 8.0 (Ampere), Tesla T4 has (7, 5)" in str(refusal.value)
-
-
 def test_decode_attention_without_an_accelerator_is_xla():
     case = cases.by_name("head_dim64")
     inputs = as_arrays(decode_inputs(case))
@@ -282,14 +221,6 @@ def test_a_plan_of_other_steps_is_refused(rows):
     plan = decode_plan(lengths[None] if rows == 0 else lengths[:rows], dtype="bfloat16", **shape)
     with pytest.raises(ValueError, match="not those of one step of"):
         decode_attention(**inputs, scale=0.1, plan=plan)
-
-
-def test_all_reasons_of_a_refusal_are_told():
-    function, shapes = decode(cases.by_name("float64"), ("mosaic_gpu", "mosaic_mma", "mosaic_tpu"))
-    with pytest.raises(NotImplementedError) as refusal:
-        jax.eval_shape(function, **shapes)
-    for reason in ("mosaic_gpu: ", "mosaic_mma: ", "mosaic_tpu: "):
-        assert reason in str(refusal.value)
 
 
 def test_other_platforms_do_not_disturb_float64():

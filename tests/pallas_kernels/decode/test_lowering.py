@@ -72,18 +72,6 @@ def test_lowers_with_the_products_of_ampere(name):
     assert "stablehlo.dot_general" not in text
 
 
-def test_what_the_products_of_ampere_do_not_serve_is_said():
-    with pytest.raises(NotImplementedError, match="multiplies 16-bit numbers, not float32"):
-        lowered(cases.by_name("float32"), "mosaic_mma")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", cases.BENCHMARK, ids=lambda c: c.name)
-def test_benchmark_shapes_lower(case):
-    function = functools.partial(decode_attention, scale=0.1)
-    assert "mosaic_gpu" in lower_for_cuda(function, **structs(case))
-
-
 @pytest.mark.nightly
 def test_no_work_on_arrays_around_the_kernel():
     """For 16-bit types nothing but the plan, the kernel and the merge is launched."""

@@ -81,34 +81,6 @@ def test_results_come_in_order_and_only_where_asked(lse, scores):
     chex.assert_trees_all_equal(some, (everything[0], everything[1] if lse else everything[2]))
 
 
-def test_scores_and_lse_give_the_weights():
-    inputs = decode_inputs(cases.by_name("head_dim8"))
-    out, lse, scores = attend(inputs, return_lse=True, return_scores=True)
-    row = len(inputs["lengths"]) - 1
-    weights = jnp.exp(scores[row] - lse[row, :, None])
-    chex.assert_trees_all_close(weights.sum(-1), 1.0, rtol=1e-5)
-    length = inputs["lengths"][row]
-    values = inputs["v_pages"][inputs["page_table"][row, : -(-length // 16)]].reshape(-1, 8)
-    chex.assert_trees_all_close(weights[:, :length] @ values[:length], out[row], rtol=2e-4)
-
-
-def test_partial_attentions_merge_by_lse():
-    case = cases.by_name("head_dim8")
-    inputs = decode_inputs(case)
-    whole = attend(inputs)
-    # The first page of every row apart from the others.
-    first = inputs | {"lengths": np.minimum(inputs["lengths"], case.page_size)}
-    rest = inputs | {
-        "page_table": np.roll(inputs["page_table"], -1, axis=1),
-        "lengths": np.maximum(inputs["lengths"] - case.page_size, 0),
-    }
-    parts = [attend(part, return_lse=True) for part in (first, rest)]
-    lse = jnp.logaddexp(parts[0][1], parts[1][1])
-    shares = [jnp.nan_to_num(jnp.exp(e - lse))[..., None] for _, e in parts]
-    merged = sum(o * share for (o, _), share in zip(parts, shares, strict=True))
-    chex.assert_trees_all_close(merged, whole, rtol=1e-7, atol=2e-6)
-
-
 def test_no_copy_of_the_pool():
     """Rows are gathered once for keys and once for values; the pool itself is never copied."""
     case = cases.DecodeCase("copies", (40, 33), head_dim=64, spare_pages=1000)

@@ -93,11 +93,6 @@ def split_keys(arguments):
     return arguments[0], Chunk(*arguments[1:5]), Past(*arguments[5:])
 
 
-def sinks_of(case):
-    """The sinks of a case's query heads; None for none."""
-    return np.linspace(-2.0, 3.0, case.H).astype("float32") if case.sinks else None
-
-
 def oracle(arguments, window, scale, *, sinks=None, soft_cap=None):
     """Output in float64."""
     q, k, v, evicted, counts, k_pages, v_pages, table, past, until = arguments

@@ -19,7 +19,6 @@ from tests.pallas_kernels.prefill.support import (
     ORDER,
     draw,
     oracle,
-    sinks_of,
     split_keys,
     structs,
 )
@@ -29,6 +28,7 @@ from tests.pallas_kernels.support import (
     lower_for_cuda,
     poison_free_memory,
     relative_error,
+    sinks_of,
     tpu_interpreters,
 )
 from tests.support.ahead import compile_ahead

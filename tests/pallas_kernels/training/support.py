@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import retrofit_attention
 from pallas_kernels.training.inputs import Inputs
-from tests.pallas_kernels.support import TOLERANCE
+from tests.pallas_kernels.support import TOLERANCE, sinks_of
 
 RESULTS = ("output", "dq", "dk", "dv", "dbias", "dsinks")
 
@@ -64,10 +64,10 @@ def structs(case, *, queries=None):
 
 
 def both(case, implementation):
-    """Forward and backward as one function of the arrays of `structs`."""
+    """Forward and backward as one function of the arrays of `structs`: output and gradients."""
 
-    def run(q, k, v, bias, do, segments=None, start=None):
-        def forward(q, k, v, bias):
+    def run(q, k, v, bias, do, segments=None, start=None, sinks=None):
+        def forward(q, k, v, bias, sinks):
             return retrofit_attention(
                 q,
                 k,
@@ -77,11 +77,13 @@ def both(case, implementation):
                 scale=case.D**-0.5,
                 segment_ids=segments,
                 start=start,
+                sinks=sinks,
+                soft_cap=case.soft_cap,
                 implementation=implementation,
             )
 
-        output, pullback = jax.vjp(forward, q, k, v, bias)
-        return output, pullback(do)
+        output, pullback = jax.vjp(forward, q, k, v, bias, sinks)
+        return output, *jax.tree.leaves(pullback(do))
 
     return run
 
@@ -147,11 +149,6 @@ def oracle(inputs, segments, window, scale, *, sinks=None, soft_cap=None):
             dk[b, :, n] += scale * ds.T @ q[b, :, h]
             dv[b, :, n] += weights.T @ do[b, :, h]
     return out, dq, dk, dv, dbias, *([] if sinks is None else [dsinks])
-
-
-def sinks_of(case):
-    """The sinks of a case's query heads; None for none."""
-    return np.linspace(-2.0, 3.0, case.H).astype("float32") if case.sinks else None
 
 
 def check(case, got, inputs, segments, tolerance=None):

@@ -12,45 +12,23 @@ from pallas_kernels import retrofit_attention
 from pallas_kernels.training import cases
 from pallas_kernels.training.api import check_arguments
 from pallas_kernels.training.inputs import Inputs
+from tests.pallas_kernels.support import sinks_of
 from tests.pallas_kernels.training.support import (
+    both,
     check,
     draw,
     in_pieces,
     operands,
     oracle,
-    sinks_of,
 )
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
 
-def compiled(case, segments, implementation="xla"):
-    """A function of q, k, v, bias and do: the output and the gradients of q, k, v and bias."""
-
-    def forward(q, k, v, bias):
-        return retrofit_attention(
-            q,
-            k,
-            v,
-            bias,
-            window=case.window,
-            scale=case.D**-0.5,
-            segment_ids=None if segments is None else jnp.asarray(segments),
-            implementation=implementation,
-        )
-
-    @jax.jit
-    def run(q, k, v, bias, do):
-        output, pullback = jax.vjp(forward, q, k, v, bias)
-        return output, *pullback(do)
-
-    return run
-
-
-def attend(case, inputs, segments, implementation="xla"):
-    """Output and the gradients of q, k, v and bias."""
-    arrays = (jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do"))
-    return compiled(case, segments, implementation)(*arrays)
+def attend(case, inputs, segments, implementation="xla", sinks=None):
+    """Output and the gradients of q, k, v, bias and, if there are any, sinks."""
+    arrays = {name: jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do")}
+    return jax.jit(both(case, implementation))(**arrays, segments=segments, sinks=sinks)
 
 
 @pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda case: case.name)
@@ -65,26 +43,9 @@ def test_every_case_agrees_with_the_oracle(case):
 @pytest.mark.parametrize("case", cases.SINKS_AND_CAPS, ids=lambda case: case.name)
 def test_sinks_and_soft_caps_agree_with_the_oracle(case):
     inputs, segments = draw(case)
-    sinks, wide = sinks_of(case), case.dtype == "float64"
-
-    def forward(q, k, v, bias, *sinks):
-        return retrofit_attention(
-            q,
-            k,
-            v,
-            bias,
-            window=case.window,
-            scale=case.D**-0.5,
-            segment_ids=None if segments is None else jnp.asarray(segments),
-            sinks=sinks[0] if sinks else None,
-            soft_cap=case.soft_cap,
-        )
-
+    wide = case.dtype == "float64"
     with jax.enable_x64(wide):
-        arrays = [jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias")]
-        arrays += [] if sinks is None else [jnp.asarray(sinks)]
-        output, pullback = jax.vjp(jax.jit(forward), *arrays)
-        results = output, *pullback(jnp.asarray(inputs["do"]))
+        results = attend(case, inputs, segments, None, sinks_of(case))
         chex.assert_type([*results[:4]], case.dtype)
     check(case, results, inputs, segments, tolerance=1e-7 if wide else None)
 
@@ -121,22 +82,9 @@ def test_a_row_in_pieces_is_the_row(name):
     inputs, segments = draw(case, dtype="float64")
 
     @jax.jit
-    def run(arrays, do):
-        def forward(q, k, v, bias):
-            return retrofit_attention(
-                q,
-                k,
-                v,
-                bias,
-                window=case.window,
-                scale=case.D**-0.5,
-                segment_ids=arrays.segments,
-                start=arrays.start,
-                implementation="xla",
-            )
-
-        output, pullback = jax.vjp(forward, arrays.q, arrays.k, arrays.v, arrays.bias)
-        return output, *pullback(do)
+    def run(piece, do):
+        arrays = piece.q, piece.k, piece.v, piece.bias, do
+        return both(case, "xla")(*arrays, piece.segments, piece.start)
 
     with jax.enable_x64(True):
         arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
@@ -161,20 +109,6 @@ def test_the_oracle_differentiates():
         ]
         slope = (ends[0] - ends[1]) / 2e-5
         chex.assert_trees_all_close(slope, np.sum(gradient * direction), rtol=1e-6, atol=1e-9)
-
-
-def test_a_key_that_is_gone_equals_a_key_that_is_not_there():
-    case = dataclasses.replace(BY_NAME["evicted"], T=20, D=8, window=4, dtype="float32")
-    inputs, _ = draw(case)
-    output = attend(case, inputs, None)[0]
-    gone = np.isneginf(inputs["bias"][0, 0])
-    for query in (6, 19):
-        keys = [j for j in range(query + 1) if query - j <= 4 or not gone[j]]
-        for head in range(case.H):
-            scores = inputs["k"][0, keys, 0] @ inputs["q"][0, query, head] * 8**-0.5
-            weights = np.exp(scores - scores.max())
-            want = weights @ inputs["v"][0, keys, 0] / weights.sum()
-            chex.assert_trees_all_close(output[0, query, head], want, rtol=2e-4, atol=1e-5)
 
 
 def test_bfloat16_bias_and_other_bias_dtypes_are_served():

@@ -1,0 +1,46 @@
+"""TPU kernels compiled ahead of time: within VMEM and SMEM of each kind of chip."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.pallas_kernels.support import compile_for_tpu, for_each_tpu
+
+SCRIPT = Path(__file__).with_name("compile_for_tpus.py")
+# Decoding with all results takes the most memory; cases that differ in what a block of the kernel
+# is (heads, dtype, table) are compiled without them too.
+# fmt: off
+CASES = {
+    "decode": (
+        "base+", "group16_head_dim256+", "float32_head_dim256+", "page16+", "large+", "wide+",
+        "widest+", "base", "large",
+    ),
+    "select": ("pages1024", "slots131072", "bfloat16", "many_of_longer"),
+    "write": (
+        "rows8", "rows256", "rows2048", "most_rows", "rotated_rows256", "base", "float32",
+        "rotated",
+    ),
+}
+# They take less memory than those, and differ in the shape alone: one kind of chip will do.
+SHAPES = {
+    "decode": (
+        "group16+", "head_dim64+", "head_dim96+", "head_dim256+", "group16_head_dim512+",
+        "float32+", "page48+", "page128+", "page192+", "head_dim64", "float32",
+    ),
+    "write": ("head_dim64", "head_dim96", "head_dim256", "page16", "page128"),
+}
+# fmt: on
+# XLA lays narrower heads out in another way between kernels, and small pools may visit VMEM.
+IN_PLACE = CASES["write"][:5]
+
+
+@for_each_tpu
+@pytest.mark.parametrize("kernel", CASES)
+def test_kernel_compiles(kernel, kind, topology):
+    names = (*CASES[kernel], *(SHAPES.get(kernel, ()) if topology == "v5e:2x2" else ()))
+    lines = compile_for_tpu(SCRIPT, kind, kernel, topology, *names)
+    for name, line in zip(names, lines, strict=True):
+        found, has_kernel, nothing_sorted, in_place = line.split()
+        assert (found, has_kernel) == (name, "True")
+        assert nothing_sorted == "True" or kernel != "select"
+        assert in_place == "True" or kernel != "write" or name not in IN_PLACE
