@@ -1,7 +1,9 @@
-"""The checkpoints of a run, written in the background.
+"""The checkpoints of a run: written in the background, verified when they are read.
 
-    checkpoints/<step>/state/   Orbax: parameters and optimizer state
-    checkpoints/<step>/meta/    JSON: settings of the run, state of the data iterator
+    checkpoints/<step>/state/           Orbax: parameters and optimizer state
+    checkpoints/<step>/meta/            JSON: settings of the run, state of the data iterator
+    checkpoints/<step>/checksums.json   the SHA-256 of each of these files
+    damaged/<step>/                     a checkpoint that could not be read, and was passed over
 
 Orbax copies the arrays to the host while the run waits, and writes them to a temporary directory
 while it goes on, which it renames at the end. A checkpoint that cannot be written is a warning:
@@ -10,6 +12,8 @@ the older ones stay, since they are removed only after a newer one is complete.
 
 import contextlib
 import gc
+import hashlib
+import json
 import logging
 import pathlib
 import re
@@ -20,8 +24,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, plain
+
+_CHECKSUMS = "checksums.json"
+# Orbax notes in it, last of all, when the checkpoint was complete.
+_TIMES = "_CHECKPOINT_METADATA"
 
 # What the stores below Orbax end their pages with.
 _OF_FILES = re.compile(
@@ -112,6 +122,7 @@ class Checkpoints:
                 max_to_keep=self._keep,
                 cleanup_tmp_directories=clean,
                 async_options=ocp.options.AsyncOptions(
+                    post_finalization_callback=self._add_sums,
                     # In the background a directory that cannot be made is waited for in vain.
                     create_directories_asynchronously=False,
                 ),
@@ -207,6 +218,12 @@ class Checkpoints:
             f"{_reason(error)}.{last}"
         )
 
+    def _add_sums(self) -> None:
+        """Writes the checksums of a checkpoint; Orbax calls it just before it renames it."""
+        (place,) = self._path.glob(f"{self._writing}.*")
+        sums = {name: _sum(place / name) for name in _files(place)}
+        (place / _CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+
     def meta(self, step: int) -> Meta:
         """Returns what was saved beside the state of a step."""
         args = self._orbax.args
@@ -219,33 +236,89 @@ class Checkpoints:
         *,
         only: int | None = None,
     ) -> tuple[Any, Meta]:
-        """Reads the newest checkpoint; returns the state and what is beside it.
+        """Reads the newest checkpoint that is whole; returns the state and what is beside it.
+
+        One that is damaged is a warning, and is moved out of the way.
 
         Args:
           abstract_state: shapes, dtypes and shardings of the state.
           check_settings: raises ConfigError if what is beside it is of another run.
-          only: step of the checkpoint to read in place of the newest.
+          only: step of the checkpoint to read in place of the newest; no other will do.
 
         Raises:
           ConfigError: it is of another run.
-          CheckpointError: it cannot be read.
+          CheckpointError: none can be read.
         """
-        step = self.steps[-1] if only is None else only
-        args = self._orbax.args
-        try:
-            meta = self.meta(step)
-            check_settings(meta)
-            composite = args.Composite(state=args.StandardRestore(abstract_state))
-            return self._manager.restore(step, args=composite)["state"], meta
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a file that is not what it was leads to
-            others = ", ".join(str(each) for each in self.steps if each != step)
-            advice = f"go on from another ({others})" if others else "start again"
+        wrong: list[str] = []
+        tried = self.steps[::-1] if only is None else [only]
+        for each in tried:
+            try:
+                meta, state = self._read(each, abstract_state, check_settings)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a file that is not what it was leads to
+                wrong.append(f"The checkpoint of step {each} cannot be resumed: {_reason(error)}")
+                continue
+            for damaged, reason in zip(tried, wrong, strict=False):
+                self._pass_over(damaged)
+                warnings.warn(
+                    f"{reason}. It was moved to {self._run / 'damaged'}; the run goes on from the "
+                    f"one before it, of step {each}.",
+                    stacklevel=2,
+                )
+            return state, meta
+        if only is not None:
+            others = ", ".join(str(each) for each in self.steps if each != only) or "no other"
             raise CheckpointError(
-                f"The checkpoint of step {step} cannot be resumed: {_reason(error)}. Remove "
-                f"{self._path / str(step)} to {advice}."
-            ) from error
+                f"{wrong[0]}. Give another step to restart from; {self._run} has {others}."
+            )
+        raise CheckpointError(
+            f"{self._run} holds no checkpoint that can be read. {'. '.join(wrong)}. Give another "
+            "`out`, or remove its checkpoints to start again."
+        )
+
+    def _read(
+        self, step: int, abstract_state: Any, check_settings: Callable[[Meta], None]
+    ) -> tuple[Meta, Any]:
+        self._verify(step)
+        meta = self.meta(step)
+        check_settings(meta)
+        args = self._orbax.args
+        state = self._manager.restore(
+            step, args=args.Composite(state=args.StandardRestore(abstract_state))
+        )["state"]
+        return meta, state
+
+    def _verify(self, step: int) -> None:
+        """Compares the files with their checksums; each process does a part of them.
+
+        Raises:
+          CheckpointError: one differs or is missing.
+        """
+        place = self._path / str(step)
+        wrong = ""
+        try:
+            sums = json.loads((place / _CHECKSUMS).read_text(encoding="utf-8"))
+            for name in sorted(sums)[jax.process_index() :: jax.process_count()]:
+                if not (place / name).is_file():
+                    wrong = f"{name} is missing"
+                elif _sum(place / name) != sums[name]:
+                    wrong = f"{name} is not what was written"
+        except (OSError, ValueError, AttributeError) as error:
+            wrong = f"{_CHECKSUMS} cannot be read: {_reason(error)}"
+        found = list(filter(None, processes.gather(wrong)))
+        if found:
+            raise CheckpointError(found[0])
+
+    def _pass_over(self, step: int) -> None:
+        """Moves a checkpoint out of the way of the steps that come again."""
+        if processes.is_first():
+            place = self._run / "damaged" / str(step)
+            shutil.rmtree(place, ignore_errors=True)
+            place.parent.mkdir(exist_ok=True)
+            (self._path / str(step)).rename(place)
+        processes.gather("")
+        self._manager.reload()
 
     def discard(self, first: int) -> None:
         """Removes the checkpoints from a step on."""
@@ -262,6 +335,17 @@ class Checkpoints:
             self._manager.close()
         finally:
             _quiet.end()
+
+
+def _files(place: pathlib.Path) -> list[str]:
+    """The files of a checkpoint that have a checksum, by their path in it."""
+    found = (path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != _TIMES)
+
+
+def _sum(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _reason(error: Exception) -> str:

@@ -95,34 +95,63 @@ def remove(path):
     files(path, 6)[0].unlink()
 
 
+def flip(path):
+    file = files(path, 6)[0]
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(255 - byte for byte in content[middle : middle + 64])
+    file.write_bytes(content)
+
+
 def break_the_position(path):
     (path / "checkpoints" / "6" / "meta" / "metadata").write_text("{")
 
 
-@pytest.mark.parametrize("damage", [truncate, remove, break_the_position])
-def test_a_damaged_checkpoint_is_an_error_that_names_the_others(tmp_path, damage):
+def break_the_checksums(path):
+    (path / "checkpoints" / "6" / "checksums.json").write_text("{")
+
+
+def remove_the_checksums(path):
+    (path / "checkpoints" / "6" / "checksums.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "is not what was written"),
+        (break_the_checksums, "checksums.json cannot be read"),
+        (remove, "is missing"),
+        (flip, "is not what was written"),
+        (break_the_position, "meta/metadata is not what was written"),
+        (remove_the_checksums, "checksums.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, damage, message):
     with saved(tmp_path, 3, 6):
         pass
     damage(tmp_path)
-    with (
-        saved(tmp_path) as directory,
-        pytest.raises(CheckpointError, match=r"step 6 cannot .* Remove .*/6 to go on .*\(3\)"),
-    ):
-        directory.restore(ABSTRACT)
-    shutil.rmtree(tmp_path / "checkpoints" / "6")
-    with saved(tmp_path, 6) as directory:
+    directory = opened(tmp_path)
+    told = f"of step 6 cannot be resumed: .*{message}.* from the one before it, of step 3"
+    with pytest.warns(UserWarning, match=told):
+        restored, position = directory.restore(ABSTRACT)
+    chex.assert_trees_all_equal(restored, state(3))
+    assert position == {"position": 3}
+    # The steps come again, and so does their checkpoint.
+    assert directory.latest_step == 3
+    directory.save(6, state(6), None)
+    directory.close()
+    with saved(tmp_path) as directory:
         chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(6))
 
 
-def test_a_damaged_checkpoint_that_is_the_only_one(tmp_path):
+def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path):
     with saved(tmp_path, 6):
         pass
-    truncate(tmp_path)
-    with (
-        saved(tmp_path) as directory,
-        pytest.raises(CheckpointError, match=r"Remove .*/6 to start again"),
-    ):
-        directory.restore(ABSTRACT)
+    flip(tmp_path)
+    with saved(tmp_path) as directory:
+        with pytest.raises(CheckpointError, match=r"no checkpoint that can be read.*of step 6"):
+            directory.restore(ABSTRACT)
+        assert directory.latest_step == 6
 
 
 def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):

@@ -1,6 +1,7 @@
 """What cannot be written is said in one line, without the pages that Orbax logs of it."""
 
 import asyncio
+import gc
 import logging
 import pathlib
 import sys
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from dms_jax.errors import CheckpointError
+from dms_jax.training import checkpoints
 from dms_jax.training.checkpoints import Checkpoints
 from dms_jax.training.run_directory import RunDirectory
 
@@ -67,6 +69,30 @@ def test_writes_that_go_on_after_a_failed_checkpoint_are_not_shown(tmp_path, mon
     assert sys.unraisablehook == before
 
 
+def test_writes_that_failed_with_the_first_are_not_shown(tmp_path, monkeypatch, caplog):
+    """Orbax raises the error of one; asyncio logs those of the others, when they are collected."""
+    made: dict[str, Any] = {}
+    source = "async def write():\n    raise ValueError('No space left on device')"
+    exec(compile(source, "/site-packages/orbax/checkpoint/writing.py", "exec"), made)
+
+    def write_all(path):
+        loop = asyncio.new_event_loop()
+        try:
+            writes = [loop.create_task(made["write"]()) for _ in range(3)]
+            loop.run_until_complete(writes[0])
+        finally:
+            loop.close()
+
+    (tmp_path / "checkpoints").mkdir()
+    found = Checkpoints(tmp_path, keep=2)
+    monkeypatch.setattr(checkpoints, "_sum", write_all)
+    found.save(1, STATE, {"at": 1})
+    with pytest.warns(UserWarning, match="step 1 cannot be written .*: No space left on device"):
+        found.close()
+    gc.collect()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_writes_that_never_began_are_not_shown(tmp_path):
     name = "coroutine 'async_serialize_from_host.<locals>.write_fragment'"
     (tmp_path / "checkpoints").mkdir()
@@ -79,15 +105,6 @@ def test_writes_that_never_began_are_not_shown(tmp_path):
     assert [str(each.message) for each in told] == ["coroutine 'other' was never awaited"]
 
 
-def failing(found, monkeypatch, reason):
-    """Makes the manager that is open say that what it writes has failed."""
-
-    def fail():
-        raise ValueError(reason)
-
-    monkeypatch.setattr(found._manager, "check_for_errors", fail)
-
-
 def test_only_the_first_manager_looks_for_what_a_killed_run_left(tmp_path, monkeypatch):
     """It looks in a thread, and a run that has failed does not wait for that thread."""
     (tmp_path / "checkpoints").mkdir()
@@ -98,7 +115,7 @@ def test_only_the_first_manager_looks_for_what_a_killed_run_left(tmp_path, monke
         "CheckpointManagerOptions",
         lambda **options: made.append(options) or make(**options),
     )
-    failing(found, monkeypatch, "No space left on device")
+    monkeypatch.setattr(checkpoints, "_sum", lambda path: 1 / 0)
     found.save(1, STATE, {"at": 1})
     with pytest.raises(CheckpointError, match="step 1"):
         found.finish()
@@ -110,12 +127,19 @@ def test_a_full_disk_is_one_line_and_with_space_again_the_run_goes_on(tmp_path, 
     (tmp_path / "checkpoints").mkdir()
     found = Checkpoints(tmp_path, keep=2)
 
-    failing(found, monkeypatch, f"RESOURCE_EXHAUSTED: {'page ' * 200}: No space left on device")
+    def full():
+        raise ValueError(f"RESOURCE_EXHAUSTED: {'page ' * 200}: No space left on device [os=28]")
+
+    monkeypatch.setattr(checkpoints, "_sum", lambda path: full())
     found.save(1, STATE, {"at": 1})
     with pytest.warns(UserWarning, match=r"step 1 cannot be written to \S+: No space left .*\.$"):
         found.save(2, STATE, {"at": 2})
+    with pytest.raises(CheckpointError, match=r"step 2 .*: No space left on device\.$"):
+        found.finish()
+    monkeypatch.undo()
+    found.save(3, STATE, {"at": 3})
     found.finish()
-    assert found.steps == [2]
+    assert found.steps == [3]
     found.close()
 
 

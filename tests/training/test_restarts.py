@@ -9,10 +9,11 @@ from dms_jax.errors import CheckpointError, DataError, TrainingDivergedError
 from tests.training.test_checkpoints import (
     ABSTRACT,
     STEEP,
+    break_the_position,
+    flip,
     run,
     saved,
     state,
-    truncate,
 )
 from tests.training.tiny import language_model
 
@@ -26,10 +27,10 @@ def test_a_restart_that_fails_has_removed_nothing(model, tmp_path):
     """From a damaged checkpoint, or with a recipe that takes another state or other data."""
     with saved(tmp_path / "arrays", 2, 4, 6, keep=3):
         pass
-    truncate(tmp_path / "arrays")
+    flip(tmp_path / "arrays")
     with (
         saved(tmp_path / "arrays", restart_from=6, keep=3) as directory,
-        pytest.raises(CheckpointError, match=r"step 6 cannot be .* go on from another \(2, 4\)"),
+        pytest.raises(CheckpointError, match=r"step 6.*another step to restart.*has 2, 4"),
     ):
         directory.restore(ABSTRACT)
     with saved(tmp_path / "arrays", restart_from=2, keep=3) as directory:
@@ -52,3 +53,18 @@ def test_a_restart_that_fails_has_removed_nothing(model, tmp_path):
         with pytest.raises((DataError, CheckpointError)):
             run(model, recipe=other, out=out, restart_from=1, keep_checkpoints=9)
         assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [1, 2]
+
+
+def test_a_restart_whose_newest_checkpoint_is_damaged_goes_on_from_its_own(tmp_path):
+    with saved(tmp_path, 2):
+        pass
+    with saved(tmp_path, restart_from=2, keep=3, recipe="other") as directory:
+        directory.restore(ABSTRACT)
+        directory.remove_later()
+        directory.save(4, state(4), None)
+        directory.save(6, state(6), None)
+    break_the_position(tmp_path)
+    with saved(tmp_path, restart_from=2, keep=3, recipe="other") as directory:
+        with pytest.warns(UserWarning, match="goes on from the one before it, of step 4"):
+            directory.restore(ABSTRACT)
+        assert directory.latest_step == 4
