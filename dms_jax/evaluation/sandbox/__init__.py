@@ -9,8 +9,8 @@ code (`inside`). What holds it:
 - time: a limit on processor time (RLIMIT_CPU; what handles its signal is killed a second later) and
   one on the wall clock, then SIGKILL; it also dies with the process that judges;
 - memory: RLIMIT_AS; no shared memory or memory files; and it is the first to go when memory ends;
-- processes: none, no fork and no exec; the judging process counts its threads every few hundredths
-  of a second and ends it beyond a limit, because RLIMIT_NPROC counts a user's and never root's;
+- processes: none, no fork and no exec; threads are counted by the judging process, one by one
+  (seccomp user notification), because RLIMIT_NPROC counts a user's processes and never root's;
 - files: none is written, created, renamed or removed, whether it is there already or not; Python's
   library and the system's shared libraries may be read, nothing else (Landlock), and modes, owners
   and attributes may not be changed. Names, sizes and dates of files can be seen; contents cannot;

@@ -89,7 +89,7 @@ class Sandbox(Options):
       seconds: processor time of each process, rounded up to whole seconds.
       wall_seconds: time of each test on the clock; larger, since a machine can be busy.
       megabytes: memory of each process, Python's own included.
-      threads: how many threads it may run beside the first one; 0 allows none to start.
+      threads: how many threads it may start, in all.
       output_megabytes: the most that it may print or return.
       allow_weaker: run also where the system lacks some of the mechanisms, with those it has. The
         code then may read and write your files and reach the network.
@@ -200,11 +200,7 @@ class Sandbox(Options):
             "The sandbox learns from the system how a program ended, and nothing where SIGCHLD is "
             "ignored: set signal.signal(signal.SIGCHLD, signal.SIG_DFL).",
         )
-        limits = {
-            "seconds": math.ceil(self.seconds),
-            "memory": self.megabytes << 20,
-            "threads": self.threads > 0 and role != "checker",
-        }
+        limits = {"seconds": math.ceil(self.seconds), "memory": self.megabytes << 20}
         job = {"role": role, "limits": limits, "weaker": self.allow_weaker, **job}
         deadline = deadline or time.monotonic() + self.wall_seconds
         with confined(job, deadline, threads=self.threads, **streams) as process:
@@ -224,7 +220,6 @@ class Sandbox(Options):
 def _wait(process: Confined, deadline: float) -> int:
     """The status of a process that has closed its output."""
     while True:
-        process.check_threads()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.process.wait(patience(deadline))
 

@@ -9,6 +9,7 @@ import pathlib
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,8 +21,13 @@ from dms_jax.errors import CapacityError
 
 _FOLDER = pathlib.Path(__file__).parent
 _CHUNK = 1 << 16
-# Seconds until threads are counted again, and until a judgement nobody wants any more notices.
-_PATIENCE = 0.05
+_NOTIFICATION = 80  # bytes; the first 8 are its number
+_RECEIVE, _ANSWER = 0xC0502100, 0xC0182101  # ioctl: _IOWR('!', 0, 80) and _IOWR('!', 1, 24)
+_CONTINUE = 1
+_EAGAIN = 11
+
+
+_PATIENCE = 0.2  # seconds until a judgement that is not wanted any more notices
 _GIVEN_UP: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar(
     "given_up", default=None
 )
@@ -53,7 +59,7 @@ def patience(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise Stopped("time")
-    return min(left, _PATIENCE)
+    return left if given_up is None else min(left, _PATIENCE)
 
 
 @dataclasses.dataclass
@@ -63,13 +69,15 @@ class Confined:
     Attributes:
       process: the process.
       control: our end of its control socket.
-      threads: how many threads it may run beside the first one.
+      threads: how many more threads it may start.
+      listener: where it asks for them; None where the system lacks it.
       missing: mechanisms that the system lacks.
     """
 
     process: subprocess.Popen
     control: socket.socket
     threads: int
+    listener: int | None = None
     missing: tuple[str, ...] = ()
 
     @property
@@ -77,21 +85,19 @@ class Confined:
         """Whether its processor time ran out and ended it; known once it was closed."""
         return self.process.returncode == -signal.SIGXCPU
 
-    def running_threads(self) -> int | None:
-        """How many threads it runs; None where the system does not say, or it has ended."""
+    def answer(self) -> None:
+        """Answers one request for a thread."""
+        import fcntl  # not on Windows
+
+        assert self.listener is not None
         try:
-            return len(os.listdir(f"/proc/{self.process.pid}/task"))
-        except OSError:
-            return None
-
-    def check_threads(self) -> None:
-        """Counts its threads.
-
-        Raises:
-          Stopped: there are too many.
-        """
-        if (self.running_threads() or 0) > self.threads + 1:
-            raise Stopped("threads")
+            request = fcntl.ioctl(self.listener, _RECEIVE, bytes(_NOTIFICATION))
+            number = struct.unpack_from("<Q", request)[0]
+            self.threads -= 1
+            verdict = (0, _CONTINUE) if self.threads >= 0 else (-_EAGAIN, 0)
+            fcntl.ioctl(self.listener, _ANSWER, struct.pack("<QqiI", number, 0, *verdict))
+        except OSError:  # it has ended meanwhile
+            pass
 
     def close(self) -> None:
         """Ends the process and everything that belongs to it."""
@@ -103,6 +109,8 @@ class Confined:
         self.control.close()
         if self.process.stdout is not None:
             self.process.stdout.close()
+        if self.listener is not None:
+            os.close(self.listener)
 
 
 @contextlib.contextmanager
@@ -132,7 +140,7 @@ def confined(
     Args:
       job: what it is to do, see `inside/__main__.py`.
       deadline: when the judgement ends, by `time.monotonic`.
-      threads: how many threads it may run beside the first one.
+      threads: how many threads it may start.
       calls: its end of the socket for calls.
       stdin, stdout: as for `subprocess.Popen`.
 
@@ -180,8 +188,11 @@ def _hand_over(own: Confined, job: Mapping[str, Any], deadline: float) -> None:
     try:
         own.control.sendall(json.dumps(job).encode() + b"\n")
         while not told.endswith(b"\n"):
-            chunk = own.control.recv(_CHUNK)
-            told += chunk
+            chunk, given, _, _ = socket.recv_fds(own.control, _CHUNK, 1)
+            if given:
+                own.listener = given[0]
+                os.set_inheritable(own.listener, False)  # as Python's own descriptors are
+            told += chunk.replace(b"+", b"")
             if not chunk:
                 raise CapacityError(
                     "The sandbox's process ended before it was locked in. Give it more memory."
@@ -191,14 +202,12 @@ def _hand_over(own: Confined, job: Mapping[str, Any], deadline: float) -> None:
     except ConnectionError as error:
         raise CapacityError("The sandbox's process ended before it read its job.") from error
     own.missing = tuple(json.loads(told)["missing"])
-    if own.running_threads() is None:
-        own.missing += ("/proc, where threads are counted",)
     with contextlib.suppress(ConnectionError):  # it ends where it must not run with less
         own.control.sendall(b"+")
 
 
 class Stream:
-    """Reads what a process writes, up to a number of bytes, and counts threads meanwhile.
+    """Reads what a process writes, up to a number of bytes, and serves processes meanwhile.
 
     Attributes:
       descriptor: what is read.
@@ -209,31 +218,36 @@ class Stream:
 
     def __init__(self, descriptor: int, processes: Sequence[Confined], deadline: float, most: int):
         self.descriptor, self.deadline, self.most = descriptor, deadline, most
-        self.processes = processes
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
+        self._listeners = {each.listener: each for each in processes if each.listener is not None}
+        for listener in self._listeners:
+            self._poll.register(listener, select.POLLIN)
 
     def read(self, end: bytes = b"") -> bytes:
         """Reads to a mark, or to the end.
 
         Raises:
-          Stopped: the time, the threads or the number of bytes ran out.
+          Stopped: the time or the number of bytes ran out.
           GivenUpError: nobody waits for it.
         """
         parts: list[bytes] = []
         size = 0
         while True:
-            for process in self.processes:
-                process.check_threads()
-            if not self._poll.poll(1000 * patience(self.deadline) + 1):
-                continue
-            try:
-                chunk = os.read(self.descriptor, _CHUNK)
-            except ConnectionError:  # it ended with something unread
-                chunk = b""
-            size += len(chunk)
-            if size > self.most:
-                raise Stopped("output")
-            parts.append(chunk)
-            if not chunk or (end and end in chunk):
-                return b"".join(parts)
+            for descriptor, event in self._poll.poll(1000 * patience(self.deadline) + 1):
+                if descriptor in self._listeners:
+                    if event & select.POLLIN:
+                        self._listeners[descriptor].answer()
+                    else:  # the process has ended
+                        self._poll.unregister(descriptor)
+                    continue
+                try:
+                    chunk = os.read(descriptor, _CHUNK)
+                except ConnectionError:  # it ended with something unread
+                    chunk = b""
+                size += len(chunk)
+                if size > self.most:
+                    raise Stopped("output")
+                parts.append(chunk)
+                if not chunk or (end and end in chunk):
+                    return b"".join(parts)

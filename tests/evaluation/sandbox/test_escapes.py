@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dms_jax.evaluation.sandbox import Run, Sandbox
+from dms_jax.evaluation.sandbox import Sandbox
 from tests.support.containment import needs_containment
 from tests.support.instances import nightly_but
 
@@ -279,31 +279,15 @@ def test_gigabytes_of_output_end_it():
     assert big.failure == "output"
 
 
-@pytest.mark.parametrize("close", ["", "os.close(1)"])  # its output, after which it is waited for
-def test_threads_are_counted(close):
-    source = f"""
-import os, sys, threading, time
-count, seconds = map(int, input().split())
-everybody = threading.Barrier(count + 1)
-for _ in range(count):
-    threading.Thread(target=everybody.wait, daemon=True).start()
-print("started", flush=True)
-{close}
-time.sleep(seconds)
-everybody.wait()
-"""
-    several = dataclasses.replace(SMALL, megabytes=4096)  # of which each thread reserves some
-    assert several.run(source, "8 0") == Run("started\n")
-    assert several.run(source, "9 60").failure == "threads"
-    assert dataclasses.replace(several, threads=0).run(source, "1 0").failure == "status 1"
-
-
-def test_threads_that_have_ended_do_not_count():
+def test_threads_are_counted():
     source = (
-        "import threading\nfor i in range(99):\n"
-        "    each = threading.Thread(target=int)\n    each.start()\n    each.join()\nprint(i)"
+        "import threading\ndone = []\nfor i in range({}):\n"
+        "    each = threading.Thread(target=done.append, args=(i,))\n"
+        "    each.start()\n    each.join()\nprint(len(done))"
     )
-    assert SMALL.run(source).output == "98\n"
+    assert SMALL.run(source.format(8)).output == "8\n"
+    assert SMALL.run(source.format(9)).failure == "status 1"
+    assert Sandbox(threads=0).run(source.format(1)).failure == "status 1"
 
 
 def test_the_environment_is_empty(monkeypatch):

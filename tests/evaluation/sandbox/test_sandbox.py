@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -100,6 +101,15 @@ def test_processor_time_that_ran_out_is_told():
     assert SANDBOX.call(killed, "f", []).failure == "raised or ended"
 
 
+def test_long_arguments_of_code_that_starts_with_threads():
+    """The supervisor answers for threads while it hands over the arguments."""
+    source = (
+        "import threading\neach = threading.Thread(target=int)\neach.start()\neach.join()\n"
+        "def f(x): return len(x)"
+    )
+    assert SANDBOX.call(source, "f", ["x" * 3_000_000]).result == 3_000_000
+
+
 def test_tests_are_confined_too(tmp_path):
     tests = f"def check(f): open({str(tmp_path / 'x')!r}, 'w')"
     failure = SANDBOX.check("def f(): return 1", setup="", tests=tests, entry="f")
@@ -191,9 +201,9 @@ def lacking(tmp_path, monkeypatch):
         ),
         (
             "system_calls",
-            "_SET_MODE_FILTER = 1",
-            "_SET_MODE_FILTER = 77",
-            r"lacks seccomp filters \(",
+            "_SET_MODE_FILTER, _NEW_LISTENER = 1, 8",
+            "_SET_MODE_FILTER, _NEW_LISTENER = 77, 8",
+            r"lacks seccomp user notification \(Linux 5.5 or later\) \(.*; seccomp filters \(",
         ),
         (
             "system_calls",
@@ -220,6 +230,27 @@ def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message
     assert weaker.run("print(1)").output == "1\n"
     tests = "def check(f): assert f(1) == 2"
     assert weaker.check("def f(x): return x + 1", setup="", tests=tests, entry="f") == ""
+
+
+@pytest.mark.nightly
+def test_a_container_that_counts_calls_itself_is_named():
+    """Of the filters of a process one may have a listener: then a container's own has it."""
+    source = (
+        f"import sys\nsys.path[:0] = {sys.path!r}\n"
+        "from tests.support import containment\n"
+        "assert containment.lacking() == ''\n"
+        "exec(containment.LISTEN)\n"
+        "print(containment.lacking())\n"
+        "from dms_jax.evaluation.sandbox import Sandbox\n"
+        "try: Sandbox().require()\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=100
+    )
+    skipped, refused = done.stdout.splitlines()
+    assert skipped == "seccomp user notification is refused: Device or resource busy"
+    assert "lacks seccomp user notification (Linux 5.5 or later) (Device or resource b" in refused
 
 
 def test_a_mechanism_that_does_not_hold_is_noticed(lacking):
@@ -267,9 +298,19 @@ def test_too_many_open_files_is_an_error_and_no_score(monkeypatch):
         SANDBOX.run("print(1)")
 
 
-def test_no_descriptor_is_left():
+def test_no_descriptor_is_left_or_handed_on(monkeypatch):
+    """Neither after a judgement nor, while it lasts, to other programs that are started."""
+    inherited = []
+    answer = supervising.Confined.answer
+    monkeypatch.setattr(
+        supervising.Confined,
+        "answer",
+        lambda own: (inherited.append(os.get_inheritable(own.listener)), answer(own)),
+    )
+    source = "import threading\nthreading.Thread(target=int).start()"
     before = set(os.listdir("/proc/self/fd"))
-    assert SANDBOX.run("print(1)").failure == ""
+    assert SANDBOX.run(source).failure == ""
+    assert inherited == [False]
     assert SANDBOX.call("def f(): return 1", "f", []).result == 1
     assert SANDBOX.call("1 / 0", "f", []).failure
     assert SANDBOX.check("def f(): pass", setup="", tests="def check(f): 1 / 0", entry="f")

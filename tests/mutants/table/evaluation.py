@@ -103,6 +103,13 @@ MUTANTS = [
         (AGGREGATION,),
     ),
     Mutant(
+        "evaluation: hyperscale, a tie in a vote is settled by chains that have ended",
+        FOLDER + "aggregation.py",
+        "-min(seen, open_chains[0]))",
+        "-seen)",
+        (AGGREGATION,),
+    ),
+    Mutant(
         "evaluation: hyperscale, a resample has as many problems as there are",
         FOLDER + "bootstrap.py",
         "rng.multinomial(count - 1, np.full(count, 1 / count), size=draws) / (count - 1)",
@@ -177,8 +184,8 @@ MUTANTS = [
     Mutant(
         "sandbox: threads are not counted",
         FOLDER + "sandbox/supervising.py",
-        "(self.running_threads() or 0) > self.threads + 1",
-        "False",
+        "(0, _CONTINUE) if self.threads >= 0 else (-_EAGAIN, 0)",
+        "(0, _CONTINUE)",
         (f"{ESCAPES}::test_threads_are_counted",),
     ),
     Mutant(

@@ -9,6 +9,7 @@ Calls come over another one, a line each: [name, arguments, keywords], answered 
 arguments as the call left them], or null where it raised.
 """
 
+import array
 import builtins
 import itertools
 import json
@@ -31,8 +32,13 @@ def main(control: int, calls: int, parent: int) -> None:
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.dirname(__file__))]
     supervisor = socket.socket(fileno=control)
     job = _read_job(supervisor)
+
+    def pass_on(descriptor: int) -> None:
+        rights = array.array("i", [descriptor]).tobytes()
+        supervisor.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+
     role = job["role"]
-    missing = confining.confine(job["limits"])
+    missing = confining.confine(job["limits"], threads=role != "checker", pass_on=pass_on)
     told = json.dumps({"missing": missing}) + "\n"
     os.write(control, told.encode())
     if (missing and not job["weaker"]) or not os.read(control, 1):

@@ -30,11 +30,13 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
-def confine(limits: dict[str, Any]) -> list[str]:
+def confine(limits: dict[str, Any], *, threads: bool, pass_on: Callable[[int], None]) -> list[str]:
     """Locks the process in, and returns the names of the mechanisms that the system lacks.
 
     Args:
-      limits: `seconds` of processor time, bytes of `memory`, whether `threads` may be started.
+      limits: `seconds` of processor time, bytes of `memory`.
+      threads: whether threads may be started at all.
+      pass_on: gives a descriptor to the supervisor, who answers there for each new thread.
     """
     missing: list[str] = []
     seconds, memory = limits["seconds"], limits["memory"]
@@ -51,10 +53,10 @@ def confine(limits: dict[str, Any]) -> list[str]:
             missing.append(name)
     if sys.platform != "linux":
         return [*missing, f"Landlock and seccomp, which are Linux's (this is {sys.platform})"]
-    return missing + _confine_linux(threads=limits["threads"])
+    return missing + _confine_linux(threads, pass_on)
 
 
-def _confine_linux(*, threads: bool) -> list[str]:
+def _confine_linux(threads: bool, pass_on: Callable[[int], None]) -> list[str]:
     from . import kernel, landlock, system_calls
 
     try:  # if memory runs out elsewhere, this process is the first to go
@@ -64,13 +66,18 @@ def _confine_linux(*, threads: bool) -> list[str]:
         pass  # no /proc: nothing depends on it
     missing = []
 
-    def attempt(name: str, action: Callable[[], Any]) -> None:
+    def attempt(name: str, action: Callable[[], Any]) -> Any:
         try:
-            action()
+            return action()
         except system_calls.UnknownMachineError as error:
             missing.append(f"{name} (no list of system calls for {error})")
         except OSError as error:
             missing.append(f"{name} ({error.strerror})")
+
+    def supervise() -> None:
+        listener = system_calls.supervise_threads()
+        pass_on(listener)
+        os.close(listener)
 
     attempt("no_new_privs", lambda: kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1))
     attempt("capset", kernel.drop_capabilities)
@@ -79,5 +86,7 @@ def _confine_linux(*, threads: bool) -> list[str]:
         lambda: landlock.restrict(readable(), DEVICES),
     )
     attempt("PR_SET_DUMPABLE", lambda: kernel.prctl(kernel.PR_SET_DUMPABLE, 0))
+    if threads:
+        attempt("seccomp user notification (Linux 5.5 or later)", supervise)
     attempt("seccomp filters", lambda: system_calls.restrict(threads=threads))
     return missing

@@ -1,9 +1,13 @@
 """The system calls that a confined process may make: those of a computing Python, and no others.
 
 Any other call, of today or of a later kernel, fails with EPERM: processes, sockets, signals to
-others, debugging, changes of files, modes, owners, limits and priorities. Some calls depend on
-their arguments: signals go to the process itself, limits are read and not set, `fcntl` and `ioctl`
-have a few harmless commands.
+others, debugging, changes of files, modes, owners, limits and priorities. Two filters are
+installed, and the stricter verdict counts:
+
+- the first has the supervisor decide about each new thread, and counts (`supervising.py`), because
+  the limits of Linux count the processes of a user and never those of root;
+- the second is the list below. Some calls depend on their arguments: signals go to the process
+  itself, limits are read and not set, `fcntl` and `ioctl` have a few harmless commands.
 """
 
 import ctypes
@@ -51,11 +55,11 @@ _IOCTL = (0x5401, 0x541B, 0x5450, 0x5451, 0x5421)
 _PRCTL = (15, 16, 0x53564D41)  # names of threads and of memory
 _CLONE_THREAD = 0x10000
 
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _ERROR, _SUPERVISE = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _IF_EQUAL, _IF_BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in the data of a call
-_SET_MODE_FILTER = 1
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 
 Step = tuple[int, int, int, int]  # code, steps to skip if so, steps to skip if not, operand
 
@@ -105,10 +109,8 @@ def _if_null(index: int) -> list[Step]:
     ]
 
 
-def _if_thread() -> list[Step]:
-    """Allows a clone that is a thread, and no process."""
-    refused = _return(_ERROR | _EPERM)
-    return [_argument(0), (_IF_BITS, 0, 1, _CLONE_THREAD), _return(_ALLOW), refused]
+def _if_thread(action: int, otherwise: int) -> list[Step]:
+    return [_argument(0), (_IF_BITS, 0, 1, _CLONE_THREAD), _return(action), _return(otherwise)]
 
 
 def _program(mark: int, calls: dict[int, list[Step]], otherwise: int) -> bytes:
@@ -125,6 +127,23 @@ def _program(mark: int, calls: dict[int, list[Step]], otherwise: int) -> bytes:
     return b"".join(struct.pack("<HBBI", *step) for step in steps)
 
 
+def _install(program: bytes, flags: int, seccomp: int) -> int:
+    structure = _Program(len(program) // 8, program)
+    return system_call(seccomp, _SET_MODE_FILTER, flags, structure)
+
+
+def supervise_threads() -> int:
+    """Makes every new thread wait for its supervisor; returns the descriptor where it answers.
+
+    Raises:
+      UnknownMachineError: there is no list for this processor.
+      OSError: the kernel has no such filters (Linux 5.5 and later have).
+    """
+    mark, numbers = _machine()
+    program = _program(mark, {numbers["clone"]: _if_thread(_SUPERVISE, _ALLOW)}, _ALLOW)
+    return _install(program, _NEW_LISTENER, numbers["seccomp"])
+
+
 def restrict(*, threads: bool) -> None:
     """Allows no system call from here on but those of the list.
 
@@ -132,8 +151,7 @@ def restrict(*, threads: bool) -> None:
       threads: whether threads may be started at all.
 
     Raises:
-      UnknownMachineError: there is no list for this processor.
-      OSError: the kernel has no such filters.
+      UnknownMachineError, OSError: as above.
     """
     mark, numbers = _machine()
     itself = os.getpid()
@@ -150,10 +168,8 @@ def restrict(*, threads: bool) -> None:
         numbers["ioctl"]: _if_in(1, _IOCTL),
         numbers["prctl"]: _if_in(0, _PRCTL),
         numbers["prlimit64"]: _if_null(2),  # no new limits
-        numbers["clone"]: _if_thread() if threads else [refused],
+        numbers["clone"]: _if_thread(_ALLOW, _ERROR | _EPERM) if threads else [refused],
         # Its flags lie in memory, which a filter does not see. libc then uses clone.
         numbers["clone3"]: [_return(_ERROR | _ENOSYS)],
     }
-    program = _program(mark, calls, otherwise=_ERROR | _EPERM)
-    filters = _Program(len(program) // 8, program)
-    system_call(numbers["seccomp"], _SET_MODE_FILTER, 0, filters)
+    _install(_program(mark, calls, _ERROR | _EPERM), 0, numbers["seccomp"])
