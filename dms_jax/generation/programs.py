@@ -56,14 +56,9 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # A step has next to nothing of its own in memory, so none of it is computed twice to save some. XLA
 # counts a cache that is updated in place three times, and beside a large one would read the gates
 # of a mixture of experts up to three times a step (Qwen3-30B-A3B, 64 sequences of 4,096 tokens).
-#
-# A layer waits for each sum over devices, so sums run where the layer does: on a stream of its own
-# each would wait for an event before it and be waited for by another.
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_disable_hlo_passes": (
-        "dynamic-slice-copy-fusion-async-wrapper,rematerialization,async-collective-creator"
-    ),
+    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper,rematerialization",
 }
 
 # So a turn of the loop over layers is a graph. It has several layers: each graph waits for the one

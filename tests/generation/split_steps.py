@@ -128,8 +128,7 @@ def report(policy: Policy, sampling: Sampling) -> dict:
     """Returns what a step does on two H200s.
 
     That is its collectives; how many kernels, copies and collectives a turn of the loop over layers
-    has, in a graph or not; and how many of these are sums by XLA's own kernel, or run on another
-    stream.
+    has, in a graph or not; and how many of these are sums by XLA's own kernel.
     """
     mesh = two_gpus()
     given = split_arguments(policy, CONFIG, mesh, sampling)
@@ -149,7 +148,6 @@ def report(policy: Policy, sampling: Sampling) -> dict:
         collectives=of_a_step(text),
         in_all=sum(kind not in HOLDERS for kind in turn),
         own_sums=turn.count("CollectiveKernel"),
-        other_streams=turn.count("AsyncStart"),
     )
 
 
