@@ -121,7 +121,7 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         layer_types=[
             "full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(34)
         ],
-        hidden_activation="gelu_pytorch_tanh",
+        hidden_act="gelu_pytorch_tanh",
         tie_word_embeddings=True,
     ),
     "tiny": dict(
@@ -214,7 +214,7 @@ def random_model(
 
     On a mesh each device makes its own part of them.
     """
-    config = dms_jax.ModelConfig.from_hf(fields | COMMON)
+    config = dms_jax.ModelConfig.from_hf(COMMON | fields)
 
     def make() -> Transformer:
         return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))

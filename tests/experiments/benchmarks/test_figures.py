@@ -37,6 +37,15 @@ from experiments.benchmarks.serving import Answer
 from pallas_kernels.training.cases import TrainingCase
 from tests.serving.support import serving as a_server
 
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", shapes.SHAPES.values(), ids=shapes.SHAPES)
+def test_every_shape_is_one_that_models_have(fields):
+    config = dms_jax.ModelConfig.from_hf(shapes.COMMON | fields)
+    assert config.num_layers == fields["num_hidden_layers"]
+
+
 # -- decode steps ----------------------------------------------------------------------------------
 
 
