@@ -68,6 +68,19 @@ def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
     return policy.written(state, chunk, placement, pool), pool, placement
 
 
+def test_quest_counts_the_last_page_only_where_it_is_selected():
+    """Three of four pages are read; the last one, of one token, follows them in the table."""
+    policy = Quest(budget=7, dense_layers=0, force_last_page=False)
+    high = np.ones((4, 2), np.float32)
+    high[3] = -1
+    state = PolicyState(pages=PageBounds(low=jnp.asarray(high - 1), high=jnp.asarray(high)))
+    chunk = chunk_of(jnp.zeros((1, 1, 1, 2)), page_table=[[range(4)]], lengths=[[6]], page_size=2)
+    placement = Vanilla().write(PolicyState(), chunk)[1]
+    found = policy.read(state, jnp.ones((1, 1, 2)), chunk, placement)
+    chex.assert_trees_all_equal(np.asarray(found.page_table), np.array([[range(4)]]))
+    chex.assert_trees_all_equal(np.asarray(found.lengths), np.array([[6]]))
+
+
 @pytest.mark.parametrize("width", [WIDTH, *further(1)])
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**20), evicts=st.booleans())

@@ -88,7 +88,10 @@ MUTANTS = [
         POLICIES + "quest.py",
         "has_last = (last & (jnp.arange(selected) < count[..., None])).any(-1)",
         "has_last = last.any(-1)",
-        (layer_law("Quest-budget=9-"),),
+        (
+            "tests/policies/test_observing.py"
+            "::test_quest_counts_the_last_page_only_where_it_is_selected",
+        ),
     ),
     Mutant(
         "layers: Quest updates the bounds of a chunk's last pages alone",
