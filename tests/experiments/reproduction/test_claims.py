@@ -196,11 +196,16 @@ def test_a_page_that_differs_is_named_and_mended(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(claims, "PAGES", ("page.md",))
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     monkeypatch.setattr(claims, "RECORDS", {"m": "page.md", "later": "later.json"})
-    picture = {
-        name: claims.Picture(name, lambda path, name: drawn.append((path.name, name)))
-        for name in ("m", "later")
+
+    def draw(path, name):
+        drawn.append((path.name, name))
+
+    pictures = {
+        "m.png": claims.Picture("m", draw),
+        "later.png": claims.Picture("later", draw),
+        "more.png": claims.Picture("m", draw, enough=lambda name: name != "m"),
     }
-    monkeypatch.setattr(claims, "PICTURES", {f"{name}.png": each for name, each in picture.items()})
+    monkeypatch.setattr(claims, "PICTURES", pictures)
     monkeypatch.setattr(claims, "computed", lambda word: "**shown**" if word == "a" else "2.5")
     drawn = []
     assert claims.main(claims.Config()) == 1
