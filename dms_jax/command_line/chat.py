@@ -7,6 +7,10 @@
 What you type goes to the model line by line; an empty line or the end of the input (Ctrl-D) ends
 the conversation, and Ctrl-C ends an answer. A checkpoint with a chat template gets messages, one
 without gets the text as it is and goes on with it.
+
+What a model thinks before it answers (<think>, the channels of gpt-oss) is dimmed on a terminal and
+left out elsewhere. As templates do not repeat it, the next turn reads the conversation again,
+without it.
 """
 
 import dataclasses
@@ -18,8 +22,9 @@ from rich.console import Console
 import dms_jax
 from dms_jax.checks import Count, check
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.writing import Writer
+from dms_jax.command_line.writing import AnswerWriter
 from dms_jax.generation import Completion, Update
+from dms_jax.generation.answers import PLAIN, Answer, AnswerForm, answer_form, with_shown_markers
 from dms_jax.generation.requests import Prompt
 from dms_jax.training.display import short
 
@@ -49,8 +54,10 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
     cache = config.cache()
     model = config.load()
     policy = config.make_policy(model)
+    templated = getattr(model.tokenizer, "chat_template", None) is not None
+    if templated:
+        model = with_shown_markers(model)
     talk = dms_jax.Conversation(model, policy, max_tokens=max_tokens, **cache)
-    templated = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if config.system is not None and not templated:
         raise dms_jax.ConfigError("--system: the checkpoint has no chat template.")
     console.print(
@@ -59,38 +66,59 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
         style="dim",
         markup=False,
     )
+    messages = [] if config.system is None else [{"role": "system", "content": config.system}]
+    turns: list[Completion] = []
     for line in typed(console) if lines is None else lines:
         if not line:
             break
-        prompt: Prompt = line
+        prompt, form = line, PLAIN
         if templated:
-            first = config.system is not None and not talk.turns
-            system = [{"role": "system", "content": config.system}] if first else []
-            prompt = [*system, {"role": "user", "content": line}]
-        seed = config.seed + len(talk.turns)
-        answer(console, talk, prompt, dataclasses.replace(sampling, seed=seed))
-    return talk.turns
+            messages.append({"role": "user", "content": line})
+            form = answer_form(model.tokenizer, model.tokenizer.apply_chat_template(messages))
+            prompt = messages[-1:] if talk.turns else list(messages)
+        seed = config.seed + len(turns)
+        completion = answer(console, talk, prompt, form, dataclasses.replace(sampling, seed=seed))
+        if completion is None:
+            del messages[-1:]
+            continue
+        turns.append(completion)
+        if templated:
+            read = Answer.of(form, completion.text)
+            thought = {"reasoning_content": read.thought} if read.thought else {}
+            messages.append({"role": "assistant", "content": read.text, **thought})
+            if read.text != completion.text:  # the template writes it otherwise than the model did
+                talk.clear()
+    return turns
 
 
 def answer(
-    console: Console, talk: dms_jax.Conversation, prompt: Prompt, sampling: dms_jax.Sampling
-) -> None:
-    """Shows an answer as it is written, and what the cache holds after it."""
-    writer = Writer(console)
+    console: Console,
+    talk: dms_jax.Conversation,
+    prompt: Prompt,
+    form: AnswerForm,
+    sampling: dms_jax.Sampling,
+) -> Completion | None:
+    """Shows an answer as it is written, and what the cache holds after it.
+
+    Returns it; None if it was cut off.
+    """
+    writer = AnswerWriter(console, form)
 
     def show(update: Update) -> None:
         writer.write(update.text, last=update.finished)
 
     try:
-        usage = talk.say(prompt, sampling=sampling, on_tokens=show).usage
+        completion = talk.say(prompt, sampling=sampling, on_tokens=show)
     except KeyboardInterrupt:
         console.print("\nCut off; the conversation is as it was before.", style="dim")
-        return
+        return None
+    usage = completion.usage
     console.print(
         f"{usage.live_tokens:,.0f} live tokens, {usage.compression_ratio:.1f} times fewer than "
         f"were seen; {usage.cache_bytes / 1e3:,.0f} kB",
         style="dim",
     )
+    return completion
 
 
 def typed(console: Console) -> Iterator[str]:

@@ -104,7 +104,8 @@ class Config:
     allow_code: bool = False
     """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
     chat: bool = False
-    """Ask through the model's chat template."""
+    """Ask through the model's chat template; what the model thinks before it answers is not
+    judged."""
     system: str | None = None
     """System prompt of the chat."""
     template: tuple[str, ...] = ()

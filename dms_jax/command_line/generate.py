@@ -8,6 +8,9 @@ r"""Complete prompts from a small cache, as they are written, with what each of 
     dms-jax generate --file prompts.txt --policy TOVA --options '{"budget": 64}'
 
 Prompts come first: --options, --template and --stop take every word up to the next option.
+
+What a model thinks before it answers a message (<think>, the channels of gpt-oss) is dimmed on a
+terminal and left out of a file or a pipe.
 """
 
 import collections
@@ -25,9 +28,10 @@ from rich.table import Table
 import dms_jax
 from dms_jax.cache.quantization import stored_vector
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.writing import Writer
+from dms_jax.command_line.writing import AnswerWriter, Writer
 from dms_jax.generation import Generation, Update
-from dms_jax.generation.requests import Prompt
+from dms_jax.generation.answers import PLAIN, AnswerForm, answer_form, with_shown_markers
+from dms_jax.generation.requests import Prompt, is_chat
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
@@ -87,31 +91,31 @@ def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -
 class Screen:
     """Shows answers: a single one as it is written, several as each is done."""
 
-    def __init__(self, console: Console, prompts: Sequence[str]):
-        self._console, self._prompts = console, prompts
+    def __init__(self, console: Console, prompts: Sequence[str], forms: Sequence[AnswerForm]):
+        self._console, self._prompts, self._forms = console, prompts, forms
         self._texts: dict[int, str] = collections.defaultdict(str)
-        self._alone, self._shown = len(prompts) == 1, False
-        self._writer = Writer(console)
+        self._alone: AnswerWriter | None = None
 
     def __call__(self, update: Update) -> None:
-        if self._alone:
-            if not self._shown:  # not before: what is refused is a line of its own
+        if len(self._prompts) == 1:
+            if self._alone is None:  # not before: what is refused is a line of its own
                 self._show_prompt(0)
-                self._shown = True
-            self._writer.write(update.text, last=update.finished)
+                self._alone = AnswerWriter(self._console, self._forms[0])
+            self._alone.write(update.text, last=update.finished)
             return
         self._texts[update.index] += update.text
         if update.finished:
             self._console.rule(f"{update.index}", align="left")
             self._show_prompt(update.index)
-            self._writer.write(self._texts[update.index], last=True)
+            writer = AnswerWriter(self._console, self._forms[update.index])
+            writer.write(self._texts[update.index], last=True)
 
     def _show_prompt(self, index: int) -> None:
         prompt = self._prompts[index]
         if self._console.is_terminal:
             self._console.print(prompt, style="bold", markup=False, emoji=False, highlight=False)
         else:  # a file gets the prompt as it is
-            self._writer.write(prompt, last=True)
+            Writer(self._console).write(prompt, last=True)
 
 
 def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
@@ -178,6 +182,11 @@ def main(config: Config) -> Generation:
     cache = config.cache()
     model = config.load()
     prompts, policy = as_prompts(config, texts, model), config.make_policy(model)
+    forms = [PLAIN] * len(prompts)
+    if is_chat(prompts[0]) and model.tokenizer is not None:
+        model = with_shown_markers(model)
+        template = model.tokenizer.apply_chat_template
+        forms = [answer_form(model.tokenizer, template(prompt)) for prompt in prompts]
     start = time.perf_counter()
     generation = dms_jax.generate(
         model,
@@ -185,7 +194,7 @@ def main(config: Config) -> Generation:
         policy=policy,
         sampling=sampling,
         **cache,
-        on_tokens=Screen(console, texts),
+        on_tokens=Screen(console, texts, forms),
     )
     seconds = time.perf_counter() - start
     name = (policy or model.policy).name

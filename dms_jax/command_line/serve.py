@@ -43,10 +43,10 @@ from dms_jax.checkpoint.adapter import read_adapter
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.options import find_adapter, read_bytes, tell_if_short
+from dms_jax.generation.answers import template_text, with_shown_markers
+from dms_jax.generation.call_formats import format_of
 from dms_jax.serving import Service
 from dms_jax.serving.access import Access, is_loopback, is_name, read_keys
-from dms_jax.serving.call_formats import format_of
-from dms_jax.serving.chats import template_text, with_shown_markers
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.server import Server, take_address
 

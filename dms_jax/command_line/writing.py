@@ -6,6 +6,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment, Segments
 
+from dms_jax.generation.answers import AnswerForm, AnswerReader
+from dms_jax.generation.call_readers import Text
+
 # Text without spaces, as of Chinese, is not held back for longer than this.
 _LONGEST_WORD = 30
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
@@ -20,10 +23,11 @@ class Writer:
     Args:
       console: where to.
       width: columns of a line; those of a terminal unless given, and no end of lines elsewhere.
+      style: how a terminal shows it.
     """
 
-    def __init__(self, console: Console, width: int | None = None):
-        self._console = console
+    def __init__(self, console: Console, width: int | None = None, style: str = ""):
+        self._console, self._style = console, style
         self._width = width or (console.width if console.is_terminal else None)
         self._held, self._spaces, self._column = "", "", 0
 
@@ -64,5 +68,47 @@ class Writer:
 
     def _out(self, text: str) -> None:
         self._console.print(
-            text, end="", markup=False, emoji=False, highlight=False, soft_wrap=True
+            text,
+            end="",
+            style=self._style,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            soft_wrap=True,
         )
+
+
+class AnswerWriter:
+    """Writes an answer as it comes: what the model says, and on a terminal what it thinks.
+
+    Thoughts are dimmed, in lines of their own.
+
+    Args:
+      console: where to.
+      form: how the answer is read.
+    """
+
+    def __init__(self, console: Console, form: AnswerForm):
+        self._reader, self._says = AnswerReader(form), Writer(console)
+        self._thinks = Writer(console, style="dim") if console.is_terminal else None
+        self._last: Writer | None = None  # which of them wrote the last piece
+
+    def write(self, text: str, *, last: bool = False) -> None:
+        """Writes a piece; the last one ends the line."""
+        pieces = self._reader.read(text)
+        if last:
+            pieces += self._reader.end()
+        for piece in pieces:
+            assert isinstance(piece, Text)  # no tools are offered
+            writer = self._thinks if piece.thought else self._says
+            if writer is not None:
+                self._write(writer, piece.text)
+        if last:
+            (self._last or self._says).write("", last=True)
+
+    def _write(self, writer: Writer, text: str) -> None:
+        if self._last is not None and self._last is not writer:
+            self._last.write("", last=True)
+            text = text.removeprefix("\n")  # the line has ended
+        self._last = writer
+        writer.write(text)

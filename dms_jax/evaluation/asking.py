@@ -11,14 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checks import Count, CountOnDevice, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.prompting import Chat, encode_problem, fit_task, limit_answer
+from dms_jax.evaluation.prompting import (
+    Chat,
+    encode_problem,
+    fit_task,
+    limit_answer,
+    prompt_text,
+)
 from dms_jax.evaluation.tasks.choices import ChoiceTask
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation import Sampling
+from dms_jax.generation.answers import Answer, AnswerForm, answer_form, with_shown_markers
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.language_model import LanguageModel
 
@@ -126,6 +134,10 @@ class Questions:
             request.max_length = given_length or request.max_length
         return requests
 
+    def shown(self, model: LanguageModel) -> LanguageModel:
+        """The model with a tokenizer whose texts tell thoughts from answers, where it chats."""
+        return model if self.chat is None else with_shown_markers(model)
+
     def to_dict(self) -> dict[str, Any]:
         """What determines the prompts, as JSON data."""
         return {
@@ -137,18 +149,26 @@ class Questions:
 
 
 class Judge:
-    """Scores completions and remembers the scores: judging can be slow."""
+    """Scores completions and remembers the scores: judging can be slow.
 
-    def __init__(self, questions: Questions):
-        self._questions = questions
+    In a chat it scores what a model says, and not what it thinks before.
+
+    Args:
+      questions: the problems.
+      tokenizer: of the model that answers, whose chat template tells how it thinks.
+    """
+
+    def __init__(self, questions: Questions, tokenizer: Tokenizer | None):
+        self._questions, self._tokenizer = questions, tokenizer
         self._scores: dict[tuple[int, str], float] = {}
         self._answers: dict[tuple[int, str], str] = {}  # by problem and vote, the first
+        self._forms: dict[int, AnswerForm] = {}
 
     def __call__(self, problem: int, text: str) -> float:
         """Returns the score of a completion of a problem."""
         if (problem, text) not in self._scores:
             own, task = self._questions.problems[problem], self.task(problem)
-            self._scores[problem, text] = task.score(own, text)
+            self._scores[problem, text] = task.score(own, self.said(problem, text))
         return self._scores[problem, text]
 
     def together(self, completions: Iterable[tuple[int, str]]) -> None:
@@ -158,9 +178,21 @@ class Judge:
             if (problem, text) not in self._scores:
                 waiting.setdefault(self._questions.task_of[problem], []).append((problem, text))
         for number, pairs in waiting.items():
-            given = [(self._questions.problems[problem], text) for problem, text in pairs]
+            problems = self._questions.problems
+            given = [(problems[problem], self.said(problem, text)) for problem, text in pairs]
             scores = self._questions.tasks[number].scores(given)
             self._scores |= zip(pairs, scores, strict=True)
+
+    def said(self, problem: int, text: str) -> str:
+        """What a completion of a problem says, without what the model thinks before."""
+        chat = self._questions.chat
+        if chat is None or self._tokenizer is None:
+            return text
+        if problem not in self._forms:
+            own, name = self._questions.problems[problem], self.task(problem).name
+            prompt = prompt_text(self._tokenizer, own, chat, name=name)
+            self._forms[problem] = answer_form(self._tokenizer, prompt)
+        return Answer.of(self._forms[problem], text).text
 
     def task(self, problem: int) -> Task:
         """The task of a problem."""
@@ -169,7 +201,7 @@ class Judge:
     def answer(self, problem: int, text: str) -> str | None:
         """The answer that a completion gives; of those that are one vote, as it came first."""
         task = self.task(problem)
-        own = task.answer(text)
+        own = task.answer(self.said(problem, text))
         return None if own is None else self._answers.setdefault((problem, task.vote(own)), own)
 
     def answer_score(self, problem: int, answer: str | None) -> float:

@@ -58,7 +58,8 @@ def evaluate(
       start: the first problem of each task.
       chains: W, independent answers to each problem.
       sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is ignored.
-      chat: options of the model's chat template; None for plain text prompts.
+      chat: options of the model's chat template; None for plain text prompts. In a chat what the
+        model thinks before it answers (`<think>`, the channels of gpt-oss) is not judged.
       seed: every chain of every problem derives its own sampling seed from it.
       max_length: tokens of which a policy with a compression_ratio takes its share, one number or
         one for each task; if None each problem has its own, its prompt and the longest answer.
@@ -82,6 +83,7 @@ def evaluate(
         "evaluate", model, task, count=problems, split=split, start=start, chat=chat
     )
     chains = check("evaluate: chains", chains, Count)
+    model = questions.shown(model)
     evaluation = Evaluation(
         model=model,
         policy=model.resolve_policy(policy),
@@ -92,7 +94,7 @@ def evaluate(
         seed=check("evaluate: seed", seed, Whole),
         max_lengths=check_max_lengths("evaluate", max_length, len(questions.tasks)),
     )
-    judge, begin = Judge(questions), time.perf_counter()
+    judge, begin = Judge(questions, model.tokenizer), time.perf_counter()
     answers = evaluation.run(judge, out, bar="Answers" if progress else None)
     completions = [each.completion for each in answers.values()]
     seconds = time.perf_counter() - begin

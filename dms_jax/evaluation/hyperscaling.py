@@ -115,8 +115,7 @@ def hyperscale(
     )
     plan = Plan(
         questions=questions,
-        judge=Judge(questions),
-        systems=_resolved(systems, model),
+        systems=_resolved(systems, model, questions),
         lengths=_numbers("lengths", lengths, Count),
         chains=_numbers("chains", chains, Count),
         seeds=_numbers("seeds", seeds, Whole),
@@ -152,10 +151,11 @@ def hyperscale(
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A system with its model, its policy and its ratio."""
+    """A system with its model, who judges it, its policy and its ratio."""
 
     name: str
     model: LanguageModel
+    judge: Judge
     policy: Policy
     compression_ratio: float | int | None
 
@@ -165,7 +165,6 @@ class Plan:
     """What a call was asked for."""
 
     questions: Questions
-    judge: Judge
     systems: tuple[Resolved, ...]
     lengths: tuple[int, ...]
     chains: tuple[int, ...]
@@ -252,14 +251,14 @@ class Plan:
         title = None
         if self.progress:
             title = f"{system.name} {point_label(length, chains, None, temperature)}"
-        return list(evaluation.run(self.judge, folder, bar=title).values())
+        return list(evaluation.run(system.judge, folder, bar=title).values())
 
     def sample(self, system: Resolved, answers: list[Answer], length: int) -> Sample:
         """What the chains would have been with answers of at most `length` tokens."""
         cuts = [cut(answer, length, system.model.tokenizer) for answer in answers]
         count = len(self.questions.problems)
         chains = len(cuts) // count
-        return Sample.of([cuts[i * chains : (i + 1) * chains] for i in range(count)], self.judge)
+        return Sample.of([cuts[i * chains : (i + 1) * chains] for i in range(count)], system.judge)
 
     def result(self, points: Sequence[Point]) -> Hyperscaling:
         """The result so far."""
@@ -327,7 +326,7 @@ def _point(
     )
 
 
-def _resolved(systems: Any, model: LanguageModel) -> tuple[Resolved, ...]:
+def _resolved(systems: Any, model: LanguageModel, questions: Questions) -> tuple[Resolved, ...]:
     """The systems of a call, on its model unless they have their own.
 
     Raises:
@@ -340,8 +339,13 @@ def _resolved(systems: Any, model: LanguageModel) -> tuple[Resolved, ...]:
             f"[System('TOVA', dms_jax.TOVA(compression_ratio=4))], got {show(systems)}."
         )
     resolved: dict[tuple[str, float | int | None], Resolved] = {}
+    judged: dict[int, tuple[LanguageModel, Judge]] = {}
     for system in given:
         own = model if system.model is None else system.model
+        if id(own) not in judged:
+            shown = questions.shown(own)
+            judged[id(own)] = shown, Judge(questions, shown.tokenizer)
+        own, judge = judged[id(own)]
         policy = own.resolve_policy(system.policy)
         ratio = system.compression_ratio
         if ratio is None:
@@ -351,7 +355,7 @@ def _resolved(systems: Any, model: LanguageModel) -> tuple[Resolved, ...]:
                 f"hyperscale: {system.name!r} is there twice with compression_ratio={ratio}. Give "
                 "each System of one name another compression_ratio, or another name."
             )
-        resolved[system.name, ratio] = Resolved(system.name, own, policy, ratio)
+        resolved[system.name, ratio] = Resolved(system.name, own, judge, policy, ratio)
     return tuple(resolved.values())
 
 

@@ -107,6 +107,8 @@ class Journal:
                     usage = Usage(**data.pop("usage"))
                     place = (data.pop("problem"), data.pop("chain"))
                     trace = data.pop("trace", None)
+                    if data.get("likeliest") is not None:
+                        data["likeliest"] = [tuple(pair) for pair in data["likeliest"]]
                     answers[place] = Answer(
                         Completion(usage=usage, **data), None if trace is None else Trace(**trace)
                     )

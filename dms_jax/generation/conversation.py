@@ -125,6 +125,15 @@ class Conversation:
         """The completions so far."""
         return list(self._history.turns)
 
+    def clear(self) -> None:
+        """Forgets all turns. The next one begins a conversation, in the same memory.
+
+        Raises:
+          BusyError: a turn is being answered.
+        """
+        with unless_busy(self._lock, "The conversation"):
+            self._history = _History()
+
     def say(
         self,
         prompt: Prompt,

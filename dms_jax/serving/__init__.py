@@ -53,11 +53,11 @@ Each API is one file that translates in and out. What they share is beside it, o
     requests.py        Asked, what a request asks for -> GenerationRequest, with its grammar
     chats.py           a conversation and its tools -> a prompt, by the chat template
     tools.py           the tools of a request
-    call_formats.py    how models write calls, as grammars
-    call_readers.py    the calls in an answer, read as it arrives
-    answers.py         the text of an answer -> what the model thinks, says and calls
     formatting.py      Formatter, usage, events
     refusals.py        RefusalError
+
+What the model thinks, says and calls in the text of an answer is told apart in
+`dms_jax.generation`, for the commands too: `answers`, `call_readers` and `call_formats`.
 
 `Service` serves from Python too. The rest needs the extra `serve`.
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 from dms_jax.checks import Count, show
 from dms_jax.generation import Completion
-from dms_jax.serving.answers import Call
-from dms_jax.serving.call_readers import Arguments, CallStart, Text
+from dms_jax.generation.answers import Call
+from dms_jax.generation.call_readers import Arguments, CallStart, Text, Tool
 from dms_jax.serving.chats import (
     Chat,
     call_of,
@@ -31,7 +31,7 @@ from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import Asked, output_rule
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.service import Delta
-from dms_jax.serving.tools import Tool, Tools, check_tools, make_tool
+from dms_jax.serving.tools import Tools, check_tools, make_tool
 
 _FIELDS = Table(
     COMPLETING

@@ -12,16 +12,14 @@ from typing import Any
 from dms_jax.checkpoint.messages import text_of
 from dms_jax.checks import check, show
 from dms_jax.errors import DataError
+from dms_jax.generation.answers import AnswerForm, answer_form
 from dms_jax.generation.requests import (
     Encoder,
     check_characters,
     check_messages_length,
     encode_prompt,
 )
-from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.template_variables import check_template_variables
-from dms_jax.serving.answers import THINKING_MARKERS, AnswerForm
-from dms_jax.serving.call_formats import FORMATS
 from dms_jax.serving.refusals import RefusalError, naming
 from dms_jax.serving.tools import NO_TOOLS, Tools
 
@@ -91,7 +89,10 @@ class Chat:
             self._check_rendered(text)
             check_characters(len(text), most, name)
             tokens = encode_prompt(model, tokenizer.encode(text, False), name=name, most=most)
-        return tokens, self._answer_form(text, template_text(tokenizer.chat_template), call_format)
+        form = answer_form(
+            tokenizer, text, call_format, tools=self.tools.offered, parallel=self.tools.parallel
+        )
+        return tokens, form
 
     def _check_rendered(self, text: str) -> None:
         """Refuses tools and their results if the template leaves them out."""
@@ -110,45 +111,6 @@ class Chat:
                     f"({self.field}[{place}]). Serve a model whose template has a place for them.",
                     param=self.field,
                 )
-
-    def _answer_form(self, text: str, template: str, call_format: str | None) -> AnswerForm:
-        markers = next((each for each in THINKING_MARKERS if each[1] in template), None)
-        thinks = "no"
-        if markers is not None:
-            end = text.rstrip()
-            thinks = "yes" if end.endswith(markers[0]) else "perhaps"
-            thinks = "no" if end.endswith(markers[1]) else thinks
-        tools = self.tools
-        if call_format == "harmony":
-            return AnswerForm("channels", calls=call_format, tools=tools.offered, parallel=False)
-        return AnswerForm(
-            thinks=thinks,
-            markers=markers or THINKING_MARKERS[0],
-            calls=call_format if tools.offered else None,
-            tools=tools.offered,
-            parallel=tools.parallel,
-        )
-
-
-def template_text(template: str | Mapping[str, str] | None) -> str:
-    """Returns the source of a chat template; of several, all of them."""
-    if template is None or isinstance(template, str):
-        return template or ""
-    return "\n".join(template.values())
-
-
-def with_shown_markers(model: LanguageModel, call_format: str | None) -> LanguageModel:
-    """Returns the model with a tokenizer that shows what stands around thoughts and calls.
-
-    Args:
-      model: the model.
-      call_format: name of the form of its calls, if it is known.
-    """
-    if model.tokenizer is None:
-        return model
-    calls = () if call_format is None else FORMATS[call_format].shown
-    texts = (*(text for pair in THINKING_MARKERS for text in pair), *calls)
-    return dataclasses.replace(model, tokenizer=model.tokenizer.with_shown(texts))
 
 
 def check_variables(name: str, variables: Any) -> Mapping[str, Any]:

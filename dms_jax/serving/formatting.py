@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from dms_jax.generation import Completion
+from dms_jax.generation.answers import Answer, AnswerReader
 from dms_jax.generation.api import total_usage
-from dms_jax.serving.answers import Answer, AnswerReader
-from dms_jax.serving.call_readers import Piece
+from dms_jax.generation.call_readers import Piece
 from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import GenerationRequest
 from dms_jax.serving.rpc import ServedModel

@@ -1,41 +1,15 @@
 """The tools that a request offers, and whether and how often the model may call them."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dms_jax.checks import show
+from dms_jax.generation.call_readers import Tool
 from dms_jax.serving.refusals import RefusalError
 
 MOST_TOOLS = 512
 _LONGEST_NAME = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class Tool:
-    """A function that the model may call.
-
-    Attributes:
-      name: its name.
-      description: what the model is told of it.
-      parameters: JSON schema of its arguments, an object.
-      strict: whether arguments must match the schema.
-    """
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-    strict: bool = False
-
-    @property
-    def written(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": dict(self.parameters),
-        }
-        return {"type": "function", "function": function}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Talking: turns share a cache, text is streamed, mistakes and interrupts lose nothing."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ import dms_jax
 from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import chat
 from dms_jax.generation import Completion
+from tests.support.forced_answers import ANSWERS, SAID, THOUGHT, saying, thinking_model
 
 QUICK = chat.Config(temperature=0.0, max_new_tokens=8, page_size=16, chunk=8)
 
@@ -27,7 +29,7 @@ def test_turns_share_one_cache_and_are_streamed(stories, monkeypatch, capsys):
         assert f"{turn.usage.live_tokens:,.0f} live tokens" in shown
 
 
-def test_messages_go_through_the_template(stories, monkeypatch):
+def test_messages_go_through_the_template(monkeypatch):
     said = []
     nothing = Usage(**{field.name: field.type(0) for field in dataclasses.fields(Usage)})
 
@@ -39,12 +41,10 @@ def test_messages_go_through_the_template(stories, monkeypatch):
 
         def say(self, prompt, *, sampling, on_tokens):
             said.append((prompt, sampling.seed))
-            self.turns.append(Completion("", [], None, "cancelled", nothing))
-            raise KeyboardInterrupt
+            self.turns.append(Completion("Hi", [], None, "end", nothing))
+            return self.turns[-1]
 
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer = dataclasses.replace(stories, tokenizer=type("T", (), {"chat_template": template}))
-    monkeypatch.setattr(chat.Config, "load", lambda self: tokenizer)
+    monkeypatch.setattr(chat.Config, "load", lambda self: thinking_model("plain"))
     monkeypatch.setattr(dms_jax, "Conversation", Talk)
     chat.main(dataclasses.replace(QUICK, system="Be brief.", seed=5), ["Hello", "Again"])
     user = [{"role": "user", "content": text} for text in ("Hello", "Again")]
@@ -89,3 +89,77 @@ def test_nobody_is_asked_for_a_line_that_is_not_answered(wrong, stories, monkeyp
     monkeypatch.setattr(chat.Config, "load", lambda self: stories)
     with pytest.raises(dms_jax.ConfigError, match=r"must be|may be empty"):
         chat.main(dataclasses.replace(QUICK, **wrong), asked())
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("form", ["channels", "thinks"])
+def test_thoughts_are_shown_on_a_terminal_and_not_told_again(form, monkeypatch, capsys):
+    model = thinking_model(form)
+    read, texts = [], iter([ANSWERS[form], ANSWERS[form].replace("4", "6"), "No."])
+
+    class Talk(dms_jax.Conversation):
+        def say(self, prompt, *, sampling, on_tokens):
+            sampling = saying(model, next(texts), sampling)
+            completion = super().say(prompt, sampling=sampling, on_tokens=on_tokens)
+            seen = [token for turn in self._history.past for token in turn.tokens]
+            read.append(model.tokenizer.decode(seen, skip_special_tokens=False))
+            return completion
+
+    monkeypatch.setattr(chat.Config, "load", lambda self: model)
+    monkeypatch.setattr(dms_jax, "Conversation", Talk)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    config = dataclasses.replace(QUICK, system="Be brief.")
+    assert len(chat.main(config, ["One?", "Two?", "Three?"])) == 3
+    shown = capsys.readouterr().out
+    dim, end = "\x1b[2m", "\x1b[0m"
+    plain = re.sub(r"\x1b\[\d+m", "", shown)
+    for number in ("4", "6"):
+        thought, said = THOUGHT.replace("4", number), SAID.replace("4", number)
+        assert f"\n{thought}\n{said}\n" in plain
+    assert f"{dim}Is{end}" in shown
+    assert f"{dim}Yes.{end}" not in shown
+    assert "channel" not in shown
+    assert "think" not in shown
+
+    # What the model reads: the conversation as its template has it, then the answer.
+    messages = [{"role": "system", "content": "Be brief."}]
+    for line, number, answer in zip(("One?", "Two?", "Three?"), "46 ", read, strict=True):
+        messages.append({"role": "user", "content": line})
+        written = model.tokenizer.apply_chat_template(messages)
+        assert answer.startswith(written)
+        assert written.count(THOUGHT[-5:]) == 0
+        messages.append({"role": "assistant", "content": SAID.replace("4", number)})
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_turn_that_is_cut_off_is_not_told_again(monkeypatch):
+    model, said = thinking_model("channels"), []
+
+    class Talk(dms_jax.Conversation):
+        def say(self, prompt, *, sampling, on_tokens):
+            said.append([message["content"] for message in prompt])
+            if prompt[-1]["content"] == "Two?":
+                raise KeyboardInterrupt
+            sampling = saying(model, ANSWERS["channels"], sampling)
+            return super().say(prompt, sampling=sampling, on_tokens=on_tokens)
+
+    monkeypatch.setattr(chat.Config, "load", lambda self: model)
+    monkeypatch.setattr(dms_jax, "Conversation", Talk)
+    assert len(chat.main(QUICK, ["One?", "Two?", "Three?"])) == 2
+    assert said == [["One?"], ["One?", SAID, "Two?"], ["One?", SAID, "Three?"]]
+
+
+@pytest.mark.usefixtures("fakes")
+def test_what_a_template_repeats_is_read_once(monkeypatch):
+    model, said = thinking_model("plain"), []
+
+    class Talk(dms_jax.Conversation):
+        def say(self, prompt, *, sampling, on_tokens):
+            said.append([message["content"] for message in prompt])
+            sampling = saying(model, SAID, sampling)
+            return super().say(prompt, sampling=sampling, on_tokens=on_tokens)
+
+    monkeypatch.setattr(chat.Config, "load", lambda self: model)
+    monkeypatch.setattr(dms_jax, "Conversation", Talk)
+    chat.main(QUICK, ["One?", "Two?"])
+    assert said == [["One?"], ["Two?"]]

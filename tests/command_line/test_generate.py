@@ -1,7 +1,9 @@
 """`dms-jax generate`: what it shows, and what it says to mistakes."""
 
+import dataclasses
 import inspect
 import io
+import re
 import types
 from unittest import mock
 
@@ -13,6 +15,8 @@ from dms_jax.command_line import chat, generate, serve
 from dms_jax.command_line.options import on_checkpoint, read_policy
 from dms_jax.command_line.running import run
 from dms_jax.generation import Update
+from dms_jax.generation.answers import PLAIN
+from tests.support.forced_answers import ANSWERS, SAID, THOUGHT, saying, thinking_model
 
 QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "--chunk", "8"]
 
@@ -49,13 +53,49 @@ def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_names_of_pictures_in_a_prompt_are_no_pictures(terminal):
     out, prompt = io.StringIO(), "a :dog: in [bold]"
-    screen = generate.Screen(
-        Console(file=out, force_terminal=terminal, color_system=None), [prompt]
-    )
+    console = Console(file=out, force_terminal=terminal, color_system=None)
+    screen = generate.Screen(console, [prompt], [PLAIN])
     assert out.getvalue() == ""  # what is refused is refused before there is an answer
     screen(Update(0, [1], " and", finished=False))
     screen(Update(0, [2], " so", finished=True))
     assert out.getvalue() == f"{prompt}\n and so\n"
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("form", ["channels", "thinks"])
+@pytest.mark.parametrize("prompts", [("Why?",), ("Why?", "How?")], ids=len)
+def test_thoughts_are_dimmed_on_a_terminal_and_a_file_gets_what_is_said(
+    form, prompts, monkeypatch, capsys
+):
+    model, answer = thinking_model(form), dms_jax.generate
+
+    def forced(model, prompts, *, sampling, **options):
+        return answer(model, prompts, sampling=saying(model, text, sampling), **options)
+
+    monkeypatch.setattr(generate.Config, "load", lambda self: model)
+    monkeypatch.setattr(dms_jax, "generate", forced)
+    config = generate.Config(prompts=prompts, chat=True, page_size=16, chunk=8)
+    text = ANSWERS[form]
+    generate.main(config)
+    shown = capsys.readouterr().out
+    assert all(f"{prompt}\n{SAID}\n" in shown for prompt in prompts)
+    assert THOUGHT not in shown
+
+    with monkeypatch.context() as terminal:
+        terminal.setenv("FORCE_COLOR", "1")
+        generate.main(config)
+    shown = capsys.readouterr().out
+    assert shown.count("\x1b[2mIs\x1b[0m") == len(prompts)
+    written = re.sub(r"\x1b\[\d+m", "", shown)
+    assert all(f"{prompt}\n{THOUGHT}\n{SAID}\n" in written for prompt in prompts)
+
+    text = "Plain.\n"  # an answer is not changed where the model did not think
+    generate.main(config)
+    assert f"{prompts[0]}\nPlain.\n\n" in capsys.readouterr().out
+
+    text = ANSWERS[form]  # and markers are the model's own text where nothing told it a form
+    generate.main(dataclasses.replace(config, chat=False, plain=True))
+    assert THOUGHT in capsys.readouterr().out
 
 
 def test_a_prompt_is_a_message_where_there_is_a_template(capsys):

@@ -7,7 +7,9 @@ import random
 import pytest
 from rich.console import Console
 
-from dms_jax.command_line.writing import Writer
+from dms_jax.command_line.writing import AnswerWriter, Writer
+from dms_jax.generation.answers import PLAIN, AnswerForm
+from tests.support.forced_answers import ANSWERS, SAID, THOUGHT
 
 STORY = (
     "Once upon a time, there was a little girl who loved to play outside in the sunshine.\n\n"
@@ -82,3 +84,40 @@ def test_what_is_cut_off_is_written_by_the_last_piece():
     writer.write("", last=True)
     writer.write("three", last=True)
     assert out.getvalue() == "One two\nthree\n"
+
+
+FORMS = {
+    "channels": AnswerForm("channels", calls="harmony", parallel=False),
+    "thinks": AnswerForm("perhaps"),
+}
+SEVERAL = (
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>analysis<|message|>"
+    "Hm.<|end|><|start|>assistant<|channel|>final<|message|>So."
+)
+
+
+def answered(form: AnswerForm, text: str, *, terminal: bool, seed: int) -> str:
+    out, rng = io.StringIO(), random.Random(seed)
+    console = Console(file=out, width=40, force_terminal=terminal, color_system=None)
+    writer = AnswerWriter(console, form)
+    while text:
+        size = rng.randint(1, 12)
+        writer.write(text[:size])
+        text = text[size:]
+    writer.write("", last=True)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thoughts_have_lines_of_their_own_on_a_terminal_alone(seed):
+    for name, form in FORMS.items():
+        for terminal, want in ((True, f"{THOUGHT}\n{SAID}\n"), (False, f"{SAID}\n")):
+            assert answered(form, ANSWERS[name], terminal=terminal, seed=seed) == want
+    for terminal, want in ((True, "I look.\nHm.\nSo.\n"), (False, "I look.\nSo.\n")):
+        assert answered(FORMS["channels"], SEVERAL, terminal=terminal, seed=seed) == want
+    cut_off = ANSWERS["thinks"][:15]
+    for terminal, want in ((True, "Is 4 a\n"), (False, "\n")):
+        assert answered(FORMS["thinks"], cut_off, terminal=terminal, seed=seed) == want
+    for name in FORMS:
+        text = ANSWERS[name]
+        assert answered(PLAIN, text, terminal=False, seed=seed) == f"{text}\n"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 
 import chex
 import numpy as np
@@ -12,7 +13,7 @@ import dms_jax
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.data.tasks import Problem, Task
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation import Serving, evaluate, summary_table
+from dms_jax.evaluation import Serving, System, evaluate, hyperscale, summary_table
 from dms_jax.evaluation.prompting import Chat, encode_problem
 from dms_jax.evaluation.result import Result
 from dms_jax.evaluation.tasks import GPQA
@@ -20,6 +21,7 @@ from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import text
 from tests.generation.support import stories
+from tests.support.forced_answers import ANSWERS, THOUGHT, saying, thinking_model
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=24)
 SERVING = Serving(lanes=18, page_size=16, chunk=8)
@@ -347,6 +349,62 @@ def test_a_model_without_a_chat_template_is_told_so(gpqa):
         evaluate(stories(), gpqa, chat=Chat())
     with pytest.raises(ConfigError, match="Chat: messages cannot be given"):
         Chat(variables={"messages": []})
+
+
+@dataclasses.dataclass(frozen=True)
+class Five(Continue):
+    """Right is what says 5."""
+
+    name = "five"
+
+    def answer(self, completion: str) -> str | None:
+        return max(re.findall(r"\d", completion), default=None)
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return float("5" in completion)
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("form", ["channels", "thinks"])
+def test_thoughts_are_not_judged(form, tmp_path):
+    """One wrong answer whose thoughts are right, one that is right, one that was cut off before."""
+    model, written = thinking_model(form), ANSWERS[form]
+    thought = written[: written.index(THOUGHT) + len(THOUGHT)]
+
+    def answered(whole, **options):
+        sampling = saying(model, whole, SAMPLING)
+        options |= dict(problems=1, chains=2, sampling=sampling, serving=SERVING)
+        return evaluate(model, Five(), **options)
+
+    for whole, score, vote in ((written, 0, "4"), (f"{written} 5", 1, "5"), (thought, 0, None)):
+        result = answered(whole, chat=Chat())
+        assert result.scores.tolist() == [[score] * 2]
+        assert result.answers == ((vote,) * 2,)
+        assert THOUGHT in result.completions[0][0]  # whole, for whoever wants to read them
+    assert answered(written).scores.tolist() == [[1, 1]]  # in plain text nothing tells thoughts
+
+    for _ in range(2):  # asked, and read from the folder
+        result = answered(written, chat=Chat(), out=tmp_path)
+        assert result.scores.tolist() == [[0, 0]]
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("form", ["channels", "thinks"])
+def test_thoughts_are_not_judged_at_any_length(form):
+    """Each system reads its own model's answers, which are in another form."""
+    model = thinking_model(form)
+    sampling = saying(model, f"{ANSWERS[form]} 5", SAMPLING)
+    length = sampling.max_new_tokens
+    systems = [System("plain", model=thinking_model("plain")), System("thinking", model=model)]
+    result = hyperscale(
+        model, Five(), systems, lengths=[length - 4, length], chains=[1], problems=1,
+        sampling=sampling, chat=Chat(), serving=SERVING,
+    )  # fmt: skip
+    scores = {(each.system, each.length): each.scores["single"].mean() for each in result.points}
+    assert scores == {
+        ("plain", length - 4): 1, ("plain", length): 1,
+        ("thinking", length - 4): 0, ("thinking", length): 1,
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("fakes")

@@ -39,7 +39,7 @@ def answers(name="vanilla", *, length=20, **changes):
         max_lengths=[None],
         traced=True,
     )
-    return list(evaluation.run(Judge(questions), None, bar=None).values())
+    return list(evaluation.run(Judge(questions, None), None, bar=None).values())
 
 
 def cuts(found, length):

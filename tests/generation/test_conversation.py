@@ -70,6 +70,20 @@ def test_turns_equal_one_run_over_all_tokens(name, fed):
     assert [len(turn.tokens) for turn in conversation.turns] == [9, 9, 9]
 
 
+@on_fakes
+@every_row
+def test_a_conversation_that_is_cleared_begins_anew(name, fed):
+    conversation = begun(name, **BRANCHES)
+    first, turn = prompts([9, 4])
+    conversation.say(first, sampling=SHORT)
+    conversation.clear()
+    assert conversation.turns == []
+    fed.clear()
+    completion = conversation.say(turn, sampling=SHORT)
+    assert sum(fed) == len(turn)
+    check_turn(completion, [], turn, name)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova"])
 def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):

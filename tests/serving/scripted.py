@@ -18,7 +18,7 @@ from dms_jax.cache.accounting import Usage
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.config import ModelConfig
 from dms_jax.generation import Completion
-from dms_jax.serving.call_formats import FORMATS
+from dms_jax.generation.call_formats import FORMATS
 from dms_jax.serving.http_process import serve_http
 from dms_jax.serving.rpc import EngineServer, ServedModel
 from dms_jax.serving.server import take_address

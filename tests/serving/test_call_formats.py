@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dms_jax.generation import grammar
-from dms_jax.serving.answers import Answer, AnswerForm, AnswerReader
-from dms_jax.serving.call_formats import FORMATS, format_of
+from dms_jax.generation.answers import Answer, AnswerForm, AnswerReader
+from dms_jax.generation.call_formats import FORMATS, format_of
+from dms_jax.generation.call_readers import Tool
 from dms_jax.serving.parsing import RequestBody
-from dms_jax.serving.tools import Tool
 from tests.serving.scripted import TEMPLATES, served_model
 from tests.serving.support import stories
 

@@ -368,7 +368,7 @@ def test_many_answers_are_judged_side_by_side(make, monkeypatch):
 def test_evaluations_judge_together(make, monkeypatch):
     plain, chat = make(HumanEval, HUMANEVAL, style="plain"), make(LiveCodeBench, LIVECODEBENCH)
     problems = plain.problem("test", 0), chat.problem("test", 0), plain.problem("test", 1)
-    judge = Judge(Questions("evaluate", (plain, chat), "test", 0, None, (0, 1, 0), problems))
+    judge = Judge(Questions("evaluate", (plain, chat), "test", 0, None, (0, 1, 0), problems), None)
     given = {(0, "    pass"): 0, (1, block(ADD)): 1, (2, "    return text.lower()"): 1, (1, ""): 0}
     judge.together([*given, *given])
     monkeypatch.setattr(HumanEval, "score", None)  # the scores are known from here on

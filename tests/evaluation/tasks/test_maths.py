@@ -202,7 +202,7 @@ EQUAL = [
 @pytest.mark.parametrize("backwards", [False, True])
 def test_equal_expressions_are_one_vote_in_any_order(tmp_path, backwards):
     task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
-    judge = Judge(Questions("", (task,), "test", 0, None, (0,), (task.problem("test", 0),)))
+    judge = Judge(Questions("", (task,), "test", 0, None, (0,), (task.problem("test", 0),)), None)
     written = [(number, each) for number, group in enumerate(EQUAL) for each in group]
     given = [(number, f"$\\boxed{{{each}}}$") for number, each in written]
     groups: dict = {}
@@ -259,7 +259,7 @@ def test_what_was_judged_together_is_known(gsm8k, monkeypatch):
     one_by_one = [task.score(problem, each) for each in texts]
     for each in (mathematics.find_answer, mathematics.is_same, mathematics.vote_of):
         each.cache_clear()
-    judge = Judge(Questions("evaluate", (task,), "test", 0, None, (0,), (problem,)))
+    judge = Judge(Questions("evaluate", (task,), "test", 0, None, (0,), (problem,)), None)
     judge.together((0, each) for each in texts)
     monkeypatch.setattr(mathematics, "_ask", None)
     assert [judge(0, each) for each in texts] == one_by_one == [1, 1, 0, 1, 0]

@@ -253,6 +253,27 @@ MUTANTS = [
         (f"{RULER}::test_evaluate_fits_tasks_to_the_model_and_limits_answers",),
     ),
     Mutant(
+        "evaluation: what a model thinks is judged",
+        FOLDER + "asking.py",
+        "return Answer.of(self._forms[problem], text).text",
+        "return text",
+        (f"{EVALUATING}::test_thoughts_are_not_judged",),
+    ),
+    Mutant(
+        "evaluation: answers are read without the markers of channels",
+        FOLDER + "asking.py",
+        "return model if self.chat is None else with_shown_markers(model)",
+        "return model",
+        (f"{EVALUATING}::test_thoughts_are_not_judged",),
+    ),
+    Mutant(
+        "chat: thoughts stay in the cache for the next turn",
+        "dms_jax/command_line/chat.py",
+        "if read.text != completion.text:",
+        "if False:",
+        ("tests/command_line/test_chat.py",),
+    ),
+    Mutant(
         "evaluation: a needle grid takes depths for lengths",
         FOLDER + "needle_grid.py",
         "shape = (problems, len(depths), len(lengths))",

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/serving/"
+GENERATION = "dms_jax/generation/"
 ANSWERS = "tests/serving/test_answers.py"
 LOAD = "tests/serving/test_load.py"
 PROCESSES = "tests/serving/test_processes.py"
@@ -19,7 +20,7 @@ APIS = "tests/serving/test_apis.py"
 MUTANTS = [
     Mutant(
         "serving: what a model of harmony thinks is content",
-        FOLDER + "call_readers.py",
+        GENERATION + "call_readers.py",
         'thought = channel is None or channel[1] == "analysis" or bool(to)',
         "thought = False",
         (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
@@ -346,28 +347,28 @@ MUTANTS = [
     ),
     Mutant(
         "serving: arguments of a call go on behind their end",
-        FOLDER + "call_readers.py",
+        GENERATION + "call_readers.py",
         "end = next(ends, len(text))",
         "end = len(text)",
         (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
     ),
     Mutant(
         "serving: what looked like a call and was none is lost",
-        FOLDER + "call_readers.py",
+        GENERATION + "call_readers.py",
         "        self.add_text(self._before + self._call.object.text)\n",
         "",
         (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
     ),
     Mutant(
         "serving: several calls are told where one is asked for",
-        FOLDER + "answers.py",
+        GENERATION + "answers.py",
         "        if self._form.parallel:\n",
         "        if True:\n",
         (f"{CALLS}::test_an_answer_has_the_same_parts_however_it_arrives",),
     ),
     Mutant(
         "serving: a tool is called as its schema forbids",
-        FOLDER + "call_formats.py",
+        GENERATION + "call_formats.py",
         "bound = tool.strict or forced",
         "bound = False",
         (f"{CALLS}::test_calls_of_strict_tools_match_and_an_answer_may_have_none",),
@@ -402,7 +403,7 @@ MUTANTS = [
     ),
     Mutant(
         "serving: a long parameter is searched from its beginning for every token",
-        FOLDER + "call_readers.py",
+        GENERATION + "call_readers.py",
         'self._searched = len(self.held) - len("</parameter>")',
         "self._searched = 0",
         (f"{CALLS}::test_long_parameters_are_searched_once",),

@@ -8,10 +8,36 @@ import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dms_jax.serving.tools import Tool
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+      name: its name.
+      description: what the model is told of it.
+      parameters: JSON schema of its arguments, an object.
+      strict: whether arguments must match the schema.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
+        return {"type": "function", "function": function}
+
 
 # -- pieces of an answer -------------------------------------------------------------------------
 

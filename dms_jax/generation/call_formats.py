@@ -20,8 +20,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dms_jax.generation.grammar import json_rule
-from dms_jax.serving.call_readers import (
+from dms_jax.generation.call_readers import (
     MESSAGE_ENDS,
     CallReader,
     HarmonyReader,
@@ -29,8 +28,9 @@ from dms_jax.serving.call_readers import (
     LlamaReader,
     MistralReader,
     ParametersReader,
+    Tool,
 )
-from dms_jax.serving.tools import Tool
+from dms_jax.generation.grammar import json_rule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,21 @@
 """The text of an answer, split into what the model thinks, what it says, and what it calls."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from dms_jax.serving.call_formats import FORMATS
-from dms_jax.serving.call_readers import (
+from dms_jax.checkpoint.tokenizer import Tokenizer
+from dms_jax.generation.call_formats import FORMATS, format_of
+from dms_jax.generation.call_readers import (
     Arguments,
     CallReader,
     CallStart,
     Piece,
     Text,
+    Tool,
     held_back,
 )
-from dms_jax.serving.tools import Tool
+from dms_jax.model.language_model import LanguageModel
 
 # Around what a model thinks before it answers, as templates write it.
 THINKING_MARKERS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
@@ -41,6 +43,68 @@ class AnswerForm:
 
 
 PLAIN = AnswerForm()
+
+
+def answer_form(
+    tokenizer: Tokenizer,
+    prompt: str,
+    call_format: str | None = None,
+    *,
+    tools: tuple[Tool, ...] = (),
+    parallel: bool = True,
+) -> AnswerForm:
+    """Returns how the answer to a prompt is read.
+
+    Args:
+      tokenizer: its chat template tells what stands around thoughts.
+      prompt: the text that the template has made of a conversation.
+      call_format: name of the form of calls of the model; None if it is not known.
+      tools, parallel: see `AnswerForm`.
+    """
+    template = template_text(tokenizer.chat_template)
+    if _in_channels(template, call_format):
+        return AnswerForm("channels", calls="harmony", tools=tools, parallel=False)
+    markers = next((each for each in THINKING_MARKERS if each[1] in template), None)
+    thinks = "no"
+    if markers is not None:
+        end = prompt.rstrip()
+        thinks = "yes" if end.endswith(markers[0]) else "perhaps"
+        thinks = "no" if end.endswith(markers[1]) else thinks
+    return AnswerForm(
+        thinks=thinks,
+        markers=markers or THINKING_MARKERS[0],
+        calls=call_format if tools else None,
+        tools=tools,
+        parallel=parallel,
+    )
+
+
+def with_shown_markers(model: LanguageModel, call_format: str | None = None) -> LanguageModel:
+    """Returns the model with a tokenizer that shows what stands around thoughts and calls.
+
+    Args:
+      model: the model.
+      call_format: name of the form of its calls, if tools may be offered and it is known.
+    """
+    if model.tokenizer is None:
+        return model
+    if _in_channels(template_text(model.tokenizer.chat_template), call_format):
+        call_format = "harmony"
+    calls = () if call_format is None else FORMATS[call_format].shown
+    texts = (*(text for pair in THINKING_MARKERS for text in pair), *calls)
+    return dataclasses.replace(model, tokenizer=model.tokenizer.with_shown(texts))
+
+
+def template_text(template: str | Mapping[str, str] | None) -> str:
+    """Returns the source of a chat template; of several, all of them."""
+    if template is None or isinstance(template, str):
+        return template or ""
+    return "\n".join(template.values())
+
+
+def _in_channels(template: str, call_format: str | None) -> bool:
+    """Whether all of an answer is messages in channels, with or without calls."""
+    return (call_format or format_of(template, "")) == "harmony"
 
 
 class AnswerReader:
