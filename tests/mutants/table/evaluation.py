@@ -103,13 +103,6 @@ MUTANTS = [
         (AGGREGATION,),
     ),
     Mutant(
-        "evaluation: hyperscale, a tie in a vote is settled by chains that have ended",
-        FOLDER + "aggregation.py",
-        "-min(seen, open_chains[0]))",
-        "-seen)",
-        (AGGREGATION,),
-    ),
-    Mutant(
         "evaluation: hyperscale, a resample has as many problems as there are",
         FOLDER + "bootstrap.py",
         "rng.multinomial(count - 1, np.full(count, 1 / count), size=draws) / (count - 1)",
