@@ -417,9 +417,12 @@ class Prefixes:
         if self._runner.appends:
             if seen >= len(tokens):
                 self._store(lane, request, tokens[: None if exact else prompt], ended=True)
-        # Not if steps went on that were launched before a stop string was found.
-        elif exact and seen == len(tokens) and not self._runner.reservation.steps_in_flight[lane]:
-            self._store(lane, request, tokens, ended=True)
+        elif exact and seen == len(tokens):
+            # Not if steps go on that were launched before a stop string was found. In those behind
+            # an end token the lane is idle.
+            ended = request.finish_reason == "end"
+            if ended or not self._runner.reservation.steps_in_flight[lane]:
+                self._store(lane, request, tokens, ended=True)
 
     def _store(
         self, lane: int, request: "Request", tokens: Int[np.ndarray, " n"], *, ended: bool
