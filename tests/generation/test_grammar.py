@@ -179,6 +179,23 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     assert chunks == ["step"] + ["whole"] * 4  # of four steps each
 
 
+def test_values_on_the_host_are_written_by_chunks_beside_a_grammar_that_has_ended(monkeypatch):
+    """A first token that was all that was asked for leaves no step with a mask."""
+    engine, sizes = Engine(model_for("kcache"), max_tokens=64, **SHAPE), []
+    decode = engine.runner.decode
+    monkeypatch.setattr(
+        engine.runner,
+        "decode",
+        lambda *given, **more: sizes.append(more["num_steps"]) or decode(*given, **more),
+    )
+    free = dataclasses.replace(GREEDY, max_new_tokens=17)
+    one = dataclasses.replace(free, max_new_tokens=1, grammar=Grammar.regex("[a-z]+"))
+    requests = requests_of(PROMPTS[:2], [free, one])
+    serve_arrivals(engine, [requests])
+    assert [len(each.generated) for each in requests] == [17, 1]
+    assert sizes == [8, 8]
+
+
 @pytest.mark.nightly
 def test_an_answer_that_is_put_back_goes_on_in_its_grammar(engine, monkeypatch):
     """In a pool that holds one of them whole, of a policy that keeps every token."""
@@ -236,7 +253,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_by_name(engine, mon
         return after(self, requests, *given, **more)
 
     monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match=r"behind token [01]: .*satisfy") as error:
+    with pytest.raises(GrammarError, match=r"behind token 1: .*satisfy") as error:
         serve_arrivals(engine, [requests])
     assert error.value.indices == {requests[1].index}
 
@@ -309,7 +326,7 @@ def test_what_is_queued_when_a_grammar_fails_is_sent_before_answers_grow(monkeyp
 
     sent = collections.defaultdict(list)
     monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError):
+    with pytest.raises(GrammarError, match="behind token 22:"):
         serve_arrivals(
             engine, [requests], on_tokens=lambda update: sent[update.index].extend(update.tokens)
         )
