@@ -655,10 +655,10 @@ class Notifier:
         pending, self._pending = collections.deque(self._pending), []
         try:
             while pending:
+                yield  # not behind the last one: whoever was told is told that it was all
                 each = pending.popleft()
                 assert each.text is not None
                 self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))
-                yield
         except GeneratorExit:
             self._pending[:0] = pending
             raise
