@@ -16,7 +16,7 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling, grammar
+from dms_jax.generation import Engine, Sampling, grammar, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
 from dms_jax.generation.in_flight import InFlight
@@ -308,6 +308,25 @@ def test_answers_and_updates_do_not_depend_on_the_steps_between_two_looks(chunk,
         for name in ("kv_reads", "live_tokens", "peak_tokens", "new_tokens"):
             assert getattr(other.usage, name) == getattr(one.usage, name)
         assert sent[other.index] == (other.generated, other.text)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_no_step_runs_behind_the_last_token_that_any_answer_may_have(monkeypatch):
+    options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
+    engine = Engine(stories(), dms_jax.Vanilla(), **options)
+    call, steps = programs.Program.__call__, []
+
+    def launched(program, *arguments):
+        if program is programs.advance:
+            steps.append(program)
+        return call(program, *arguments)
+
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    held = dataclasses.replace(GREEDY, max_new_tokens=3, grammar=Grammar.regex("[a-z ]*"))
+    requests = requests_of(PROMPTS[:2], [held, dataclasses.replace(held, max_new_tokens=2)])
+    serve_arrivals(engine, [requests])
+    assert [len(each.generated) for each in requests] == [3, 2]
+    assert len(steps) == 2
 
 
 @pytest.mark.usefixtures("fakes")
