@@ -538,6 +538,7 @@ class Runner:
                 drawn, newest = programs.draw(
                     self.model.transformer, advance, newest, sent_seeds, masked
                 )
+                newest = self.everywhere(newest)
                 newest.copy_to_host_async()  # the next masks wait for it
                 drawn.words.copy_to_host_async()
                 steps.append(drawn)

@@ -1,6 +1,7 @@
 """Answers that match a grammar, beside others that are free."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import re
@@ -470,15 +471,25 @@ def test_a_grammar_that_allows_every_text_changes_no_answer(name):
         assert one.usage.peak_tokens == other.usage.peak_tokens
 
 
-@pytest.mark.nightly
-def test_a_grammar_is_kept_on_a_mesh():
-    """Lanes and heads are shared out over four devices, and no program is compiled twice."""
+@contextlib.contextmanager
+def lowerings():
+    """Counts programs that are lowered, by name."""
     lowered: collections.Counter[str] = collections.Counter()
 
     def count(event: str, seconds: float, **facts) -> None:
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             lowered[facts["fun_name"]] += 1
 
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield lowered
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.mark.nightly
+def test_a_grammar_is_kept_on_a_mesh():
+    """Lanes and heads are shared out over four devices, and no program is compiled twice."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     expected = Engine(model_for("vanilla"), max_tokens=64, **SHAPE).generate(
         PROMPTS, sampling=sampling
@@ -487,9 +498,14 @@ def test_a_grammar_is_kept_on_a_mesh():
     model = dms_jax.load(assets.path("stories260k"), mesh=mesh)
     engine = Engine(model, dms_jax.Vanilla(), max_tokens=64, **SHAPE)
     assert not InFlight(engine.runner, ())._masks._reused
-    jax.monitoring.register_event_duration_secs_listener(count)
-    found = engine.generate(PROMPTS, sampling=sampling)
-    jax.monitoring.unregister_event_duration_listener(count)
+    with lowerings() as lowered:
+        found = engine.generate(PROMPTS, sampling=sampling)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert {"jit(advance)", "jit(draw)"} <= lowered.keys()
     assert {name: number for name, number in lowered.items() if number > 1} == {}
+    engine.warm()
+    requests = requests_of(PROMPTS, sampling)  # each with a sampling of its own
+    with lowerings() as lowered:
+        serve_arrivals(engine, [requests])
+    assert [each.generated for each in requests] == [each.tokens for each in expected]
+    assert not lowered
