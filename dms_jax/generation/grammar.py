@@ -323,10 +323,10 @@ class TokenMasks:
         if wrong := [(each, lane) for each, lane in compiled if each.is_error()]:
             first, lane = wrong[0]
             what = first.get_error().partition("\n<state>")[0]
+            read = requests[lane].max_new_tokens - remaining[lane]
             raise GrammarError(
-                f"The grammar of an answer cannot be followed behind token "
-                f"{len(requests[lane].generated):,}: {plain(what, _LONGEST_ERROR)}. Give a simpler "
-                "grammar.",
+                f"The grammar of an answer cannot be followed behind token {read:,}: "
+                f"{plain(what, _LONGEST_ERROR)}. Give a simpler grammar.",
                 (requests[lane].index for _, lane in wrong),
             )
         return self._steps

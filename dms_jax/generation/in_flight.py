@@ -99,7 +99,8 @@ class InFlight:
           NotNumbersError, GrammarError: a request with a grammar cannot go on.
         """
         remaining, endless = self.remaining(running), self._endless(running)
-        bound = {lane: each for lane, each in running.items() if each.matcher is not None}
+        going = {lane: each for lane, each in running.items() if remaining[lane]}
+        bound = {lane: each for lane, each in going.items() if each.matcher is not None}
         if self.runner.host is not None and bound:  # KCache's values are written between steps
             num_steps = 1
         size = self.steps_a_program(num_steps)

@@ -417,9 +417,12 @@ class Prefixes:
         if self._runner.appends:
             if seen >= len(tokens):
                 self._store(lane, request, tokens[: None if exact else prompt], ended=True)
-        # Not if steps went on that were launched before a stop string was found.
-        elif exact and seen == len(tokens) and not self._runner.reservation.steps_in_flight[lane]:
-            self._store(lane, request, tokens, ended=True)
+        elif exact and seen == len(tokens):
+            # Not if steps go on that were launched before a stop string was found. In those behind
+            # an end token the lane is idle.
+            ended = request.finish_reason == "end"
+            if ended or not self._runner.reservation.steps_in_flight[lane]:
+                self._store(lane, request, tokens, ended=True)
 
     def _store(
         self, lane: int, request: "Request", tokens: Int[np.ndarray, " n"], *, ended: bool
@@ -501,8 +504,10 @@ class Prefixes:
     def _move_to_host(self, state: PrefixState) -> None:
         """Copies a state to host memory, or drops it for want of room; its pages are not freed."""
         host, slots = self._host_pages(), None
-        if host is not None and self._takes_time(host.bytes_of(state.pages)):
+        if host is not None and self._takes_time(size := host.bytes_of(state.pages)):
             slots = host.add(state.pages, self._runner.read_pages, self._make_room)
+            if slots is None:  # nothing is copied
+                self._may_copy += size
         self._remove(state)
         if slots is None:
             return
@@ -521,7 +526,7 @@ class Prefixes:
         now = self.clock()
         gained = TO_HOST * (now - self._asked)
         self._may_copy, self._asked = min(self._may_copy + gained, TO_HOST_AT_ONCE), now
-        if size > self._may_copy < TO_HOST_AT_ONCE:
+        if size > max(self._may_copy, 0) and self._may_copy < TO_HOST_AT_ONCE:
             return False
         self._may_copy -= size
         return True

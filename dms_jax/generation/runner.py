@@ -508,7 +508,8 @@ class Runner:
     ) -> StepsInFlight:
         """Launches C decode steps whose tokens are drawn from those that masks allow.
 
-        It returns when the tokens of the last step but one are known.
+        They are fewer if no lane may generate so many. It returns when the tokens of the last step
+        but one are known.
 
         Args:
           tokens, remaining, seeds, rule, num_steps, end_tokens, endless: as in `decode`.
@@ -522,7 +523,7 @@ class Runner:
         newest: Any = self.everywhere(tokens)
         sent_seeds, sent_rule = self._send((seeds, rule))
         with use_mesh(self.model.mesh):
-            for step in range(num_steps):
+            for step in range(min(num_steps, int(remaining.max()))):
                 left = np.maximum(remaining - step, 0).astype(np.int32)
                 given = table, newest, _joined(left, endless), self.traced_policy, end_tokens
                 self.cache, advance, tail = programs.advance(*self.cached, *given)
@@ -537,6 +538,7 @@ class Runner:
                 drawn, newest = programs.draw(
                     self.model.transformer, advance, newest, sent_seeds, masked
                 )
+                newest = self.everywhere(newest)
                 newest.copy_to_host_async()  # the next masks wait for it
                 drawn.words.copy_to_host_async()
                 steps.append(drawn)

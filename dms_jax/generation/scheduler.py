@@ -300,7 +300,8 @@ class Scheduler:
             bisect.insort_right(self.waiting, request, key=_priority)
 
     def _note(self, request: Request) -> None:
-        """Notes a request that begins to wait."""
+        """Notes a request that begins to wait, perhaps after an error while it had a lane."""
+        request.state = State.WAITING
         if request.slots is not None:
             self._left[request.index] = request
         self.runner.prefixes.note(request)
@@ -474,7 +475,6 @@ class Scheduler:
 
     def _put_back(self, request: Request) -> None:
         """Lets a request that left its lane wait at the front of its priority."""
-        request.state = State.WAITING
         bisect.insort_left(self.waiting, request, key=_priority)
         self._note(request)
 
@@ -655,10 +655,10 @@ class Notifier:
         pending, self._pending = collections.deque(self._pending), []
         try:
             while pending:
+                yield  # not behind the last one: whoever was told is told that it was all
                 each = pending.popleft()
                 assert each.text is not None
                 self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))
-                yield
         except GeneratorExit:
             self._pending[:0] = pending
             raise

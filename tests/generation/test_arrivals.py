@@ -8,6 +8,7 @@ import pytest
 import dms_jax
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
+from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from tests.generation.support import (
     GREEDY,
@@ -362,3 +363,26 @@ def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
     # A program of prompts at each look, until the older one is read; its last two in one turn.
     assert looks == list(range(5))
     assert others[1].usage.prefilled_tokens > len(given[2])  # the younger one was put back
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["no room", "a prefix is read"])
+def test_who_ran_when_a_call_failed_waits_in_the_next_one(shared, monkeypatch):
+    """As the others do: a server queues them again, perhaps behind more urgent requests."""
+    engine = host_engine("keeps", 2, page_size=8, prefix_cache=0)
+    first, second = prompts((30, 20))
+    requests = requests_of([first, first[:24] + second if shared else second], GREEDY)
+    requests[0].priority = -1
+    launch, failing = Runner.decode, [RuntimeError("the device is gone")]
+
+    def decode(runner, *arguments, **options):
+        if failing:
+            raise failing.pop()
+        return launch(runner, *arguments, **options)
+
+    monkeypatch.setattr(Runner, "decode", decode)
+    with squeezed(engine, 320 if shared else 160):
+        with pytest.raises(RuntimeError, match="gone"):
+            serve_arrivals(engine, [requests if shared else requests[1:]])
+        serve_arrivals(engine, [requests])
+        check(requests)
+        engine.runner.prefixes.clear()

@@ -1,6 +1,7 @@
 """Answers that match a grammar, beside others that are free."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import re
@@ -16,7 +17,7 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling, grammar
+from dms_jax.generation import Engine, Sampling, grammar, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
 from dms_jax.generation.in_flight import InFlight
@@ -179,6 +180,23 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     assert chunks == ["step"] + ["whole"] * 4  # of four steps each
 
 
+def test_values_on_the_host_are_written_by_chunks_beside_a_grammar_that_has_ended(monkeypatch):
+    """A first token that was all that was asked for leaves no step with a mask."""
+    engine, sizes = Engine(model_for("kcache"), max_tokens=64, **SHAPE), []
+    decode = engine.runner.decode
+    monkeypatch.setattr(
+        engine.runner,
+        "decode",
+        lambda *given, **more: sizes.append(more["num_steps"]) or decode(*given, **more),
+    )
+    free = dataclasses.replace(GREEDY, max_new_tokens=17)
+    one = dataclasses.replace(free, max_new_tokens=1, grammar=Grammar.regex("[a-z]+"))
+    requests = requests_of(PROMPTS[:2], [free, one])
+    serve_arrivals(engine, [requests])
+    assert [len(each.generated) for each in requests] == [17, 1]
+    assert sizes == [8, 8]
+
+
 @pytest.mark.nightly
 def test_an_answer_that_is_put_back_goes_on_in_its_grammar(engine, monkeypatch):
     """In a pool that holds one of them whole, of a policy that keeps every token."""
@@ -236,7 +254,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_by_name(engine, mon
         return after(self, requests, *given, **more)
 
     monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match=r"behind token [01]: .*satisfy") as error:
+    with pytest.raises(GrammarError, match=r"behind token 1: .*satisfy") as error:
         serve_arrivals(engine, [requests])
     assert error.value.indices == {requests[1].index}
 
@@ -294,6 +312,25 @@ def test_answers_and_updates_do_not_depend_on_the_steps_between_two_looks(chunk,
 
 
 @pytest.mark.usefixtures("fakes")
+def test_no_step_runs_behind_the_last_token_that_any_answer_may_have(monkeypatch):
+    options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
+    engine = Engine(stories(), dms_jax.Vanilla(), **options)
+    call, steps = programs.Program.__call__, []
+
+    def launched(program, *arguments):
+        if program is programs.advance:
+            steps.append(program)
+        return call(program, *arguments)
+
+    monkeypatch.setattr(programs.Program, "__call__", launched)
+    held = dataclasses.replace(GREEDY, max_new_tokens=3, grammar=Grammar.regex("[a-z ]*"))
+    requests = requests_of(PROMPTS[:2], [held, dataclasses.replace(held, max_new_tokens=2)])
+    serve_arrivals(engine, [requests])
+    assert [len(each.generated) for each in requests] == [3, 2]
+    assert len(steps) == 2
+
+
+@pytest.mark.usefixtures("fakes")
 def test_what_is_queued_when_a_grammar_fails_is_sent_before_answers_grow(monkeypatch):
     """The other request is told of every token that was recorded, in order and once."""
     options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
@@ -309,7 +346,7 @@ def test_what_is_queued_when_a_grammar_fails_is_sent_before_answers_grow(monkeyp
 
     sent = collections.defaultdict(list)
     monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError):
+    with pytest.raises(GrammarError, match="behind token 22:"):
         serve_arrivals(
             engine, [requests], on_tokens=lambda update: sent[update.index].extend(update.tokens)
         )
@@ -434,15 +471,25 @@ def test_a_grammar_that_allows_every_text_changes_no_answer(name):
         assert one.usage.peak_tokens == other.usage.peak_tokens
 
 
-@pytest.mark.nightly
-def test_a_grammar_is_kept_on_a_mesh():
-    """Lanes and heads are shared out over four devices, and no program is compiled twice."""
+@contextlib.contextmanager
+def lowerings():
+    """Counts programs that are lowered, by name."""
     lowered: collections.Counter[str] = collections.Counter()
 
     def count(event: str, seconds: float, **facts) -> None:
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             lowered[facts["fun_name"]] += 1
 
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield lowered
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.mark.nightly
+def test_a_grammar_is_kept_on_a_mesh():
+    """Lanes and heads are shared out over four devices, and no program is compiled twice."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     expected = Engine(model_for("vanilla"), max_tokens=64, **SHAPE).generate(
         PROMPTS, sampling=sampling
@@ -451,9 +498,14 @@ def test_a_grammar_is_kept_on_a_mesh():
     model = dms_jax.load(assets.path("stories260k"), mesh=mesh)
     engine = Engine(model, dms_jax.Vanilla(), max_tokens=64, **SHAPE)
     assert not InFlight(engine.runner, ())._masks._reused
-    jax.monitoring.register_event_duration_secs_listener(count)
-    found = engine.generate(PROMPTS, sampling=sampling)
-    jax.monitoring.unregister_event_duration_listener(count)
+    with lowerings() as lowered:
+        found = engine.generate(PROMPTS, sampling=sampling)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert {"jit(advance)", "jit(draw)"} <= lowered.keys()
     assert {name: number for name, number in lowered.items() if number > 1} == {}
+    engine.warm()
+    requests = requests_of(PROMPTS, sampling)  # each with a sampling of its own
+    with lowerings() as lowered:
+        serve_arrivals(engine, [requests])
+    assert [each.generated for each in requests] == [each.tokens for each in expected]
+    assert not lowered

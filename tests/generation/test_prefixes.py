@@ -20,6 +20,7 @@ from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, programs
 from dms_jax.generation import prefixes as prefixes_module
 from dms_jax.generation.engine import Source
+from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
 from dms_jax.generation.scheduler import Scheduler
@@ -33,6 +34,7 @@ from tests.generation.support import (
     host_engine,
     model_for,
     prompts,
+    requests_of,
     serve_arrivals,
     squeezed,
     stories,
@@ -626,3 +628,54 @@ def test_prefixes_for_whose_copies_there_is_no_time_are_dropped(monkeypatch):
             assert cached(ask(engine, "keeps", [prompt])) == [0]
             assert states.counts.host_states == 0
         check_consistent(states)
+
+
+def test_a_prefix_for_which_the_host_has_no_room_takes_no_time(monkeypatch):
+    engine = engine_of("keeps", prefix_cache=1e5)
+    states, page = engine.runner.prefixes, engine.runner.page_bytes
+    monkeypatch.setattr(states, "_host_bytes", 20 * page)  # a page of each row
+    monkeypatch.setattr(states, "_host", None)
+    monkeypatch.setattr(prefixes_module, "TO_HOST", 0.0)
+    monkeypatch.setattr(states, "_may_copy", 1e6)
+    ask(engine, "keeps", [DOCUMENT])
+    states._reclaim(0, states.counts.bytes // page)
+    assert states.counts.host_states == 0
+    assert states._may_copy == 1e6
+    check_consistent(states)
+
+
+def test_what_the_host_has_already_takes_no_time(monkeypatch):
+    """A prefix stays whose pages a longer one has brought there, when nothing may be copied."""
+    engine = engine_of("keeps")
+    states, page = engine.runner.prefixes, engine.runner.page_bytes
+    ask(engine, "keeps", [DOCUMENT + question for question in QUESTIONS[:2]])
+    by_length = sorted(states._on_device, key=lambda each: len(each.pages))
+    short, long = by_length[0], by_length[-1]
+    assert {*short.pages} < {*long.pages}
+    monkeypatch.setattr(prefixes_module, "TO_HOST", 0.0)
+    monkeypatch.setattr(prefixes_module, "TO_HOST_AT_ONCE", 1.0)
+    states._on_device.move_to_end(long, last=False)
+    states._reclaim(0, states.counts.bytes // page)
+    assert states._may_copy == 1.0 - len(long.pages) * page
+    assert set(states._on_host) >= {long, short}
+    check_consistent(states)
+
+
+def test_an_answer_whose_grammar_ends_it_continues():
+    """Its end is read while the next chunk is launched, in which the other lanes go on."""
+    engine = engine_of("evicts", 6, ends=ENDS)
+    free = dataclasses.replace(GREEDY, ignore_eos=True)
+    prompt, *others = prompts((30, 5, 6, 7, 8))
+    ended = set()
+    for letters in range(4, 40, 3):
+        held = dataclasses.replace(GREEDY, grammar=Grammar.regex(f"[a-z]{{{letters}}}"))
+        engine.runner.prefixes.clear()
+        requests = requests_of([prompt, *others], [held, *[free] * len(others)])
+        serve_arrivals(engine, [requests])
+        answered = requests[0].generated
+        if requests[0].finish_reason == "end":
+            ended.add(len(answered))
+            (again,) = requests_of([prompt + answered + [5]], free)
+            serve_arrivals(engine, [[again]])
+            assert again.usage.cached_tokens == 30 + len(answered) - 1
+    assert ended & {6, 7, 8, 9}  # in the last program of a chunk, behind the first token

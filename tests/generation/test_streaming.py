@@ -11,6 +11,8 @@ import dms_jax
 from dms_jax.errors import CheckpointError
 from dms_jax.generation import Engine, Update
 from dms_jax.generation.requests import check_finite, make_requests
+from dms_jax.generation.scheduler import Notifier
+from dms_jax.generation.text import TextTracker
 from tests.generation.support import (
     GREEDY,
     NEW_TOKENS,
@@ -20,6 +22,7 @@ from tests.generation.support import (
     host_engine,
     model_for,
     prompts,
+    requests_of,
     stories,
 )
 
@@ -139,3 +142,23 @@ def test_the_first_token_whose_logits_are_not_numbers_is_named():
     assert caught.value.indices == {1, 2}
     with pytest.raises(CheckpointError, match="at token 5 of prompt 1"):
         check_finite([(request, np.bool_(False))])
+
+
+@pytest.mark.parametrize("parts", range(7))
+def test_whoever_was_told_of_tokens_is_told_that_it_was_all(parts):
+    """Wherever the updates of a chunk are interrupted, the rest comes later, and once."""
+    told: list[int | str] = []
+    notifier = Notifier(
+        TextTracker(None, ()),
+        on_tokens=lambda update: told.append(update.index),
+        on_notified=lambda: told.append("all"),
+    )
+    for request in requests_of(prompts((3, 4, 5)), GREEDY):
+        request.generated = [7]
+        notifier.settle(request)
+    work = notifier.notify_by_parts()
+    for _, _ in zip(range(parts), work, strict=False):
+        pass
+    work.close()
+    notifier.notify()
+    assert told == [0, 1, 2, "all"]
