@@ -92,14 +92,14 @@ def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
         chunk=4,
         prefill_chunk=64,
     )
-    widths, decode = [], engine.runner.decode
+    widths, table_of_steps = [], engine.runner._table_of_steps
 
-    def watched(*given, **more):
-        launched = decode(*given, **more)
-        widths.append(launched.table.shape[-1])
-        return launched
+    def watched(stepping):
+        table, own = table_of_steps(stepping)
+        widths.append(table.shape[-1])
+        return table, own
 
-    monkeypatch.setattr(engine.runner, "decode", watched)
+    monkeypatch.setattr(engine.runner, "_table_of_steps", watched)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=12)
     engine.generate(prompts([140]), sampling=sampling)
     assert engine.runner.reservation.table_width(1) >= 140 // 4  # of prompts

@@ -59,16 +59,17 @@ def test_every_case_agrees_with_the_oracle(case):
 
 @pytest.mark.parametrize("case", cases.SINKS_AND_CAPS, ids=lambda case: case.name)
 def test_sinks_and_soft_caps_agree_with_the_oracle(case):
-    arguments, sinks = draw(case), sinks_of(case)
+    drawn, sinks = draw(case), jax.tree.map(jnp.asarray, sinks_of(case))
+    arguments = [*map(jnp.asarray, drawn)]
 
     @jax.jit
     def run(arguments, sinks):
         options = dict(window=case.window, scale=case.D**-0.5)
         return prefill_attention(*arguments, **options, sinks=sinks, soft_cap=case.soft_cap)
 
-    output = run([*map(jnp.asarray, arguments)], sinks)
+    output = run(arguments, sinks)
     more = dict(sinks=sinks, soft_cap=case.soft_cap)
-    expected = oracle(arguments, case.window, case.D**-0.5, **more)
+    expected = oracle(drawn, case.window, case.D**-0.5, **more)
     assert relative_error(output, expected) <= TOLERANCE[case.dtype]
     with pytest.raises(NotImplementedError, match="a sink or a soft cap is served by xla alone"):
         prefill_attention(
