@@ -732,7 +732,11 @@ def _wanted(plan: list[Piece], patterns: tuple[str, ...]) -> list[Piece]:
 
 @contextlib.contextmanager
 def _interrupted_at(end: float) -> Iterator[None]:
-    """Ctrl-C comes at a time of `time.monotonic`, unless the block has ended."""
+    """Ctrl-C comes at a time of `time.monotonic`, unless the block has ended.
+
+    A shell has commands in the background ignore Ctrl-C, so the block has a handler of its own.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     wait = max(end - time.monotonic(), 0)
     timer = threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT))
     timer.daemon = True
@@ -740,8 +744,11 @@ def _interrupted_at(end: float) -> Iterator[None]:
     try:
         yield
     finally:
-        timer.cancel()
-        timer.join()  # a signal that is on its way comes here, not behind the block
+        try:
+            timer.cancel()
+            timer.join()  # a signal that is on its way comes here, not behind the block
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def _safe(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import time
 
 import pytest
@@ -184,9 +185,16 @@ def never_ends(_):
         time.sleep(0.01)
 
 
-def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys):
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
+    """Also in a process that a shell began in the background."""
     made_up(quick=lambda _: {"is": "done"}, endless=never_ends, behind=lambda _: {})
-    assert call(config, "*", minutes=0.01) == 0
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        assert call(config, "*", minutes=0.01) == 0
+        assert signal.getsignal(signal.SIGINT) == handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "endless: the time is over; the same command goes on." in capsys.readouterr().out
     assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
 
