@@ -196,7 +196,7 @@ class InFlight:
 
     @property
     def reads_on(self) -> bool:
-        """Whether there are prompts in flight, all of which are read further by later programs."""
+        """Whether prompts are in flight and later programs read every one of them further."""
         unread = not self.drawn and bool(self._prompts)
         return unread and all(each.state is State.PREFILL for each in self._prompts)
 
