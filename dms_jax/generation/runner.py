@@ -572,7 +572,7 @@ class Runner:
         return on_device, None if self.host is None else table.copy()
 
     def no_cells(self, shape: tuple[int, ...]) -> Int[np.ndarray, "3 n"]:
-        """Returns cells for `programs.update_table` that change nothing: they lie outside the table."""
+        """Returns cells for `programs.update_table` outside every table, which change nothing."""
         return np.full((3, CELLS), math.prod(shape[:-1]), np.int32)
 
     def _launched(

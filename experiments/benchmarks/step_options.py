@@ -48,7 +48,7 @@ LOOPS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     )
 }
-# XLA sums small arrays by kernels of its own, and each of them ends a graph: what is left between two
+# XLA sums small arrays by kernels of its own. Each of them ends a graph: what is left between two
 # of them is a graph only where it may be short. NCCL's sums may be parts of one.
 NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
 COLLECTIVES = {
