@@ -2,8 +2,8 @@
 
 `server.Server` starts it with two sockets. It has Python's lock for itself: to write the events of
 hundreds of streams takes as long as the steps of a small model. It has no device, starts before the
-model is loaded, and ends when the engine's process says so or has ended. It ignores signals, which
-that process handles.
+model is loaded (see `Starting`), and ends when the engine's process says so or has ended. It
+ignores signals, which that process handles.
 
 uvicorn limits how long a connection may be idle between two requests. `Connection` adds:
 
@@ -26,8 +26,11 @@ import time
 from typing import Any
 
 import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dms_jax.serving.access import OPEN
 from dms_jax.serving.app import make_app
 from dms_jax.serving.parsing import Parser
 from dms_jax.serving.rpc import EngineClient
@@ -61,33 +64,51 @@ async def serve_http(listening: socket.socket, connection: socket.socket) -> Non
     """Serves HTTP until the engine's process stops it.
 
     Args:
-      listening: the socket of the address; it listens at the latest when there is a model.
+      listening: the socket of the address.
       connection: the socket of the `EngineServer`.
     """
-    engine = EngineClient()
-    try:
-        served = await engine.connect(connection)
-    except EOFError:  # that process ended before it had a model, and has said why
-        return
-    most, backlog = max_connections(served.max_requests)
-    parser = Parser(served)
+    engine, app, http = EngineClient(), Starting(), type("Connection", (Connection,), {})
     config = uvicorn.Config(
-        make_app(engine, served, parser),
-        http=type("Connection", (Connection,), {"max_connections": most}),
+        app,
+        http=http,
         ws="none",
         log_config=None,  # that of the process stays
         log_level="warning",
         access_log=False,
         lifespan="off",
-        backlog=backlog,
+        backlog=max_connections(0)[1],
     )
     server = _Server(config)
     engine.on_stop = server.stop
-    try:
-        await server.serve([listening])
-    finally:
-        parser.close()
-        engine.close()
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.serve([listening]))
+        try:
+            served = await engine.connect(connection)
+        except EOFError:  # that process ended before it had a model, and has said why
+            server.stop(graceful=False)
+            return
+        http.max_connections, _ = max_connections(served.max_requests)
+        with contextlib.closing(engine), contextlib.closing(Parser(served)) as parser:
+            app.use(make_app(engine, served, parser))
+            await serving
+
+
+class Starting:
+    """Answers `/health` with 503 "starting" until there is an application; other requests wait."""
+
+    def __init__(self) -> None:
+        self._app: asyncio.Future[ASGIApp] = asyncio.get_running_loop().create_future()
+
+    def use(self, app: ASGIApp) -> None:
+        """Gives all requests to an application, those that wait first."""
+        self._app.set_result(app)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        app: ASGIApp = JSONResponse({"status": "starting"}, 503)
+        if self._app.done() or scope["path"] != OPEN:
+            app = await asyncio.shield(self._app)
+        await app(scope, receive, send)
 
 
 class _Server(uvicorn.Server):

@@ -140,7 +140,7 @@ def timed_server(config: Config, environment: Mapping[str, str]) -> dict[str, An
     """Runs a server; returns the seconds until it was ready, and until it had answered a chat."""
     start = time.time()
     with started(f"--model {config.model} {config.server}", environment) as address:
-        ask(address, "GET", "/health")
+        ask(address, "GET", "/v1/models")
         ready = time.time() - start
         words = {"prompt": config.prompt, "max_tokens": config.new_tokens, "temperature": 0}
         ask(address, "POST", "/v1/completions", {"model": model_name(address)} | words)

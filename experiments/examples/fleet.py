@@ -75,7 +75,7 @@ class Replica:
                 break
         else:
             raise ReplicaEndedError(f"dms-jax serve {options} has ended; its log says why.")
-        async with self._client.get("/health") as response:  # waits for the process of HTTP
+        async with self._client.get("/v1/models") as response:  # waits until requests are answered
             response.raise_for_status()
 
     async def check_health(self) -> None:

@@ -119,6 +119,26 @@ def test_many_streams_at_once_are_each_what_it_is_alone(both):
         assert len(told) == 60
 
 
+def test_health_answers_while_the_server_starts_and_requests_wait():
+    gone, answers = threading.Event(), []
+    with started() as (server, port):
+        service = make_service()
+        client = Client(port, service, None)
+        assert client.get("/health") == (503, '{"status":"starting"}')
+        early = threading.Thread(target=lambda: answers.append(client.ask(max_tokens=3, **PROMPT)))
+        early.start()
+        assert client.get("/health") == (503, '{"status":"starting"}')
+        service.start()
+        engine = EngineServer(service, server._connection, served(service), gone.set)
+        engine.start()
+        early.join(60)
+        assert answers[0]["usage"]["completion_tokens"] == 3
+        assert client.get("/health") == (200, '{"status":"ok"}')
+        engine.stop()
+        assert service.drain(60.0)
+        assert server._process.wait(60) == 0
+
+
 def test_health_metrics_and_what_is_served_come_from_the_engine(both):
     client, _ = both
     assert client.get("/health") == (200, '{"status":"ok"}')
