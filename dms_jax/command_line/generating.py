@@ -7,6 +7,7 @@ from typing import Any, Literal
 import dms_jax
 from dms_jax.command_line.options import (
     SHIPPED,
+    Devices,
     load_model,
     on_checkpoint,
     read_options,
@@ -23,7 +24,7 @@ CALL = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Generating:
+class Generating(Devices):
     """A model, its cache, and how tokens are drawn."""
 
     model: str = SHIPPED[0]
@@ -73,7 +74,7 @@ class Generating:
     def load(self) -> dms_jax.LanguageModel:
         """The model."""
         variables = read_options(self.template, "--template")
-        model = load_model(self.model, self.own_adapter, self.dtype)
+        model = load_model(self.model, self.own_adapter, self.dtype, self.make_mesh())
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:

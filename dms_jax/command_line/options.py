@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 import dms_jax
 from dms_jax import assets
-from dms_jax.checks import guess
+from dms_jax.checks import Count, check, guess
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
 from dms_jax.evaluation import Chat
 from dms_jax.evaluation.sandbox import Sandbox
@@ -96,12 +98,35 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
     return name
 
 
-def load_model(name: str, adapter: str | None, dtype: str | None) -> dms_jax.LanguageModel:
+def load_model(
+    name: str, adapter: str | None, dtype: str | None, mesh: jax.sharding.Mesh | None = None
+) -> dms_jax.LanguageModel:
     """Loads what --model and --adapter name; that it stayed short of its ratio is a warning."""
     found, beside = find_model(name), find_adapter(adapter)
     for each in filter(None, (found, beside)):
         tell_if_short(each)
-    return dms_jax.load(found, dtype=dtype, adapter=beside)
+    return dms_jax.load(found, dtype=dtype, adapter=beside, mesh=mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """How a model and its sequences are spread over the devices of this machine."""
+
+    data_shards: int = 1
+    """Devices that hold all weights, each with its part of the sequences and of the cache."""
+    model_shards: int = 1
+    """Devices over which each layer is split, for each of --data-shards."""
+
+    def make_mesh(self) -> jax.sharding.Mesh | None:
+        """The mesh; None for one device.
+
+        Raises:
+          ConfigError: there are fewer devices, or a number is malformed.
+        """
+        if self.data_shards == self.model_shards == 1:
+            return None
+        data = check("--data-shards", self.data_shards, Count)
+        return dms_jax.make_mesh(data, check("--model-shards", self.model_shards, Count))
 
 
 def tell_if_short(place: str | pathlib.Path) -> None:

@@ -89,9 +89,9 @@ class Config(Generating):
     prefill_tokens: int = 8192
     """Most tokens of prompts that are read between two chunks of steps: no answer pauses for more.
     With fewer, answers flow more evenly, and prompts wait longer while others decode."""
-    prefix_cache: str = "4GB"
-    """Host memory for the beginnings of prompts that were read before, beside what requests leave
-    of the cache: bytes (500MB, 4GB); off to keep none."""
+    prefix_cache: str | None = None
+    """Host memory for prefixes of earlier prompts, beside what requests leave of the cache: bytes
+    (500MB, 4GB), or off. 4GB unless given; off on several devices, which keep none."""
     drain_seconds: float = 30.0
     """Seconds that running requests may take when the server is told to end."""
     api_key: str | None = None
@@ -187,12 +187,16 @@ def make_service(config: Config) -> Service:
     config.make_policy()  # first, because its errors come before a long load
     adapters = find_adapters(config)
     policies = [read_adapter(place).policy for place in adapters.values()]
+    mesh = config.make_mesh()
+    prefixes = config.prefix_cache or ("4GB" if mesh is None else "off")
+    if mesh is not None and read_bytes("--prefix-cache", prefixes) is not None:
+        raise dms_jax.ConfigError("--prefix-cache: several devices keep no prefixes. Leave it out.")
     limits: dict[str, Any] = dict(
         num_lanes=check("--lanes", config.lanes, CountOnDevice),
         max_tokens=check("--max-tokens", config.max_tokens, SequenceTokens | None),
         max_waiting=check("--max-waiting", config.max_waiting, Whole),
         prefill_tokens=check("--prefill-tokens", config.prefill_tokens, CountOnDevice),
-        prefix_cache=read_bytes("--prefix-cache", config.prefix_cache),
+        prefix_cache=read_bytes("--prefix-cache", prefixes),
     )
     limits |= config.cache()
     for place in adapters.values():
