@@ -1,14 +1,13 @@
-"""Training batches from a mixture of tasks and plain text, generated from seeds during training.
+"""Training batches of generated tasks and plain text, made from seeds during training.
 
     Mixture(tokenizer, parts).batch(step)
       -> {"tokens": int32 [B, T], "segment_ids": int32 [B, T], "loss_mask": bool [B, T]}
 
-A batch is a pure function of the seed and the step: nothing is stored, nothing repeats, and a run
-can resume anywhere. A document consists of a begin token, the prompt, the solution and an end
-token. Several whole documents are packed into a sequence, each as its own segment, and the rest of
-the sequence is filled with prose cut to fit. Every part of the mixture gets its share of the tokens
-of every batch. Prompts are left out of the loss, because a random equation cannot be predicted;
-prose counts.
+A batch depends on the seed and the step alone: nothing is stored, nothing repeats, and a run can
+resume anywhere. A document is a begin token, the prompt, the solution and an end token. A sequence
+holds several whole documents, each a segment of its own, then prose cut to fit. Every part of the
+mixture gets its share of the tokens of every batch. Prompts do not count in the loss, because a
+random equation cannot be predicted; prose counts.
 """
 
 import dataclasses
@@ -168,18 +167,6 @@ class Mixture(Options):
         if self.tokenizer.bos_token_id is None or self.tokenizer.eos_token_id is None:
             raise ConfigError("Mixture: the tokenizer must have a begin and an end token.")
         require(bool(self.parts), "Mixture: there must be at least one part.")
-
-    def only(self, name: str) -> "Mixture":
-        """Returns the mixture of only one part.
-
-        Raises:
-          ConfigError: there is no such part.
-        """
-        parts = tuple(part for part in self.parts if part.name == name)
-        if not parts:
-            known = ", ".join(part.name for part in self.parts)
-            raise ConfigError(f"Mixture: there is no part {name!r}; there are {known}.")
-        return dataclasses.replace(self, parts=parts)
 
     def document(self, part: Part, rng: random.Random) -> tuple[list[int], int]:
         """Draws a document: (token ids, how many of them come before the solution)."""

@@ -149,12 +149,6 @@ def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
         ahead.close()
 
 
-def test_one_part_alone(mixture):
-    assert [part.name for part in mixture.only("linear").parts] == ["linear"]
-    with pytest.raises(ConfigError, match="no part 'chess'; there are linear, tracking"):
-        mixture.only("chess")
-
-
 def test_a_mixture_needs_begin_and_end_tokens(tokenizer):
     bare = Tokenizer(tokenizer.backend)
     with pytest.raises(ConfigError, match="begin and an end token"):

@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine
 from dms_jax.policies import KVpop
-from experiments.reproduction import campaign, claims
+from experiments.reproduction import campaign, claims, records
 
 PROBLEMS = [
     {"question": f"What is {n} and {n + 1}?", "answer": f"It is {n}. #### {2 * n + 1}"}
@@ -65,8 +65,8 @@ def recorded(config, monkeypatch):
     """The record, as claims read it."""
     path = config.out / "record.json"
     assert call(config, "record") == 0
-    claims.record.cache_clear()
-    monkeypatch.setitem(claims.RECORDS, "tiny", str(path))
+    records.record.cache_clear()
+    monkeypatch.setitem(records.RECORDS, "tiny", str(path))
     return json.loads(path.read_text())
 
 
@@ -102,7 +102,7 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
     assert claims.computed("votes-gap tiny quest 3 plain 0") == "+0.0 ± 0.0"
     claims.PICTURES["real_models/gsm8k-1.5b.png"].draw(config.out / "drawn.png", "tiny")
     assert (config.out / "drawn.png").stat().st_size > 0
-    points = claims.points("tiny", ("plain",))
+    points = records.points("tiny", ("plain",))
     assert points.has_greedy("plain")
     assert len(points.points) == 6
     capsys.readouterr()
