@@ -45,7 +45,7 @@ OWN = "own"
 
 @dataclasses.dataclass(frozen=True)
 class Bfloat16(Format):
-    """A cache of bfloat16 numbers for a model of another type; chunks read it, decode does not."""
+    """A bfloat16 cache for a model of another type; prompts in chunks can read it, steps cannot."""
 
     def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Array, Array]:
         """Returns the numbers, and no scales."""
@@ -78,7 +78,7 @@ class Config:
     length: int = 512
     """Tokens of a sequence."""
     chunk: int = 256
-    """Tokens that go through the model at a time, at least two."""
+    """Tokens of a chunk, at least two."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the model."""
     out: pathlib.Path = pathlib.Path("runs/kv_bits")
@@ -86,7 +86,7 @@ class Config:
 
 
 def caches_of(head_dim: int) -> list[str]:
-    """The caches to compare; the vector of a small head is one group in any case."""
+    """The caches to compare; a small head's vector is a single group in any case."""
     forms = ["bfloat16", "float8_e4m3", "int4", *list(FORMS)[1:]]
     whole = Int4().group
     assert whole is not None
@@ -97,7 +97,7 @@ def caches_of(head_dim: int) -> list[str]:
 def advance(
     model: Transformer, tokens: Int[Array, "1 T"], counts: Int[Array, " 1"], cache: Cache
 ) -> tuple[Cache, Float[Array, "T V"]]:
-    """Runs a chunk through the cache; returns it, and the log-probabilities of the next tokens."""
+    """Runs a chunk; returns the cache and the log-probabilities of the next tokens."""
     passed = model.cached(tokens, counts, cache, POLICY, one_pass=True)
     logits = model.unembed(passed.hidden)[0].astype(jnp.float32)
     return passed.cache, jax.nn.log_softmax(logits)
@@ -107,7 +107,7 @@ def advance(
 def against(
     own: Float[Array, "T V"], stored: Float[Array, "T V"], targets: Int[Array, " T"]
 ) -> Float[Array, "3 T"]:
-    """The loss of each token, the divergence, and whether another token is the likeliest."""
+    """Loss and divergence of each token, and whether its likeliest token is another."""
     loss = -jnp.take_along_axis(stored, targets[:, None], axis=-1)[:, 0]
     divergence = (jnp.exp(own) * (own - stored)).sum(-1)
     return jnp.stack([loss, divergence, own.argmax(-1) != stored.argmax(-1)])
@@ -168,7 +168,7 @@ def mean(values: list[np.ndarray]) -> dict[str, float]:
 def summary(
     model: dms_jax.LanguageModel, found: dict[str, list[Float[np.ndarray, "3 n"]]]
 ) -> list[dict[str, Any]]:
-    """A row for each cache: its bytes, its loss, and how far it is from the model's own."""
+    """A row for each cache: its bytes, its loss, and its distance from the model's own."""
     config = model.config
     rows = []
     for cache, sequences in found.items():

@@ -54,7 +54,7 @@ import pathlib, sys
 from experiments.reproduction import kvpress_side
 kvpress_side.main(pathlib.Path(sys.argv[1]))
 """
-TRIES = 200  # problems of a task among which one has just the length
+TRIES = 200  # problems of a task, one of which must have exactly the length
 
 # Each policy as a function of the tokens that are kept, and of those of the whole request.
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
@@ -83,8 +83,8 @@ class Config:
     model: str
     """Model with a tokenizer and a chat template: GGUF file, Hugging Face directory or hub id."""
     kvpress: pathlib.Path | None = None
-    """Python of the environment that holds kvpress. Unless given, what it wrote into --work before
-    is read again."""
+    """Python of the environment with kvpress. Unless given, its results of an earlier call are read
+    from --work."""
     tasks: tuple[RulerName, ...] = ("niah_multikey_1", "niah_multivalue", "fwe")
     """RULER's tasks, a prompt of each."""
     tokens: int = 512
@@ -167,7 +167,7 @@ def run_side(python: pathlib.Path, work: pathlib.Path) -> None:
 
 
 def prompts(model: LanguageModel, config: Config) -> list[list[int]]:
-    """Returns a prompt of each task, the first that has just the length.
+    """Returns the first prompt of each task that has exactly the length.
 
     Raises:
       DataError: there is none.

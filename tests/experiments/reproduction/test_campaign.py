@@ -111,12 +111,12 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
     assert sum(line.startswith("done") for line in listed) == len(done)
 
 
-def test_eight_worked_examples_stand_before_a_problem(config):
+def test_eight_worked_examples_come_before_a_problem(config):
     task = campaign.TASKS["gsm8k-8shot"](config.data / "gsm8k" / "test.jsonl")
     questions = [question for question, _ in task.problem("test", 1).examples]
-    assert [row["question"] in text for row, text in zip(PROBLEMS, questions, strict=False)] == [
-        True
-    ] * 8
+    assert len(questions) == 8
+    for row, text in zip(PROBLEMS, questions, strict=False):
+        assert row["question"] in text
     assert campaign.longest(config, "gsm8k-8shot") == {"max_new_tokens": config.new_tokens}
 
 
@@ -180,6 +180,10 @@ def made_up(monkeypatch):
     return plan
 
 
+def stop():
+    raise KeyboardInterrupt
+
+
 def never_ends():
     while True:
         time.sleep(0.01)
@@ -199,23 +203,15 @@ def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys, h
     assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
 
 
-def test_ctrl_c_ends_a_call_before_its_time(config, made_up):
-    def stop():
-        raise KeyboardInterrupt
-
-    made_up(stop=stop)
+def test_an_error_stops_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
+    made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"}, stopped=stop, behind=dict)
     with pytest.raises(KeyboardInterrupt):
         call(config, "*")
-
-
-def test_pieces_behind_one_that_fails_are_done(config, made_up, capsys):
-    made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"})
-    assert call(config, "*") == 1
     said = capsys.readouterr()
     assert "broken: failed" in said.out
     assert "KeyError: 'key'" in said.err
     assert [path.stem for path in (config.out / "done").iterdir()] == ["sound"]
-    assert call(config, "sound") == 0
+    assert [call(config, name) for name in ("broken", "sound")] == [1, 0]
 
 
 def test_a_training_elsewhere_needs_the_lessons_alone(config):
