@@ -139,27 +139,25 @@ class Training:
     """One kind of training, repeated with seeds.
 
     Attributes:
-      ratios: at which it is exported; the last one is where it ends.
+      ratios: compression ratios at which it is exported; the last one is the goal.
       trainable: low-rank updates beside frozen weights, or all weights.
-      make: its recipe, from the settings; the self-taught one, from attention first, unless given.
       policy: what is learned; None for the control.
     """
 
     ratios: tuple[float, ...] = (2.0, 3.3)
-    trainable: Literal["low_rank", "all", "adapter"] = "low_rank"
-    make: Callable[..., Recipe] = recipes.dms_warm_up
+    trainable: Literal["low_rank", "all"] = "low_rank"
     policy: Policy | None = DMS
 
     def recipe(self, config: Config) -> Recipe:
-        """The recipe of this many tokens."""
+        """The recipe for the settings."""
         sizes: Any = dict(
             tokens=config.tokens,
             sequence_length=config.sequence_length,
             batch_size=config.batch_size,
         )
-        if self.make is recipes.kvpop:
+        if isinstance(self.policy, dms_jax.KVpop):
             return recipes.kvpop(**sizes)
-        recipe = self.make(self.ratios[-1], trainable=self.trainable, **sizes)
+        recipe = recipes.dms_warm_up(self.ratios[-1], trainable=self.trainable, **sizes)
         recipe = dataclasses.replace(recipe, snapshots=self.ratios)
         return recipe if self.policy is not None else recipe.control(DMS)
 
@@ -169,11 +167,7 @@ TRAININGS = {
     "control": Training(policy=None),
     "dms-8": Training(ratios=(8.0,)),
     "all-3.3": Training(trainable="all"),
-    "kvpop": Training(
-        trainable="adapter",
-        make=recipes.kvpop,
-        policy=dms_jax.KVpop(budget=128, window=16),
-    ),
+    "kvpop": Training(policy=dms_jax.KVpop(budget=128, window=16)),
 }
 SEVERAL = ("dms-3.3", "control", "dms-8")  # trained with every seed; the others with the first
 
@@ -196,12 +190,12 @@ class Rival:
 
 
 def _expected(**budget: Any) -> Policy:
-    """As its authors publish it: AdaKV around it, epsilon, and the question kept."""
+    """ExpectedAttention as published: in AdaKV, with epsilon, and the question kept."""
     scorer = dms_jax.ExpectedAttention(epsilon=1e-2, interval=None, recent=64, **budget)
     return dms_jax.AdaKV(scorer)
 
 
-EVERY = 16  # generated tokens between two cuts where a peak of some hundred tokens is to be held
+INTERVAL = 16  # generated tokens between two cuts; small, since peaks are a few hundred tokens
 RIVALS = {
     "snapkv-32": Rival(functools.partial(dms_jax.SnapKV, window=32, interval=None), "answer"),
     "snapkv-64": Rival(functools.partial(dms_jax.SnapKV, window=64, interval=None), "answer"),
@@ -210,13 +204,13 @@ RIVALS = {
     "tova": Rival(dms_jax.TOVA, 1),
     "streamingllm": Rival(dms_jax.StreamingLLM, 1),
     "quest": Rival(functools.partial(dms_jax.Quest, per="kv_head")),
-    "rkv": Rival(functools.partial(dms_jax.RKV, interval=EVERY), EVERY),
+    "rkv": Rival(functools.partial(dms_jax.RKV, interval=INTERVAL), INTERVAL),
     "triattention": Rival(
-        functools.partial(dms_jax.TriAttention, interval=EVERY, counts_prompt=True), EVERY
+        functools.partial(dms_jax.TriAttention, interval=INTERVAL, counts_prompt=True), INTERVAL
     ),
 }
 RULES = ("peak", "share")
-SHARE = 3.3  # of the papers' rule
+SHARE = 3.3  # compression ratio of the papers' rule
 FLOAT8 = "float8"  # the whole cache in 8 bits
 ON_FRONTIERS = ("quest", "tova", "rkv")
 

@@ -254,7 +254,7 @@ def test_rivals_hold_what_the_retrofit_was_measured_to_hold(config):
         budgets[name] = inner.budget
         share = own.policy(f"{name}/share", "gsm8k")
         assert getattr(share, "scorer", share).compression_ratio == campaign.SHARE
-    one_cut, steps = 400 - 150, 400 - campaign.EVERY
+    one_cut, steps = 400 - 150, 400 - campaign.INTERVAL
     assert budgets == {
         **dict.fromkeys(("snapkv-32", "snapkv-64", "expected"), one_cut),
         **dict.fromkeys(("h2o", "tova", "streamingllm"), 399),
