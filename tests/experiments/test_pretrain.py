@@ -12,7 +12,7 @@ from experiments import pretrain
 
 
 @pytest.mark.nightly
-def test_a_small_run_is_written(tmp_path, monkeypatch):
+def test_small_run_writes_its_files(tmp_path, monkeypatch):
     def fewer(read, count):
         return lambda split: [text[:50_000] for text in read(split)[:count]]
 
@@ -51,7 +51,7 @@ def test_a_small_run_is_written(tmp_path, monkeypatch):
     chex.assert_trees_all_close(wide.logits(tokens), narrow.logits(tokens), rtol=1e-7, atol=0.05)
 
 
-def test_a_skipped_step_is_left_out_of_the_training_loss():
+def test_skipped_step_is_left_out_of_the_training_loss():
     times = dict(tokens=8, seconds=1.0, data_seconds=0.1, tokens_per_second=8.0)
     records = [
         dict(times, skipped=loss is None, lm_loss=loss, evaluation={"tasks": None})

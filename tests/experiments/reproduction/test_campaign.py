@@ -70,9 +70,7 @@ def recorded(config, monkeypatch):
     return json.loads(path.read_text())
 
 
-def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
-    config, served, monkeypatch, capsys
-):
+def test_pieces_leave_results_and_the_record_has_every_score(config, served, monkeypatch, capsys):
     from tests.support.fake_programs import faked
 
     with faked():
@@ -120,7 +118,7 @@ def test_eight_worked_examples_come_before_a_problem(config):
     assert campaign.longest(config, "gsm8k-8shot") == {"max_new_tokens": config.new_tokens}
 
 
-def test_answers_of_files_become_text(config):
+def test_answers_of_data_files_become_text(config):
     """As numbers, and within solutions; what has no answer is left out."""
     rows = [
         {"question": "1 + 1?", "answer": 2.0},
@@ -139,7 +137,7 @@ def test_answers_of_files_become_text(config):
     assert task.score(problem, r"It is $\boxed{\frac{1}{2}}$.") == 1
 
 
-def test_what_cannot_be_done_yet_says_why(config, capsys):
+def test_pieces_that_cannot_run_say_why(config, capsys):
     assert call(config, "ask-math500-plain") == 1
     assert "left out: there is no " in capsys.readouterr().out
     assert call(config, "ask-gsm8k-dms-3.3-0") == 0
@@ -159,7 +157,7 @@ def test_what_cannot_be_done_yet_says_why(config, capsys):
         dataclasses.replace(config, lanes=0)
 
 
-def test_pieces_are_done_in_the_order_of_the_patterns(config):
+def test_pieces_follow_the_order_of_the_patterns(config):
     plan = list(campaign.pieces(campaign.Campaign(config)))
     wanted = pieces.chosen(plan, ("ask-arc-plain", "lessons-*", "ask-arc-*", "lessons-math"))
     assert [piece.name for piece in wanted] == [
@@ -190,7 +188,7 @@ def never_ends():
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
+def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
     """Also in a process that a shell started in the background."""
     made_up(quick=lambda: {"is": "done"}, endless=never_ends, behind=dict)
     before = signal.signal(signal.SIGINT, handler)
@@ -203,7 +201,7 @@ def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys, h
     assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
 
 
-def test_an_error_stops_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
+def test_error_ends_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
     made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"}, stopped=stop, behind=dict)
     with pytest.raises(KeyboardInterrupt):
         call(config, "*")
@@ -214,7 +212,7 @@ def test_an_error_stops_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
     assert [call(config, name) for name in ("broken", "sound")] == [1, 0]
 
 
-def test_a_training_elsewhere_needs_the_lessons_alone(config):
+def test_training_needs_only_the_lessons(config):
     """Neither the model nor the answers that they were chosen from."""
     own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
     folder = config.out / "lessons" / "math"
@@ -228,7 +226,7 @@ def test_a_training_elsewhere_needs_the_lessons_alone(config):
     assert told == [([1, 2], [3])] * 2
 
 
-def test_names_are_unique_and_what_they_wait_for_stands_before_them(config):
+def test_names_are_unique_and_needs_come_first(config):
     config = dataclasses.replace(config, seeds=(0, 1, 2))
     plan = list(campaign.pieces(campaign.Campaign(config)))
     names = [piece.name for piece in plan]
@@ -239,7 +237,7 @@ def test_names_are_unique_and_what_they_wait_for_stands_before_them(config):
     assert sum(name.startswith("train-") for name in names) == 3 * 3 + 2
 
 
-def test_rivals_hold_what_the_retrofit_was_measured_to_hold(config):
+def test_rivals_have_the_measured_peak_of_the_retrofit(config):
     """With what they grow by, at its peak; by the papers' rule a share of the longest answer."""
     own = campaign.Campaign(config)
     own.results.folder.mkdir(parents=True)
@@ -266,7 +264,7 @@ def test_rivals_hold_what_the_retrofit_was_measured_to_hold(config):
 
 
 @pytest.mark.nightly
-def test_lessons_a_training_and_its_questions(config, served, monkeypatch):
+def test_lessons_training_and_answers(config, served, monkeypatch):
     """With real programs: a training that is stopped goes on, and an adapter is asked."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step

@@ -27,7 +27,7 @@ def test_every_number_of_a_page_follows_from_a_record(name):
 
 
 @pytest.mark.parametrize("name", [x for x in claims.PAGES if "README" in x or "CLAIMS" in x])
-def test_no_error_stands_on_a_page_without_its_formula(name):
+def test_no_error_bar_without_its_formula(name):
     """But for the first look at SmolLM2's adapter, whose table has its own commands."""
     text = claims.TAGGED.sub("", (claims.ROOT / name).read_text(encoding="utf-8"))
     if "smollm2" in name:
@@ -36,7 +36,7 @@ def test_no_error_stands_on_a_page_without_its_formula(name):
     assert not re.findall(r".*\*\*(?:holds|does not hold).*", text)
 
 
-def test_the_first_screen_of_the_readme_has_no_errors():
+def test_first_screen_of_the_readme_has_no_error_bars():
     lines = (claims.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines[:40] if "±" in line]
 
@@ -159,7 +159,7 @@ def test_votes_by_hand():
         (["1.0 0.6", "1.0 nan"], "not shown"),
     ],
 )
-def test_a_verdict_asks_for_two_errors(monkeypatch, gaps, word):
+def test_verdict_needs_two_errors(monkeypatch, gaps, word):
     monkeypatch.setitem(
         claims.MEASURED, "gap", lambda *x: claims.Measured(*(float(each) / 100 for each in x))
     )
@@ -168,7 +168,7 @@ def test_a_verdict_asks_for_two_errors(monkeypatch, gaps, word):
     assert claims.verdict(bound) == word
 
 
-def test_a_page_is_written_from_the_records_and_a_stray_formula_is_refused(monkeypatch):
+def test_page_recomputed_and_stray_formula_refused(monkeypatch):
     monkeypatch.setattr(claims, "computed", lambda formula: f"<{formula}>")
     page = "loses 1.8 ± 0.8<!--= a b > -2 --> points: **not shown**<!--= c --> of 1,319<!--= d -->"
     assert claims.recomputed(page) == (
@@ -179,7 +179,7 @@ def test_a_page_is_written_from_the_records_and_a_stray_formula_is_refused(monke
         claims.formulas("words<!--= a -->")
 
 
-def test_a_value_of_another_report(monkeypatch, tmp_path):
+def test_value_of_another_report(monkeypatch, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"rows": [{"x": 3}, {"x": 1.5}]}))
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     assert claims.computed("json a.json rows 0 x .1f") == "3.0"
@@ -187,7 +187,7 @@ def test_a_value_of_another_report(monkeypatch, tmp_path):
     assert claims.computed("json 4800 / a.json rows 1 x ,.0f") == "3,200"
 
 
-def test_a_page_that_differs_is_named_and_mended(monkeypatch, tmp_path, capsys):
+def test_page_that_differs_is_reported_and_corrected(monkeypatch, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("solves 1.0<!--= score m plain gsm8k -->%, **shown**<!--= a -->\n")
     monkeypatch.setattr(claims, "ROOT", tmp_path)

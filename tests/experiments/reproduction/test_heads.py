@@ -23,7 +23,7 @@ def held_of(gone) -> Retention:
     )
 
 
-def test_the_window_does_not_count(tmp_path):
+def test_window_does_not_count(tmp_path):
     """Of six tokens four are before the window; what goes after the last query is still held."""
     held = held_of([[[[2, N, 5, N, N, N], [2, 3, 4, 5, N, N], [6, N, N, N, N, N]]]])
     chex.assert_trees_all_close(heads.kept(held), np.array([[0.5, 0.0, 1.0]]))
@@ -38,7 +38,7 @@ def test_the_window_does_not_count(tmp_path):
     assert (tmp_path / "heads.png").stat().st_size > 5000
 
 
-def test_heads_that_keep_their_order_over_texts():
+def test_text_agreement_of_equal_and_opposite_orders():
     same = held_of([[[[1, 2, 3, N], [N] * 4], [[N, 2, 3, N], [N] * 4]]])
     assert heads.text_agreement(same) == pytest.approx(1)
     opposite = held_of([[[[1, 2, 3, N], [N] * 4], [[N] * 4, [1, 2, 3, N]]]])

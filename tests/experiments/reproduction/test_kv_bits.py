@@ -10,7 +10,7 @@ from experiments.reproduction import kv_bits
 
 
 @pytest.mark.nightly
-def test_chunks_say_what_decode_steps_say(tmp_path, monkeypatch):
+def test_chunks_agree_with_decode_steps(tmp_path, monkeypatch):
     """`score` feeds the same tokens one by one through the engine."""
     for name, form in kv_bits.FORMS.items():  # which the script leaves behind
         monkeypatch.setitem(KV_DTYPES, name, form)

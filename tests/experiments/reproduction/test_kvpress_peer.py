@@ -22,16 +22,14 @@ KEPT = SCORES > 4.5
         ((3, 4), 0.75, 0, 3 / 4),  # 4 is kept instead of 7: the first is the edge itself
     ],
 )
-def test_positions_that_differ_are_measured_from_the_highest_dropped_score(
-    swapped, same, rows, furthest
-):
+def test_agreement_measures_from_the_highest_dropped_score(swapped, same, rows, furthest):
     mine = KEPT.copy()
     mine[..., list(swapped)] ^= True
     found = kvpress_peer.agreement(mine, KEPT, SCORES, pooled=False)
     assert found == {"same": same, "rows": rows, "furthest": pytest.approx(furthest)}
 
 
-def test_heads_that_compete_have_one_edge():
+def test_competing_heads_share_one_edge():
     scores = np.concatenate([SCORES, SCORES / 100], axis=2)
     kept = np.concatenate([SCORES > 0, SCORES < 0], axis=2)
     mine = kept.copy()
@@ -43,7 +41,7 @@ def test_heads_that_compete_have_one_edge():
     }
 
 
-def test_rules_of_ours_on_their_scores():
+def test_our_rules_on_their_scores():
     """H2O keeps the larger half by recency; norms equal in 12 bits tie, and the latest stays."""
     norms = -np.array([1 + 2**-14, 1.0, 1 + 2**-11, 1 - 2**-10])[None, None, None]
     for rule, scores, budget, want in (
@@ -54,14 +52,14 @@ def test_rules_of_ours_on_their_scores():
         assert np.flatnonzero(rule(scores, budget)[0, 0, 0]).tolist() == want
 
 
-def test_a_side_that_fails_names_its_option(tmp_path):
+def test_failing_side_names_its_option(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match=r"--kvpress .*nothing: No such file"):
         kvpress_peer.run_side(tmp_path / "nothing", tmp_path)
     with pytest.raises(dms_jax.ConfigError, match=r"--kvpress .*it failed"):
         kvpress_peer.run_side(pathlib.Path(sys.executable), tmp_path)
 
 
-def test_what_kvpress_left_and_answered_is_read():
+def test_kept_keys_and_answers_are_read():
     keys = np.arange(10.0).reshape(5, 2)
     assert kvpress_side.find(keys, keys[[4, 1]]).tolist() == [False, True, False, False, True]
     with pytest.raises(KeyError):
@@ -71,7 +69,7 @@ def test_what_kvpress_left_and_answered_is_read():
 
 
 @pytest.mark.nightly
-def test_our_side_notes_the_scores_and_the_mask_of_the_cut(monkeypatch):
+def test_our_side_records_scores_and_mask_of_the_cut(monkeypatch):
     policies = {
         "Knorm": lambda kept, _: Knorm(budget=kept, interval=None),
         "AdaKV": lambda kept, _: AdaKV(SnapKV(budget=kept, window=4, interval=None)),
