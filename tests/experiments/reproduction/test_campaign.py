@@ -1,4 +1,4 @@
-"""The campaign in its smallest setting: pieces, marks, going on, and the record for claims."""
+"""The campaign in its smallest setting: pieces, resuming, and the record that claims read."""
 
 import dataclasses
 import json
