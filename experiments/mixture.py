@@ -1,14 +1,13 @@
-"""Training batches from a mixture of tasks and plain text, generated from seeds during training.
+"""Training batches of generated tasks and plain text, made from seeds during training.
 
     Mixture(tokenizer, parts).batch(step)
       -> {"tokens": int32 [B, T], "segment_ids": int32 [B, T], "loss_mask": bool [B, T]}
 
-A batch is a pure function of the seed and the step: nothing is stored, nothing repeats, and a run
-can resume anywhere. A document consists of a begin token, the prompt, the solution and an end
-token. Several whole documents are packed into a sequence, each as its own segment, and the rest of
-the sequence is filled with prose cut to fit. Every part of the mixture gets its share of the tokens
-of every batch. Prompts are left out of the loss, because a random equation cannot be predicted;
-prose counts.
+A batch depends on the seed and the step alone: nothing is stored, nothing repeats, and a run can
+resume anywhere. A document is a begin token, the prompt, the solution and an end token. A sequence
+holds several whole documents, each a segment of its own, then prose cut to fit. Every part of the
+mixture gets its share of the tokens of every batch. Prompts do not count in the loss, because a
+random equation cannot be predicted; prose counts.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ from dms_jax.data.tasks import (
 )
 from dms_jax.errors import ConfigError
 
-_LEAST_FILLING = 16  # fewest tokens of prose that get a segment
+_LEAST_FILLING = 16  # fewest tokens of a segment of prose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,20 +168,8 @@ class Mixture(Options):
             raise ConfigError("Mixture: the tokenizer must have a begin and an end token.")
         require(bool(self.parts), "Mixture: there must be at least one part.")
 
-    def only(self, name: str) -> "Mixture":
-        """Returns the mixture of only one part.
-
-        Raises:
-          ConfigError: there is no such part.
-        """
-        parts = tuple(part for part in self.parts if part.name == name)
-        if not parts:
-            known = ", ".join(part.name for part in self.parts)
-            raise ConfigError(f"Mixture: there is no part {name!r}; there are {known}.")
-        return dataclasses.replace(self, parts=parts)
-
     def document(self, part: Part, rng: random.Random) -> tuple[list[int], int]:
-        """Draws a document: (token ids, how many of them come before the solution)."""
+        """Draws a document: token ids, and the length of the prompt."""
         task = part.tasks[rng.randrange(len(part.tasks))]
         problem = task.problem(self.split, rng.getrandbits(48))
         prompt, solution = (_encode(self.tokenizer, x) for x in (problem.prompt, problem.solution))
@@ -190,7 +177,7 @@ class Mixture(Options):
         return ids, 1 + len(prompt)
 
     def batch(self, step: int) -> Batch:
-        """Returns batch `step`, which is always the same."""
+        """Returns batch `step`, the same in every run."""
         rng = random.Random(f"{self.seed} {self.split} {step}")
         shape = (self.batch_size, self.length)
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -217,17 +204,17 @@ class Mixture(Options):
     def _next(
         self,
         rng: random.Random,
-        waiting: "list[_Document]",
+        waiting: list[_Document],
         placed: dict[str, int],
         room: int,
         *,
         last: bool,
-    ) -> "_Document | None":
-        """Returns the next document that fits; None once a sequence is nearly full.
+    ) -> _Document | None:
+        """Returns the next document that fits; None if the sequence is nearly full.
 
-        The part that is furthest behind its share comes next. A document that does not fit waits
-        for the next sequence and counts towards its part, except in the last sequence, where
-        waiting documents are dropped: shares refer to the tokens in the batch.
+        It is of the part furthest behind its share. A document that does not fit waits for the next
+        sequence and counts for its part; those left at the end of the batch are dropped and do not
+        count.
         """
         for index, document in enumerate(waiting):
             if len(document.ids) <= room:
@@ -249,7 +236,7 @@ class Mixture(Options):
         return None
 
     def _prose(self, rng: random.Random, room: int) -> np.ndarray:
-        """Returns prose of exactly `room` tokens, or none if that is too short."""
+        """Returns prose of exactly `room` tokens, or nothing if that is too few."""
         if room < _LEAST_FILLING:
             return np.zeros(0, np.int32)
         texts = _prose(self.tokenizer, self.split)
@@ -258,7 +245,7 @@ class Mixture(Options):
         return np.concatenate([[self.tokenizer.bos_token_id], text[start : start + room - 1]])
 
     def batches(self, *, start: int = 0, workers: int = 0) -> "MixtureBatches":
-        """Returns an endless iterator over the batches from step `start` on.
+        """Returns an endless iterator of batches from step `start` on.
 
         Args:
           start: the first step.
@@ -268,7 +255,7 @@ class Mixture(Options):
 
 
 class MixtureBatches:
-    """The batches of a mixture in order; the state is the number of the next step."""
+    """The batches of a mixture in order; its state is the next step."""
 
     def __init__(self, mixture: Mixture, start: int, workers: int):
         self._mixture, self._workers = mixture, workers
@@ -279,7 +266,7 @@ class MixtureBatches:
         steps = grain.MapDataset.range(step, sys.maxsize).map(self._mixture.batch)
         ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         if self._workers:
-            flags.FLAGS.mark_as_parsed()  # grain reads its own, which a script without absl has not
+            flags.FLAGS.mark_as_parsed()  # grain reads flags, which only absl's scripts parse
             how = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=4)
             ahead = ahead.mp_prefetch(how, worker_init_fn=_ignore_interrupts)
         self._batches = iter(ahead)
@@ -307,7 +294,7 @@ class MixtureBatches:
 
 
 def _ignore_interrupts(index: int, count: int) -> None:
-    """A terminal sends Ctrl-C to all processes; the training process ends its step, then these."""
+    """A terminal sends Ctrl-C to all processes; the training process ends its workers itself."""
     del index, count
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -328,8 +315,8 @@ def _prose(tokenizer: Any, split: Split) -> tuple[np.ndarray, ...]:
 def _encode(tokenizer: Any, text: str) -> list[int]:
     """Returns the token ids of a text.
 
-    If the tokenizer separates digits, the pieces between them are cached: worked problems are the
-    same few pieces between ever new digits, and this is ten times faster.
+    If the tokenizer separates digits, the pieces between digits are cached: problems repeat a few
+    pieces between new digits, and this is ten times faster.
     """
     if not _digits_apart(tokenizer):
         return tokenizer.encode(text, add_special_tokens=False)
@@ -350,7 +337,7 @@ def _piece(tokenizer: Any, piece: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _digits_apart(tokenizer: Any) -> bool:
-    """Whether a tokenizer makes a token of each digit, whatever is around it."""
+    """Whether a tokenizer makes each digit a token of its own, in any context."""
     whole = tokenizer.encode("x = 12 + 3*y\nSo 0.", add_special_tokens=False)
     pieces = _PIECES.findall("x = 12 + 3*y\nSo 0.")
     return whole == [token for piece in pieces for token in _piece(tokenizer, piece)]

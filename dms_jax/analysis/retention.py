@@ -224,13 +224,3 @@ def _held(runner: Runner, length: int) -> Bool[np.ndarray, "L B K T"]:
         reserved = allocator.table[row][: allocator.reserved[row]]
         held[(*row, pages[reserved].reshape(-1)[: lengths[row]])] = True
     return held
-
-
-def ratio_by_length(found: Retention) -> Float[np.ndarray, "L K T"]:
-    """Returns the compression ratio of each head after each token: tokens seen / slots in use."""
-    return np.arange(1, found.length + 1) / found.live().mean(1)
-
-
-def ratios(found: Retention) -> Float[np.ndarray, "L K"]:
-    """Returns the compression ratio of each head while the last token attends."""
-    return ratio_by_length(found)[..., -1]

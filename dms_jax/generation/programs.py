@@ -48,7 +48,7 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # A step's short kernels (plans, what policies keep of a row) may run concurrently with the long
 # ones, and copies that XLA would run ahead on separate streams are left in the CUDA graph. Without
 # and with concurrency a step with Llama-3.1-8B's shape and 32 sequences over an eighth of 8192
-# tokens takes 6.61 and 6.29 ms on an H200 (`experiments/results/decode/step_options.json`).
+# tokens takes 6.61 and 6.29 ms on an H200 (`experiments/results/speed/step_options.json`).
 #
 # Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
 # of 256 tokens takes 1.89 ms in place of 2.04 (`experiments.benchmarks.step_options`). But

@@ -344,8 +344,7 @@ def dmc_quickstart(
 
     Made for `DMC(neuron="first", offset=2.0, temperature=0.3)`: with the paper's offset of 5 and
     temperature of 0.1 it takes thousands of steps until a decision changes. The neuron is an eighth
-    of that model's head dimension, so losing it costs more than the partial accumulation
-    (`experiments/reproduction/dmc_stories.py`).
+    of that model's head dimension, so losing it costs more than the partial accumulation.
     """
     steps = _ramp_steps(compression_ratio, steps_per_ratio)
     return Recipe(

@@ -22,7 +22,7 @@ WIDEST_MS = 19.0
 class Config:
     """Draw measured decode steps."""
 
-    folder: pathlib.Path = pathlib.Path("experiments/results/decode")
+    folder: pathlib.Path = pathlib.Path("experiments/results/speed")
     """Folder with the reports of `decode_steps`."""
     out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.png")
     """PNG file for the picture."""

@@ -15,7 +15,7 @@ one compiled loop; indices depend on what was fetched before, so nothing overlap
 Besides: bandwidths of the link, top-N of a layer's scores in several ways, and whether copies of a
 prompt's values to the host hide behind its computation.
 
-    python -m experiments.benchmarks.host_values --out experiments/results/kcache
+    python -m experiments.benchmarks.host_values --out experiments/results/kernels
 """
 
 import ctypes

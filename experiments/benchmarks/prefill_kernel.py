@@ -5,7 +5,7 @@ keeps a share: all, a quarter or an eighth on average, unevenly. Times are sums 
 the profiler, medians over rounds in which the contenders take turns; the plan of the key tiles is
 counted in. The output is checked against the float32 XLA reference in the same run.
 
-    python -m experiments.benchmarks.prefill_kernel --out experiments/results/training_kernels
+    python -m experiments.benchmarks.prefill_kernel --out experiments/results/kernels
 """
 
 import dataclasses

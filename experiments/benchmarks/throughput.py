@@ -11,7 +11,7 @@
 
 Weights are random; the model is Llama-3.1-8B's shape but for KCache.
 
-    python -m experiments.benchmarks.throughput --out experiments/results/throughput/throughput.json
+    python -m experiments.benchmarks.throughput --out experiments/results/speed/throughput.json
 """
 
 import dataclasses

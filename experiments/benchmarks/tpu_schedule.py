@@ -12,7 +12,7 @@ is not in any data sheet: the model is shown for several. Bundles count every br
 C is an upper bound; stalls of the pipeline are not in it. A tile of keys in the kernel of prompts
 takes as long by the same rule.
 
-    python -m experiments.benchmarks.tpu_schedule --out experiments/results/tpu_schedule
+    python -m experiments.benchmarks.tpu_schedule --out experiments/results/kernels
 """
 
 import dataclasses

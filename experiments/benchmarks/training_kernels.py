@@ -5,7 +5,7 @@ data. Times are sums of kernel times by the profiler (CUPTI), medians over round
 contenders take turns. Where PyTorch is installed, FlexAttention carrying the same mask is timed
 beside them with device events. The memory of forward and backward is read from compiled programs.
 
-    python -m experiments.benchmarks.training_kernels --out experiments/results/training_kernels
+    python -m experiments.benchmarks.training_kernels --out experiments/results/kernels
 """
 
 import dataclasses

@@ -5,8 +5,8 @@
 Clients of any API of the server talk to http://HOST:8000. Ray Serve's `ConsistentHashRouter` gives
 requests that begin alike to one replica, and to the next on its ring while that one is full; it
 starts a replica in the place of one that ended, and changes them in turn when `serve deploy` says
-other options. Whoever streamed from a replica that ended gets an error as the last event; requests
-that had no byte of an answer yet are sent to another replica. Needs ray[serve]>=2.60 and Linux.
+other options. The stream of a replica that ended closes with an error event; a request without any
+output yet is sent to another replica. Needs ray[serve]>=2.60 and Linux.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 ADDRESS = re.compile(r" at (http://\S+)/v1$")
-PREFIX = 2048  # characters of the instructions, and of the first turn, that choose a replica
-TRIES = 3  # replicas that a request is sent to, before it has any part of an answer
+PREFIX = 2048  # characters of the instructions, and of the first turn, that go into the key
+TRIES = 3  # replicas that a request without output is sent to
 HEALTH_TIMEOUT, DRAIN_SECONDS = 5.0, 30.0
-STREAM_SECONDS = 3600.0  # that answers may take when a replica or the router is told to end
-SENT = ("authorization", "x-api-key", "origin")  # headers of requests that reach the server
-KEPT = ("content-type", "retry-after", "www-authenticate")  # those of answers
+STREAM_SECONDS = 3600.0  # for open answers when a replica or the router shuts down
+SENT = ("authorization", "x-api-key", "origin")  # request headers passed to the server
+KEPT = ("content-type", "retry-after", "www-authenticate")  # response headers passed back
 ENDED = (
     "The replica that wrote this answer has ended, and the rest is lost. Send the request again."
 )
@@ -50,7 +50,7 @@ class ReplicaEndedError(Exception):
     """The server of a replica has ended."""
 
 
-LOST = (RayActorError, RayTaskError, ReplicaEndedError)  # what the end of a replica is seen as
+LOST = (RayActorError, RayTaskError, ReplicaEndedError)  # raised if a replica ends
 
 
 class Replica:
@@ -138,7 +138,7 @@ class Router:
                 parts.cancel()
                 return refusal(503, "No replica answers.", retry_after="10")
             except LOST:
-                continue  # no part of the answer was sent
+                continue  # nothing was sent to the client yet
             except asyncio.CancelledError:  # the client has left
                 parts.cancel()
                 raise
@@ -160,10 +160,10 @@ async def events(parts: Any) -> AsyncIterator[bytes]:
 
 
 def prefix_key(body: bytes) -> str | None:
-    """Returns what requests of one conversation have in common, and those that begin as it does.
+    """Returns the routing key: a hash of the model, the instructions and the first turn.
 
-    It is a hash of the model, the instructions and the first turn, each up to `PREFIX` characters:
-    a conversation that grows stays where it is, and questions on one document meet.
+    Each counts up to `PREFIX` characters, so a growing conversation keeps its replica, and
+    questions on one document share one. None if there is no prompt.
     """
     try:
         fields = json.loads(body)

@@ -1,13 +1,13 @@
-"""Trains a small model with tunix's GRPO on rollouts from a small cache: stories with dialogue.
+"""Train a small model to write dialogue with tunix's GRPO, on rollouts from a small cache.
 
     python -m experiments.examples.grpo --out runs/grpo.json
 
-Rewarded are quotation marks, up to four. Rollouts and the trainer read under one cache policy
-(`experiments.examples.tunix_rollout`); a model that was never retrofitted evicts by neurons that
-say nothing, and learns to live with it. Reported for each step are the mean reward, the compression
-ratio of the rollout's cache and the programs that the rollout compiled, and in the end how far the
-log-probabilities of a rollout are from those of the trainer, and from those of a pass that evicts
-nothing. Needs google-tunix: `experiments/examples/tunix_rollout.py` says how it is installed.
+The reward is 1 for four quotation marks, a share for fewer. Rollouts and the trainer use one cache
+policy (`experiments.examples.tunix_rollout`); a model without a retrofit evicts by untrained
+neurons and learns to live with it. Reports for each step the mean reward, the compression ratio of
+the rollout's cache and the programs that the rollout compiled; at the end how far the
+log-probabilities of a rollout are from the trainer's, and from those of a pass without evictions.
+Needs google-tunix: `experiments/examples/tunix_rollout.py` says how to install it.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ class Config:
     """Train a small model with GRPO on rollouts from a small cache."""
 
     model: str = "stories260k"
-    """Model to train, as in `dms-jax generate`; what it declares, if anything, is DMS."""
+    """Model to train, as in `dms-jax generate`; its own policy, if it declares one, is used."""
     window: int = 16
-    """Tokens that DMS keeps in any case, for a model that declares no policy."""
+    """Window of DMS, for a model that declares no policy."""
     steps: int = 20
     """Steps of GRPO."""
     generations: int = 8

@@ -12,9 +12,9 @@
         ),
     )
 
-The trainer calls `Actor`, whose pass over whole sequences evicts what the engine evicts from its
-cache. So the log-probabilities of a rollout are those of the trainer, to rounding, and the policy
-gradient is that of the model as it generates. `experiments.examples.grpo` trains one.
+The trainer calls `Actor`, whose pass over whole sequences evicts as the engine's cache does. So the
+log-probabilities of a rollout equal the trainer's up to rounding, and the policy gradient is that
+of the model as it generates. `experiments.examples.grpo` trains one.
 
 Needs google-tunix 0.1.7, which pins older releases of two dependencies than dms_jax; it runs with
 newer ones: `uv pip install google-tunix --override experiments/examples/tunix_overrides.txt`.
@@ -76,9 +76,9 @@ class Actor(nnx.Module):
         Args:
           tokens: padded on both sides.
           positions, cache, attention_mask: what tunix passes to models that need it.
-          segment_ids: 0 for padding, which so is a document of its own: positions and decisions of
-            the others start behind it. Tunix takes every token with the id of padding for padding;
-            one that the model drew, before others of its answer, belongs to these.
+          segment_ids: 0 for padding, which is a document of its own: positions and decisions of
+            the sequence start after it. Tunix marks every token with the padding id; one that the
+            model sampled inside its answer is part of the answer here.
         """
         if segment_ids is not None:
             ahead = jax.lax.cummax(segment_ids, axis=1, reverse=True)
@@ -123,8 +123,8 @@ class Tokenizer:
 class DmsJaxRollout(BaseRollout):
     """A rollout worker that generates with `dms_jax.Engine` under the actor's cache policy.
 
-    It has parameters of its own, in place of which `update_params` puts those of the trainer
-    (`Engine.update`): nothing is compiled again.
+    It has its own copy of the parameters, which `update_params` replaces by the trainer's
+    (`Engine.update`) without compiling anything.
 
     Args:
       rollout_actor, tokenizer, mesh, rollout_config: given by tunix's RLCluster. The mesh has one
@@ -179,19 +179,19 @@ class DmsJaxRollout(BaseRollout):
     def generate(
         self, prompts: list[Any], rollout_config: RolloutConfig, **_: Any
     ) -> RolloutOutput:
-        """Answers prompts; equal ones are read once, and their answers are drawn independently.
+        """Answers prompts; equal prompts are prefilled once and sampled independently.
 
-        Each call draws anew, from `rollout_config.seed` (0 if None) and the number of calls before.
+        The seed of a call is `rollout_config.seed` (0 if None) plus the number of earlier calls.
 
         Args:
           prompts: texts, chats or token ids.
           rollout_config: temperature, top_p, top_k, seed, the longest prompt and answer.
 
         Raises:
-          DataError: a prompt is longer than `max_prompt_length`: it is not cut in silence.
-          ConfigError: end tokens are others than at first; or log-probabilities are asked for at
-            a temperature that is neither 0 nor 1: the engine gives those of the model itself, and
-            tunix expects them at that temperature.
+          DataError: a prompt is longer than `max_prompt_length`; it is not cut silently.
+          ConfigError: end tokens differ from those at construction; or log-probabilities are wanted
+            at a temperature other than 0 and 1: the engine returns the model's own, and tunix
+            expects them at that temperature.
         """
         config, longest = rollout_config, rollout_config.max_prompt_length
         if config.eos_tokens != self._ends:
@@ -253,9 +253,7 @@ class DmsJaxRollout(BaseRollout):
         )
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Puts parameters in the place of those that have the same names.
-
-        They are rounded to the type of the rollout's.
+        """Replaces the parameters of the same names, cast to the rollout's dtype.
 
         Raises:
           ConfigError: there is no such parameter, or it has another shape.

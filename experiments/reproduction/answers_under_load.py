@@ -1,18 +1,19 @@
-"""How often a seeded answer under load differs from the same request's answer alone, and why.
+"""How often an answer under load differs from the same request's answer alone, and why.
 
     python -m experiments.reproduction.answers_under_load --out runs/load.json
 
-Requests with prompts, lengths, temperatures and seeds of their own join one engine at random, whose
-pool holds a part of what its lanes need: some are preempted and recomputed. The same engine then
-answers each with nothing else in flight. Where an answer differs, the script reports:
+Seeded and greedy requests of many lengths and temperatures arrive at random in an engine whose pool
+has a part of the pages that its lanes need, so some are preempted and recomputed. Then the same
+engine answers each with nothing else in flight. Of each answer that differs is reported:
 
-- **logprobs**: the largest difference between log-probabilities of the tokens before that place;
-- **margin**: the least noise on the logits, of standard deviation 1e-7, 1e-6, ..., at which draws
-  with the request's own random numbers give both tokens. Rounding explains a difference whose
-  margin is of the size of rounding.
+- **place**: the first token that differs;
+- **logprobs**: the largest difference between log-probabilities before that place;
+- **margin**: the least noise on the logits, of standard deviation 1e-7, 1e-6, ..., with which the
+  request's own random numbers draw both tokens. Rounding explains a difference if the margin is of
+  the size of rounding.
 
 A defect of the scheduler would show in float64 too (`--dtype float64`), where rounding is 2^29
-times smaller.
+times smaller. In bfloat16 the logits of a step depend on its batch.
 """
 
 import contextlib
@@ -60,17 +61,17 @@ class Config:
     """Compare seeded answers under load with the same requests alone."""
 
     policies: tuple[str, ...] = tuple(POLICIES)
-    """Mechanisms of the cache, each with a shipped model."""
+    """Policies and cache types, each with a shipped model."""
     requests: int = 300
     """Requests of each policy."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of weights, cache and activations; float64 needs JAX_ENABLE_X64=1."""
+    """Dtype of weights, cache and activations; float64 needs JAX_ENABLE_X64=1."""
     lanes: int = 48
-    """Sequences that are decoded at a time."""
+    """Sequences decoded at a time."""
     share: float = 0.15
-    """Share of the pages that full lanes need; less than 1 preempts requests."""
+    """Share of the pages that full lanes need; below 1 requests are preempted."""
     most_tokens: int = 96
-    """Most tokens of a prompt, and of an answer."""
+    """Maximum tokens of a prompt, and of an answer."""
     seed: int = 0
     """Seed of prompts, lengths, sampling and arrivals."""
     out: pathlib.Path | None = None
@@ -99,7 +100,7 @@ def main(config: Config) -> dict[str, Any]:
 
 
 def measure(name: str, config: Config) -> dict[str, Any]:
-    """Answers the requests of one policy twice, and compares."""
+    """Answers the requests of one policy under load and alone, and compares."""
     path, policy, options = POLICIES[name]
     model = dms_jax.load(assets.path(path), dtype=config.dtype)
     policy = model.resolve_policy(policy)
@@ -135,7 +136,7 @@ def measure(name: str, config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted_preemptions() -> Iterator[list[int]]:
-    """A context in which the lanes of preempted requests are noted."""
+    """Collects the lanes of preempted requests."""
     preempt, lanes = Scheduler.preempt, []
 
     def counted(scheduler: Scheduler) -> int:
@@ -147,12 +148,12 @@ def counted_preemptions() -> Iterator[list[int]]:
 
 
 def make_all(model: LanguageModel, config: Config) -> list[Request]:
-    """Requests whose prompts are parts of stories, a fifth of them greedy, the others drawn."""
+    """Requests with parts of stories as prompts, a fifth greedy, the others sampled."""
     random = np.random.default_rng(config.seed)
     stories = model.tokenizer.encode("\n".join(assets.stories("valid")[:200]))
     requests = []
     for index in range(config.requests):
-        # Short prompts and long answers: what is admitted by its prompt outgrows the pool.
+        # Short prompts are admitted; their long answers outgrow the pool.
         count = int(random.integers(4, max(5, config.most_tokens // 3)))
         most = int(random.integers(config.most_tokens // 2, config.most_tokens + 1))
         start = int(random.integers(len(stories) - count))
@@ -170,7 +171,7 @@ def make_all(model: LanguageModel, config: Config) -> list[Request]:
 def answer(
     engine: Engine, requests: list[Request], arriving: Callable[[bool], int]
 ) -> list[Request]:
-    """Serves requests that arrive, so many at a time, while others run."""
+    """Serves requests, of which `arriving` says how many arrive at a time."""
     left = iter(requests)
 
     def incoming(idle: bool) -> list[Request] | None:
@@ -183,14 +184,14 @@ def answer(
 
 
 def difference(loaded: Request, alone: Request) -> float:
-    """The largest difference of log-probabilities before the first token that differs."""
+    """The largest difference of log-probabilities before the first different token."""
     same = first_difference(loaded, alone)
     pairs = np.array([loaded.logprobs[:same], alone.logprobs[:same]])
     return float(np.abs(pairs[0] - pairs[1]).max(initial=0))
 
 
 def first_difference(loaded: Request, alone: Request) -> int:
-    """The number of tokens at the beginning of both answers that are equal."""
+    """The number of equal tokens at the beginning of both answers."""
     pairs = zip(loaded.generated, alone.generated, strict=False)
     unequal = (place for place, pair in enumerate(pairs) if pair[0] != pair[1])
     return next(unequal, min(len(loaded.generated), len(alone.generated)))
@@ -199,7 +200,7 @@ def first_difference(loaded: Request, alone: Request) -> int:
 def explain(
     model: LanguageModel, policy: Policy, loaded: Request, alone: Request
 ) -> dict[str, Any]:
-    """What is known of the first token in which two answers differ."""
+    """Describes the first token in which two answers differ."""
     place = first_difference(loaded, alone)
     found = {
         "request": alone.index,
@@ -218,7 +219,7 @@ def explain(
 
 
 def margin(logits: Any, request: Request, position: int, both: set[int]) -> float | None:
-    """The least noise on the logits with which draws of one request give both tokens."""
+    """The least noise on the logits with which one request draws both tokens; None beyond 1."""
     seeds = jnp.tile(jnp.array([[request.seed, request.copy]], jnp.uint32), (DRAWS, 1))
     positions = jnp.full(DRAWS, position)
     rule = request.sampling.filter

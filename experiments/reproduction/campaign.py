@@ -1,42 +1,36 @@
-r"""The papers' claims on one chat model, in pieces of at most 25 minutes of one GPU.
+r"""Measure the papers' claims on one chat model, in calls of at most 25 minutes of one GPU.
 
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --only list
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --minutes 25
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --only record \
         --record experiments/results/real_models/qwen2.5-coder-1.5b.json
 
-Each call does the pieces that are left, in their order or that of the patterns of `--only`, and is
-interrupted after `--minutes`. What a piece has made lies in `done/PIECE.json` of the run directory,
-so that the same call goes on, also inside a piece: answers, trainings and lessons have journals and
-checkpoints of their own. A piece that fails says why, and the others go on. `--only record` gathers
-what is done into one file with the score of every problem, which `experiments.reproduction.claims`
-reads. Trainings of other `--seeds` may run elsewhere, in a run directory with copies of `data`,
-`lessons` and `done/lessons-*`; the files of its `done`, copied back, belong to the record.
+Each call does the pieces that are left, in their order or that of the patterns of `--only`, and
+stops after `--minutes`. The result of a piece is `done/PIECE.json` in the run directory, so the
+same call goes on; inside a piece too, since answers, trainings and lessons have journals and
+checkpoints. A piece that fails prints its error, and the others go on. `--only record` writes all
+results to one file with the score of every problem, which `experiments.reproduction.claims` reads.
+Other `--seeds` may be trained elsewhere, in a run directory with copies of `data`, `lessons` and
+`done/lessons-*`; copy the files of its `done` back.
 
-    lessons-SET              own answers to training problems, greedy ones among them; correct ones
-                             are trained on. The last `held_out` questions of GSM8K are in no lesson
+    lessons-SET              the model's own answers to training problems, greedy ones among them;
+                             correct ones are trained on. The last `held_out` questions of GSM8K
+                             are in no lesson
     train-NAME-SEED          a retrofit, a control (the same tokens, nothing evicted), or KVpop
-    ask-TASK-SYSTEM          one answer a problem, greedily; AMC23 and AIME24: 32 at 0.7
-    frontier-TASK-SYSTEM-T   chains for votes at a temperature, with one greedy chain (T = 0 alone)
+    ask-TASK-SYSTEM          one greedy answer a problem; AMC23 and AIME24: 32 at 0.7
+    frontier-TASK-SYSTEM-T   chains for votes at a temperature, one greedy chain at T = 0
 
-Decide on recipes with `ask-held-out-*` alone. Rivals without training are asked twice: holding what
-the retrofit was measured to hold at its peak (`peak`), and by the papers' rule, a share of the
-prompt and the longest answer (`share`). After eight worked examples (`gsm8k-8shot`) a prompt has a
-thousand tokens, so that a budget holds more than the question.
+Choose recipes by `ask-held-out-*` alone. Training-free rivals are measured twice: with the
+retrofit's measured peak of tokens (`peak`), and by the papers' rule, a share of the prompt and the
+longest answer (`share`). After eight worked examples (`gsm8k-8shot`) a prompt has a thousand
+tokens, so that a budget holds more than the question.
 """
 
-import contextlib
 import dataclasses
-import fnmatch
 import functools
 import json
-import os
 import pathlib
-import signal
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -45,7 +39,7 @@ import numpy as np
 import dms_jax
 from dms_jax import recipes
 from dms_jax.command_line.options import find_model
-from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.reports import make_folder, provenance
 from dms_jax.command_line.running import run
 from dms_jax.command_line.self_taught.answering import choose, read_lessons, sample
 from dms_jax.command_line.self_taught.questions import read_questions
@@ -67,10 +61,11 @@ from dms_jax.generation import Sampling
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, calibrate_queries
+from experiments.reproduction.pieces import Piece, Results, chosen, do_pieces
 
 DMS = dms_jax.DMS(window=16, source="adapter")
 PLAIN = "plain"
-REFERENCE = "dms-3.3:0"  # whose measured peak rivals without training are given
+REFERENCE = "dms-3.3:0"  # training-free rivals have its measured peak as their budget
 NEEDLES = ("niah_single_1", "niah_single_2")
 
 
@@ -83,26 +78,26 @@ class Config:
     data: pathlib.Path = pathlib.Path("data")
     """Folder with gsm8k/train.jsonl and test.jsonl, math/train.jsonl ("problem" and "solution" or
     "answer"), math500/test.jsonl, amc23/test.jsonl, aime24/test.jsonl, mmlu/test,
-    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. A piece whose file is missing is
-    left out, and says so."""
+    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. Pieces whose file is missing
+    are left out, with a message."""
     out: pathlib.Path = pathlib.Path("runs/campaign")
     """Run directory. The same command goes on with what is there."""
     only: tuple[str, ...] = ("*",)
-    """Pieces to do, as patterns ("train-dms-3.3-*"), those of the first one first; "list" says how
-    all stand, "record" gathers what is done."""
+    """Pieces to do, as patterns ("train-dms-3.3-*"), in the order of the patterns; "list" shows
+    which are done, "record" writes the record."""
     record: pathlib.Path | None = None
     """File for --only record; record.json in the run directory unless given."""
     minutes: float = 25.0
-    """Until pieces are interrupted, to go on with the same call."""
+    """Minutes until the call stops; the same call goes on."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and cache."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Trainings of each retrofit and of the control."""
     questions: int | None = None
-    """Training problems of each set; all but those held out unless given."""
+    """Training problems of each set; all but the held-out ones unless given."""
     held_out: int = 1000
-    """Training problems of GSM8K to decide with, the last ones."""
+    """The last training problems of GSM8K, for choosing recipes."""
     tokens: int = 610 * 32768
     """Tokens of a training."""
     sequence_length: int = 2048
@@ -144,27 +139,25 @@ class Training:
     """One kind of training, repeated with seeds.
 
     Attributes:
-      ratios: at which it is exported; the last one is where it ends.
+      ratios: compression ratios at which it is exported; the last one is the goal.
       trainable: low-rank updates beside frozen weights, or all weights.
-      make: its recipe, from the settings; the self-taught one, from attention first, unless given.
       policy: what is learned; None for the control.
     """
 
     ratios: tuple[float, ...] = (2.0, 3.3)
-    trainable: Literal["low_rank", "all", "adapter"] = "low_rank"
-    make: Callable[..., Recipe] = recipes.dms_warm_up
+    trainable: Literal["low_rank", "all"] = "low_rank"
     policy: Policy | None = DMS
 
     def recipe(self, config: Config) -> Recipe:
-        """The recipe of this many tokens."""
+        """The recipe for the settings."""
         sizes: Any = dict(
             tokens=config.tokens,
             sequence_length=config.sequence_length,
             batch_size=config.batch_size,
         )
-        if self.make is recipes.kvpop:
+        if isinstance(self.policy, dms_jax.KVpop):
             return recipes.kvpop(**sizes)
-        recipe = self.make(self.ratios[-1], trainable=self.trainable, **sizes)
+        recipe = recipes.dms_warm_up(self.ratios[-1], trainable=self.trainable, **sizes)
         recipe = dataclasses.replace(recipe, snapshots=self.ratios)
         return recipe if self.policy is not None else recipe.control(DMS)
 
@@ -174,11 +167,7 @@ TRAININGS = {
     "control": Training(policy=None),
     "dms-8": Training(ratios=(8.0,)),
     "all-3.3": Training(trainable="all"),
-    "kvpop": Training(
-        trainable="adapter",
-        make=recipes.kvpop,
-        policy=dms_jax.KVpop(budget=128, window=16),
-    ),
+    "kvpop": Training(policy=dms_jax.KVpop(budget=128, window=16)),
 }
 SEVERAL = ("dms-3.3", "control", "dms-8")  # trained with every seed; the others with the first
 
@@ -188,27 +177,25 @@ SEVERAL = ("dms-3.3", "control", "dms-8")  # trained with every seed; the others
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """A method without training.
+    """A training-free method.
 
     Attributes:
-      make: policy from `budget` in tokens, or `compression_ratio`.
-      grows: tokens that rows hold beside the budget at their peak: a number, or "answer" where
-        rows are cut once, after the prompt.
-      kv_dtype: of the cache.
+      make: its policy, from `budget` in tokens or `compression_ratio`.
+      grows: tokens above the budget at the peak: a number, or "answer" if rows are cut only once,
+        after the prompt.
     """
 
     make: Callable[..., Policy]
     grows: int | Literal["answer"] = 0
-    kv_dtype: str | None = None
 
 
 def _expected(**budget: Any) -> Policy:
-    """As its authors publish it: AdaKV around it, epsilon, and the question kept."""
+    """ExpectedAttention as published: in AdaKV, with epsilon, and the question kept."""
     scorer = dms_jax.ExpectedAttention(epsilon=1e-2, interval=None, recent=64, **budget)
     return dms_jax.AdaKV(scorer)
 
 
-EVERY = 16  # generated tokens between two cuts where a peak of some hundred tokens is to be held
+INTERVAL = 16  # generated tokens between two cuts; small, since peaks are a few hundred tokens
 RIVALS = {
     "snapkv-32": Rival(functools.partial(dms_jax.SnapKV, window=32, interval=None), "answer"),
     "snapkv-64": Rival(functools.partial(dms_jax.SnapKV, window=64, interval=None), "answer"),
@@ -217,57 +204,32 @@ RIVALS = {
     "tova": Rival(dms_jax.TOVA, 1),
     "streamingllm": Rival(dms_jax.StreamingLLM, 1),
     "quest": Rival(functools.partial(dms_jax.Quest, per="kv_head")),
-    "rkv": Rival(functools.partial(dms_jax.RKV, interval=EVERY), EVERY),
+    "rkv": Rival(functools.partial(dms_jax.RKV, interval=INTERVAL), INTERVAL),
     "triattention": Rival(
-        functools.partial(dms_jax.TriAttention, interval=EVERY, counts_prompt=True), EVERY
+        functools.partial(dms_jax.TriAttention, interval=INTERVAL, counts_prompt=True), INTERVAL
     ),
 }
 RULES = ("peak", "share")
-SHARE = 3.3  # of the papers' rule
-FLOAT8 = "float8_e4m3"
+SHARE = 3.3  # compression ratio of the papers' rule
+FLOAT8 = "float8"  # the whole cache in 8 bits
 ON_FRONTIERS = ("quest", "tova", "rkv")
 
 
-# -- pieces ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A piece of work.
-
-    Attributes:
-      name: for files and patterns.
-      needs: pieces that must be done before.
-      work: does it and returns what `done/NAME.json` holds.
-      file: what it reads, below the data; empty for nothing.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    work: Callable[["Campaign"], Any]
-    file: str = ""
+# -- the work -------------------------------------------------------------------------------------
 
 
 class Campaign:
-    """What the pieces share: settings, models that were read, and the time that is left."""
+    """The work of all pieces, with the last model in memory."""
 
     def __init__(self, config: Config):
         self.config = config
-        self.end = time.monotonic() + 60 * config.minutes
+        self.results = Results(config.out / "done")
         self._loaded: tuple[str, LanguageModel] | None = None
-
-    def mark(self, piece: str) -> pathlib.Path:
-        """The file that says that a piece is done."""
-        return self.config.out / "done" / f"{_safe(piece)}.json"
-
-    def told(self, piece: str) -> Any:
-        """What a piece that is done has made."""
-        return json.loads(self.mark(piece).read_text(encoding="utf-8"))
 
     # -- models ---------------------------------------------------------------------------------
 
     def model(self, system: str) -> LanguageModel:
-        """The model of a system; the last one read stays in memory."""
+        """The model of a system; the last one loaded stays in memory."""
         trained = self.export(system)
         key = str(trained)
         if self._loaded is None or self._loaded[0] != key:
@@ -283,7 +245,7 @@ class Campaign:
         return self._loaded[1]
 
     def export(self, system: str) -> pathlib.Path | None:
-        """Where the model of a system lies: "dms-3.3:1", or "dms-3.3@2:1" at a ratio on the way."""
+        """The folder of a trained model: "dms-3.3:1", or "dms-3.3@2:1" at a ratio on the way."""
         label, _, seed = system.partition(":")
         name, _, ratio = label.partition("@")
         if name not in TRAININGS:
@@ -292,7 +254,7 @@ class Campaign:
         return run / "snapshots" / ratio if ratio else run / "model"
 
     def file(self, name: str) -> pathlib.Path:
-        """A file of the data; of problems whose answers are numbers or within solutions, a copy."""
+        """A file of the data; a copy with answers as text if they are numbers or in solutions."""
         path = self.config.data / name
         if name.partition("/")[0] not in ("math", "amc23", "aime24"):
             return path
@@ -308,7 +270,7 @@ class Campaign:
     # -- lessons and trainings --------------------------------------------------------------------
 
     def self_taught(self, kind: str) -> SelfTaught:
-        """How the model answers a set of training problems."""
+        """The settings with which the model answers a set of training problems."""
         config = self.config
         gsm8k = kind == "gsm8k"
         return SelfTaught(
@@ -327,7 +289,7 @@ class Campaign:
         )
 
     def lessons(self, kind: str) -> dict[str, Any]:
-        """Samples and filters answers; other calls go on after those that are there."""
+        """Samples and filters answers; goes on after those of earlier calls."""
         own = self.self_taught(kind)
         make_folder("--out", own.out)
         model = self.model(PLAIN)
@@ -339,12 +301,12 @@ class Campaign:
         """The lessons of all sets that are done."""
         found: list[Any] = []
         for kind in LESSONS:
-            if self.mark(f"lessons-{kind}").exists():
+            if self.results.has(f"lessons-{kind}"):
                 found += read_lessons(self.config.out / "lessons" / kind)
         return found
 
     def train(self, name: str, seed: int) -> dict[str, Any]:
-        """Trains, or goes on."""
+        """Trains, or resumes a training."""
         training, folder = TRAININGS[name], self.config.out / "trainings" / f"{name}-{seed}"
         recipe = training.recipe(self.config)
         options: Any = dict(
@@ -364,38 +326,38 @@ class Campaign:
         lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
         return {"training": name, "seed": seed, "steps": len(lines), "last": json.loads(lines[-1])}
 
-    # -- questions --------------------------------------------------------------------------------
+    # -- answers ----------------------------------------------------------------------------------
 
-    def policy(self, system: str, task: str) -> tuple[Policy | None, str | None]:
-        """The policy of a system for a task, and the type of its cache."""
+    def policy(self, system: str, task: str) -> Policy | None:
+        """The policy of a system for a task; None for the model's own."""
         label, _, rule = system.partition("/")
-        if label == "float8":
-            return dms_jax.Vanilla(), FLOAT8
+        if label == FLOAT8:
+            return dms_jax.Vanilla()
         if system.startswith("kvpop"):
-            return dms_jax.KVpop(budget=self.peak(REFERENCE, task), window=16), None
+            return dms_jax.KVpop(budget=self.peak(REFERENCE, task), window=16)
         if label not in RIVALS:
-            return None, None  # the model's own
+            return None
         rival = RIVALS[label]
         made: dict[str, Any] = {}
         if label == "triattention":
             made["statistics"] = self.centres()
         if rule == "share":
-            return rival.make(compression_ratio=SHARE, **made), rival.kv_dtype
+            return rival.make(compression_ratio=SHARE, **made)
         peak = self.peak(REFERENCE, task)
         grows = rival.grows
         if grows == "answer":
-            grows = round(self.told(f"ask-{task}-{PLAIN}")["new_tokens"])
-        # A window of 64 and as much beside it. Where one cut cannot hold so small a peak, its row
-        # says so by the one that was measured.
+            grows = round(self.results.read(f"ask-{task}-{PLAIN}")["new_tokens"])
+        # A window of 64 and as much beside it. If one cut cannot have so small a peak, the row of
+        # the record shows the measured one.
         least = 129 if rival.grows == "answer" else 24
-        return rival.make(budget=max(peak - grows, least), **made), rival.kv_dtype
+        return rival.make(budget=max(peak - grows, least), **made)
 
     def peak(self, system: str, task: str) -> int:
         """The measured peak of live tokens of an answer."""
-        return max(round(self.told(f"ask-{task}-{system}")["peak"]), 24)
+        return max(round(self.results.read(_safe(f"ask-{task}-{system}"))["peak"]), 24)
 
     def centres(self) -> str:
-        """TriAttention's centres, of texts of the lessons."""
+        """TriAttention's centres, calibrated on texts of the lessons."""
         path = self.config.out / "centres.safetensors"
         if not path.exists():
             model = self.model(PLAIN)
@@ -409,15 +371,16 @@ class Campaign:
 
     def ask(self, task: str, system: str) -> dict[str, Any]:
         """One answer a problem, greedily, or the mean of many."""
-        policy, kv_dtype = self.policy(system, task)
+        policy = self.policy(system, task)
+        kv_dtype = "float8_e4m3" if system == FLOAT8 else None
         model = self.model(system)
         serving = Serving(lanes=self.config.lanes, page_size=16, kv_dtype=kv_dtype)
-        told: Any = dict(policy=policy, serving=serving)
+        common: Any = dict(policy=policy, serving=serving)
         tasks = TASKS[task](self.file(FILES.get(task, "")))
         row: dict[str, Any] = dict(system=system.partition(":")[0], measure=task)
         row["run"] = int(system.partition(":")[2] or 0)
         if isinstance(tasks, ARC | MMLU):
-            found = evaluate_choices(model, tasks, problems=self.config.problems, **told)
+            found = evaluate_choices(model, tasks, problems=self.config.problems, **common)
             right = found.chosen == found.gold
             return row | dict(
                 policy=model.resolve_policy(policy).to_dict(),
@@ -442,7 +405,7 @@ class Campaign:
             chains=self.config.repeats if many else 1,
             out=self.config.out / "answers" / task / _safe(system),
             **sizes,
-            **told,
+            **common,
         )
         scores = found.scores.mean(1)
         binary = set(np.unique(scores)) <= {0.0, 1.0}
@@ -459,7 +422,7 @@ class Campaign:
         )
 
     def frontier(self, task: str, system: str, temperature: float) -> list[dict[str, Any]]:
-        """Chains at a temperature for every length, as rows of `votes`; greedy ones at 0."""
+        """Chains of every length at a temperature, greedy at 0, as rows of `votes`."""
         config = self.config
         model = self.model(system)
         rival = RIVALS.get(system)
@@ -482,7 +445,7 @@ class Campaign:
 
 
 def answered(row: dict[str, Any]) -> dict[str, str] | None:
-    r"""A problem with its answer as text, which may be the last box of its solution.
+    r"""A problem with its answer as text; the answer may be the last box of its solution.
 
     # In: {"question": "1 + 1?", "answer": 2.0}  Out: {"problem": "1 + 1?", "answer": "2"}
     # In: {"problem": "1 + 1?", "solution": "It is \boxed{2}."}  Out: the same
@@ -502,10 +465,10 @@ def answered(row: dict[str, Any]) -> dict[str, str] | None:
 
 
 def votes(found: Hyperscaling, system: str, temperature: float) -> list[dict[str, Any]]:
-    """The points of one temperature as the record has them: a row a length.
+    """The points of one temperature in the form of the record, a row for each length.
 
-    Scores are the number of groups of chains whose vote was right, a digit of base 36 a problem;
-    reads and peak are those of one chain, a number a problem, of the most chains.
+    Scores count the groups of chains whose vote is right, a digit of base 36 a problem; reads and
+    peak are means over chains, a number a problem.
     """
     label, _, seed = system.partition(":")
     rows = []
@@ -600,44 +563,45 @@ def trained(config: Config, *names: str) -> list[str]:
     ]
 
 
-def pieces(config: Config) -> Iterator[Piece]:
-    """All pieces, in the order of their worth."""
+def pieces(campaign: Campaign) -> Iterator[Piece]:
+    """All pieces, the most valuable first."""
+    config = campaign.config
+    train, ask, frontier = (functools.partial(x, campaign) for x in (_train, _ask, _frontier))
     for kind in LESSONS:
-        work = functools.partial(Campaign.lessons, kind=kind)
-        yield Piece(f"lessons-{kind}", (), work, f"{kind}/train.jsonl")
-    yield _ask("held-out", PLAIN)
-    yield _ask("gsm8k", PLAIN)
-    yield _ask("math500", PLAIN)
-    for name in ("dms-3.3", "control", "dms-8", "kvpop", "all-3.3"):
-        for system in trained(config, name):
-            yield _train(*system.split(":"))
-            yield _ask("held-out", system)
-            yield _ask("gsm8k", system)
-            yield _ask("math500", system)
-    yield _ask("gsm8k", "dms-3.3@2:0")
-    systems = [PLAIN, *trained(config, "dms-3.3", "control", "dms-8", "kvpop", "all-3.3")]
+        work = functools.partial(campaign.lessons, kind)
+        yield Piece(f"lessons-{kind}", (), work, config.data / f"{kind}/train.jsonl")
+    yield ask("held-out", PLAIN)
+    yield ask("gsm8k", PLAIN)
+    yield ask("math500", PLAIN)
+    systems = trained(config, "dms-3.3", "control", "dms-8", "kvpop", "all-3.3")
+    for system in systems:
+        yield train(system)
+        yield ask("held-out", system)
+        yield ask("gsm8k", system)
+        yield ask("math500", system)
+    yield ask("gsm8k", "dms-3.3@2:0")
     every = (PLAIN, *trained(config, "dms-3.3", "dms-8", "kvpop"), *ON_FRONTIERS)
     first = tuple(each for each in every if each.endswith(":0") or ":" not in each)
     main_, *more = sorted(config.temperatures, key=lambda each: abs(each - 0.7))
     for temperature in (0.0, main_, *more):
         for system in every if temperature in (0.0, main_) else first:
-            for task in LENGTHS:  # those of one model together: it is read once
-                yield _frontier(task, system, temperature)
+            for task in LENGTHS:  # all tasks of a model in turn: it is loaded once
+                yield frontier(task, system, temperature)
     others = ("gsm8k-8shot", "humaneval", "ruler-4k", "ruler-16k", "needles-16k")
-    for system in systems:
+    for system in (PLAIN, *systems):
         for task in (*others, *SAMPLED, "mmlu", "arc"):
-            yield _ask(task, system)
+            yield ask(task, system)
     for task in ("gsm8k", "gsm8k-8shot", "math500", "ruler-4k", "ruler-16k"):
-        yield _ask(task, "float8")
+        yield ask(task, FLOAT8)
         for rule in RULES:
             for name in RIVALS:
-                yield _ask(task, f"{name}/{rule}")
+                yield ask(task, f"{name}/{rule}")
 
 
-def _train(name: str, seed: str) -> Piece:
-    needs = ("lessons-gsm8k",)
-    work = functools.partial(Campaign.train, name=name, seed=int(seed))
-    return Piece(f"train-{name}-{seed}", needs, work)
+def _train(campaign: Campaign, system: str) -> Piece:
+    name, _, seed = system.partition(":")
+    work = functools.partial(campaign.train, name, int(seed))
+    return Piece(f"train-{name}-{seed}", ("lessons-gsm8k",), work)
 
 
 def _training_of(system: str) -> tuple[str, ...]:
@@ -646,133 +610,65 @@ def _training_of(system: str) -> tuple[str, ...]:
     return (f"train-{name}-{seed}",) if name in TRAININGS else ()
 
 
-def _ask(task: str, system: str) -> Piece:
+def _ask(campaign: Campaign, task: str, system: str) -> Piece:
     needs = _training_of(system)
     if system.endswith("/peak") or system.startswith("kvpop"):
-        needs += (f"ask-{task}-{REFERENCE}", f"ask-{task}-{PLAIN}")
+        needs += (_safe(f"ask-{task}-{REFERENCE}"), f"ask-{task}-{PLAIN}")
     if system.startswith("triattention"):
         needs += ("lessons-gsm8k",)
-    work = functools.partial(Campaign.ask, task=task, system=system)
-    return Piece(_safe(f"ask-{task}-{system}"), needs, work, FILES.get(task, ""))
+    work = functools.partial(campaign.ask, task, system)
+    file = campaign.config.data / FILES[task] if task in FILES else None
+    return Piece(_safe(f"ask-{task}-{system}"), needs, work, file)
 
 
-def _frontier(task: str, system: str, temperature: float) -> Piece:
+def _frontier(campaign: Campaign, task: str, system: str, temperature: float) -> Piece:
     name = _safe(f"frontier-{task}-{system}-{temperature:g}")
-    work = functools.partial(Campaign.frontier, task=task, system=system, temperature=temperature)
-    return Piece(name, _training_of(system), work, FILES[task])
+    work = functools.partial(campaign.frontier, task, system, temperature)
+    return Piece(name, _training_of(system), work, campaign.config.data / FILES[task])
 
 
-# -- the call -------------------------------------------------------------------------------------
+def _safe(name: str) -> str:
+    """A name for files: "ask-gsm8k-rkv/peak" is "ask-gsm8k-rkv+peak", "dms-3.3:0" "dms-3.3-0"."""
+    return name.replace("/", "+").replace(":", "-")
+
+
+# -- the command ----------------------------------------------------------------------------------
 
 
 def main(config: Config) -> int:
-    """Does what is left of the pieces that are asked for; 1 if one failed or has no file."""
+    """Does the chosen pieces that are left; 1 if one failed or its file is missing."""
     campaign = Campaign(config)
-    plan = list(pieces(config))
+    plan = list(pieces(campaign))
     if config.only == ("list",):
         for piece in plan:
-            print(f"{'done' if campaign.mark(piece.name).exists() else 'left':5} {piece.name}")
+            print(f"{'done' if campaign.results.has(piece.name) else 'left':5} {piece.name}")
         return 0
-    make_folder("--out", config.out / "done")
+    make_folder("--out", campaign.results.folder)
     if not config.model:
         raise dms_jax.ConfigError("give --model, a chat model.")
     if config.only == ("record",):
         gather(campaign, plan)
         return 0
-    left_out = 0
-    for piece in _wanted(plan, config.only):
-        if campaign.mark(piece.name).exists():
-            continue
-        if time.monotonic() > campaign.end:
-            print("The time is over; the same command goes on.")
-            break
-        if waits := [each for each in piece.needs if not campaign.mark(each).exists()]:
-            print(f"{piece.name}: waits for {', '.join(map(_safe, waits))}")
-            continue
-        if piece.file and not (config.data / piece.file).exists():
-            print(f"{piece.name}: left out: there is no {config.data / piece.file}")
-            left_out += 1
-            continue
-        begin = time.monotonic()
-        left = (campaign.end - begin) / 60
-        print(f"{piece.name}: begins, {left:.1f} minutes are left", flush=True)
-        try:
-            with _interrupted_at(campaign.end):
-                made = piece.work(campaign)
-        except KeyboardInterrupt:
-            if time.monotonic() < campaign.end:  # not ours
-                raise
-            print(f"{piece.name}: the time is over; the same command goes on.")
-            break
-        except Exception:  # the machine is lent for a while: what does not depend on it goes on
-            traceback.print_exc()
-            print(f"{piece.name}: failed", flush=True)
-            left_out += 1
-            continue
-        seconds = time.monotonic() - begin
-        write_json(campaign.mark(piece.name), made)
-        print(f"{piece.name}: {seconds:.0f} s", flush=True)
-    return 1 if left_out else 0
-
-
-def _wanted(plan: list[Piece], patterns: tuple[str, ...]) -> list[Piece]:
-    """The pieces of the first pattern, then those of the next.
-
-    Raises:
-      ConfigError: there are none of a pattern.
-    """
-    found: dict[str, Piece] = {}
-    for pattern in patterns:
-        own = {each.name: each for each in plan if fnmatch.fnmatchcase(each.name, pattern)}
-        if not own:
-            raise dms_jax.ConfigError(f"--only {pattern}: no piece is called so; see --only list.")
-        found = {**found, **own}  # a piece stays where it was found first
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def _interrupted_at(end: float) -> Iterator[None]:
-    """Ctrl-C comes at a time of `time.monotonic`, unless the block has ended.
-
-    A shell has commands in the background ignore Ctrl-C, so the block has a handler of its own.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    wait = max(end - time.monotonic(), 0)
-    timer = threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        try:
-            timer.cancel()
-            timer.join()  # a signal that is on its way comes here, not behind the block
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-
-def _safe(name: str) -> str:
-    """A name for files: "ask-gsm8k-rkv/peak" and "dms-3.3:0" without signs that paths have."""
-    return name.replace("/", "+").replace(":", "-")
+    return do_pieces(chosen(plan, config.only), campaign.results, minutes=config.minutes)
 
 
 def gather(campaign: Campaign, plan: list[Piece]) -> None:
-    """Writes the record: what `experiments.reproduction.claims` reads."""
+    """Writes the record, which `experiments.reproduction.claims` reads."""
     config = campaign.config
     rows, curves, trainings = [], [], []
     for piece in plan:
-        if not campaign.mark(piece.name).exists():
+        if not campaign.results.has(piece.name):
             continue
-        made = campaign.told(piece.name)
+        result = campaign.results.read(piece.name)
         if piece.name.startswith("ask-"):
-            rows.append(made)
+            rows.append(result)
         elif piece.name.startswith("frontier-"):
             task = piece.name.split("-")[1]
-            curves += [each | {"measure": task} for each in made]
+            curves += [each | {"measure": task} for each in result]
         else:
-            trainings.append({"piece": piece.name} | made)
+            trainings.append({"piece": piece.name} | result)
     if not rows:
-        raise dms_jax.ConfigError(f"--only record: nothing of {config.out} is done yet.")
+        raise dms_jax.ConfigError(f"--only record: no piece of {config.out} is done yet.")
     head = {"model": config.model, **provenance(config), "groups": {}, "trainings": trainings}
     path = config.record or config.out / "record.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,15 @@
 """What a model loses when its cache holds keys and values in fewer bits.
 
     python -m experiments.reproduction.kv_bits
-    python -m experiments.reproduction.kv_bits --model MODEL.gguf --text TEXT --sequences 6
+    python -m experiments.reproduction.kv_bits --model MODEL.gguf --text TEXT --length 1024
 
 A text goes through the paged cache in chunks; every token attends to keys and values as they are
-stored, its own among them, as in decode steps. Beside each other: the cache in the type of the
-model, in bfloat16, in float8, and in integers of 4 bits with a scale for every 32 numbers or for
-the whole vector of a head, rotated first or not. "int4" is what `kv_dtype="int4"` gives; its other
-forms are known to this script alone.
+stored, its own among them, as in decode steps. Compared are caches in the model's type, bfloat16,
+float8, and integers of 4 bits with a scale for every 32 numbers or for the whole vector of a head,
+rotated first or not. `kv_dtype="int4"` gives "int4"; only this script has the other forms.
 
-Figures are of the tokens that count (all of a text, the solutions of problems), in nats: the loss
-above that of the model's own type, and the divergence KL(own || stored) of the next token.
-Errors are standard errors over sequences.
+Measured in nats a token: the loss above that of the model's own type, and the divergence
+KL(own || stored) of the next token. Errors are standard errors over sequences.
 """
 
 import dataclasses
@@ -39,8 +37,6 @@ from dms_jax.command_line.running import run
 from dms_jax.model.caching import entry_bytes, init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Vanilla
-from experiments.reproduction.files import error_text
-from experiments.reproduction.texts import Text, occasions, packed, solved
 
 PAGE = 64
 POLICY = Vanilla()
@@ -49,7 +45,7 @@ OWN = "own"
 
 @dataclasses.dataclass(frozen=True)
 class Bfloat16(Format):
-    """A cache of bfloat16 numbers for a model of another type; chunks read it, decode does not."""
+    """A bfloat16 cache for a model of another type; prompts in chunks can read it, steps cannot."""
 
     def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Array, Array]:
         """Returns the numbers, and no scales."""
@@ -73,26 +69,24 @@ FORMS: dict[str, Format] = {
 class Config:
     """What a model loses when its cache holds keys and values in fewer bits."""
 
-    model: str = "reasoner-11m"
+    model: str = "stories260k"
     """A shipped model's name, a Hugging Face directory or hub id, or a GGUF file."""
     text: pathlib.Path | None = None
-    """A text file; unless given, problems with solutions for reasoner-11m, stories for the rest."""
+    """A text file; the shipped stories unless given."""
     sequences: int = 8
-    """How many sequences."""
-    length: int = 1024
-    """Tokens of a sequence of text; problems are as long as they are."""
+    """Sequences, cut from the text end to end."""
+    length: int = 512
+    """Tokens of a sequence."""
     chunk: int = 256
-    """Tokens that go through the model at a time, at least two."""
+    """Tokens of a chunk, at least two."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the model."""
-    name: str = ""
-    """Of the model in the report; that of its file or folder unless given."""
     out: pathlib.Path = pathlib.Path("runs/kv_bits")
-    """Folder for NAME.json and NAME.md."""
+    """Folder for NAME.json, where NAME is that of the model's file or folder."""
 
 
 def caches_of(head_dim: int) -> list[str]:
-    """The caches to compare; the vector of a small head is one group in any case."""
+    """The caches to compare; a small head's vector is a single group in any case."""
     forms = ["bfloat16", "float8_e4m3", "int4", *list(FORMS)[1:]]
     whole = Int4().group
     assert whole is not None
@@ -103,7 +97,7 @@ def caches_of(head_dim: int) -> list[str]:
 def advance(
     model: Transformer, tokens: Int[Array, "1 T"], counts: Int[Array, " 1"], cache: Cache
 ) -> tuple[Cache, Float[Array, "T V"]]:
-    """Runs a chunk through the cache; returns it, and the log-probabilities of the next tokens."""
+    """Runs a chunk; returns the cache and the log-probabilities of the next tokens."""
     passed = model.cached(tokens, counts, cache, POLICY, one_pass=True)
     logits = model.unembed(passed.hidden)[0].astype(jnp.float32)
     return passed.cache, jax.nn.log_softmax(logits)
@@ -113,7 +107,7 @@ def advance(
 def against(
     own: Float[Array, "T V"], stored: Float[Array, "T V"], targets: Int[Array, " T"]
 ) -> Float[Array, "3 T"]:
-    """The loss of each token, the divergence, and whether another token is the likeliest."""
+    """Loss and divergence of each token, and whether its likeliest token is another."""
     loss = -jnp.take_along_axis(stored, targets[:, None], axis=-1)[:, 0]
     divergence = (jnp.exp(own) * (own - stored)).sum(-1)
     return jnp.stack([loss, divergence, own.argmax(-1) != stored.argmax(-1)])
@@ -138,13 +132,13 @@ def empty(model: dms_jax.LanguageModel, cache: str, tokens: int) -> Cache:
 
 
 def figures(
-    model: dms_jax.LanguageModel, text: Text, *, chunk: int
+    model: dms_jax.LanguageModel, sequences: list[list[int]], *, chunk: int
 ) -> dict[str, list[Float[np.ndarray, "3 n"]]]:
-    """For each cache and sequence, the rows of `against` for the tokens that count."""
-    longest = -(-int(text.lengths.max()) // chunk) * chunk
+    """For each cache and sequence, the rows of `against` for all tokens but the first."""
+    longest = -(-len(sequences[0]) // chunk) * chunk
     names = caches_of(model.config.head_dim)
     found: dict[str, list[np.ndarray]] = {cache: [] for cache in names}
-    for sequence, start in zip(text.sequences, text.starts, strict=True):
+    for sequence in sequences:
         caches = {cache: empty(model, cache, longest) for cache in names}
         parts: dict[str, list[np.ndarray]] = {cache: [] for cache in names}
         for first in range(0, len(sequence) - 1, chunk):
@@ -160,28 +154,21 @@ def figures(
                 own = stored if own is None else own
                 parts[cache].append(np.asarray(against(own, stored, given[1:]))[:, :count])
         for cache in names:
-            whole = np.concatenate(parts[cache], axis=1).astype(np.float64)
-            found[cache].append(whole[:, start - 1 :])
+            found[cache].append(np.concatenate(parts[cache], axis=1).astype(np.float64))
     return found
 
 
 def mean(values: list[np.ndarray]) -> dict[str, float]:
-    """The mean over the tokens of all sequences, and its standard error over sequences.
-
-    The error of a single sequence is unknown, NaN.
-    """
-    sums, counts = np.array([x.sum() for x in values]), np.array([len(x) for x in values])
-    ratio = sums.sum() / counts.sum()
-    if len(sums) == 1:
-        return {"mean": float(ratio), "error": math.nan}
-    spread = ((sums - ratio * counts) ** 2).sum() * len(sums) / (len(sums) - 1)
-    return {"mean": float(ratio), "error": float(spread**0.5 / counts.sum())}
+    """The mean over sequences of one length, and its standard error: NaN for a single one."""
+    means = np.array([x.mean() for x in values])
+    spread = means.std(ddof=1) if len(means) > 1 else math.nan
+    return {"mean": float(means.mean()), "error": float(spread / len(means) ** 0.5)}
 
 
 def summary(
     model: dms_jax.LanguageModel, found: dict[str, list[Float[np.ndarray, "3 n"]]]
 ) -> list[dict[str, Any]]:
-    """A row for each cache: its bytes, its loss, and how far it is from the model's own."""
+    """A row for each cache: its bytes, its loss, and its distance from the model's own."""
     config = model.config
     rows = []
     for cache, sequences in found.items():
@@ -203,59 +190,63 @@ def summary(
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table of Markdown."""
-    lines = [
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the rows as a table of Markdown."""
+    print(
         "| cache | bits a number | bytes a token | perplexity | loss above its own, nats "
-        "| KL, nats | other likeliest token |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+        "| KL, nats | other likeliest token |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         more, far = row["more"], row["divergence"]
-        lines.append(
+        print(
             f"| {row['cache']} | {row['bits']:.3g} | {row['bytes_a_token']:,} "
-            f"| {row['perplexity']:.4g} | {more['mean']:+.4f} {error_text(more['error'], '.4f')} "
-            f"| {far['mean']:.5f} {error_text(far['error'], '.5f')} "
+            f"| {row['perplexity']:.4g} | {more['mean']:+.4f} ± {more['error']:.4f} "
+            f"| {far['mean']:.5f} ± {far['error']:.5f} "
             f"| {row['other_likeliest']['mean']:.1%} |"
         )
-    return "\n".join(lines) + "\n"
 
 
-def read(config: Config, model: dms_jax.LanguageModel) -> Text:
-    """What goes through the cache."""
-    if config.text is None and config.model == "reasoner-11m":
-        tasks = [
-            task for one in occasions(("reasoning", "retrieval")).values() for task in one.tasks
-        ]
-        return solved(model, tasks, config.sequences)
-    return packed(model, config.text, sequences=config.sequences, length=config.length)
+def read(config: Config, model: dms_jax.LanguageModel) -> list[list[int]]:
+    """Returns the text as tokens, cut into sequences of one length.
+
+    Raises:
+      DataError: it is too short.
+    """
+    texts = (
+        assets.stories("valid")
+        if config.text is None
+        else [config.text.read_text(encoding="utf-8")]
+    )
+    tokens = [token for text in texts for token in model.tokenizer.encode(text)]
+    wanted = config.sequences * config.length
+    if len(tokens) < wanted:
+        raise dms_jax.DataError(f"the text has {len(tokens):,} tokens; {wanted:,} were asked for")
+    return [tokens[start : start + config.length] for start in range(0, wanted, config.length)]
 
 
 def main(config: Config) -> dict[str, Any]:
-    """Measures every cache on the same tokens, writes the figures and the table."""
+    """Measures every cache on the same tokens, writes the figures, prints the table."""
     make_folder("--out", config.out)
     if config.chunk < 2:
-        raise dms_jax.ConfigError(f"--chunk {config.chunk}: chunks have at least two tokens.")
+        raise dms_jax.ConfigError(f"--chunk {config.chunk}: a chunk has at least two tokens.")
     KV_DTYPES.update(FORMS)
     path = str(assets.path(config.model)) if config.model in SHIPPED else config.model
     model = dms_jax.load(path, dtype=config.dtype)
-    text = read(config, model)
+    sequences = read(config, model)
     began = time.perf_counter()
-    rows = summary(model, figures(model, text, chunk=config.chunk))
-    name = config.name or pathlib.Path(config.model).stem
-    sizes = {field: getattr(model.config, field) for field in ("num_layers", "num_kv_heads")}
+    rows = summary(model, figures(model, sequences, chunk=config.chunk))
+    name = pathlib.Path(config.model).stem
+    sizes = ("num_layers", "num_kv_heads", "head_dim")
     data = {
         **provenance(config),
         "name": name,
-        "model": sizes | {"head_dim": model.config.head_dim},
-        "sequences": text.lengths.tolist(),
-        "tokens": text.tokens,
+        "model": {size: getattr(model.config, size) for size in sizes},
         "seconds": round(time.perf_counter() - began, 1),
         "rows": rows,
     }
     write_json(config.out / f"{name}.json", data)
-    (config.out / f"{name}.md").write_text(table(rows), encoding="utf-8")
-    print(f"{name}: {text.tokens:,} tokens in {len(text.sequences)} sequences\n\n{table(rows)}")
+    show(rows)
     return data
 
 

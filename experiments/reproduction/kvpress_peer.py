@@ -6,16 +6,18 @@ an environment of its own, by its interpreter (`kvpress_side`):
 
     uv venv peer && uv pip install -p peer/bin/python "kvpress==0.5.5" "transformers<5.3" torch
     python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b-instruct.gguf \
-        --kvpress peer/bin/python --out experiments/results/kvpress
+        --kvpress peer/bin/python
 
 Each layer is cut to a share of the prompt at its end. Compared are the positions that every layer
 and KV head keeps, the scores, and greedy answers from what is kept, where both sides leave it alone
-during the answer. Writes README.md and data.json; what travels between the sides is in --work.
+during the answer. Writes data.json and prints the table of `experiments/results/kvpress`; what
+travels between the sides is in --work.
 """
 
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -45,7 +47,6 @@ from dms_jax.policies import (
     SnapKV,
     StreamingLLM,
 )
-from experiments.reproduction.files import table, wrap, write_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SIDE = """
@@ -53,42 +54,7 @@ import pathlib, sys
 from experiments.reproduction import kvpress_side
 kvpress_side.main(pathlib.Path(sys.argv[1]))
 """
-_PAGE = """# dms_jax keeps what kvpress keeps
-
-The same weights in float32 ({model}), the same {prompts} prompts of {tokens} tokens (RULER:
-{tasks}), each cut once at its end: by presses of kvpress {kvpress} ({beside}), and by policies of
-dms_jax. Under the {policies} policies whose rule is the same, at least **{least:.3%}** of the
-positions that kvpress keeps are kept here, and every position that differs has a score within
-{furthest:.0e} of the edge, relative to it: rounding decides there. **{answers}** greedy answers
-of at most {new} tokens are equal to the last token.
-
-{table}
-
-removed: share of the prompt. same positions: of those that kvpress keeps, over all layers, KV
-heads and prompts. equal rows: KV heads of a layer in a prompt that agree on every position.
-furthest: of the positions that differ, the largest distance of kvpress's score from the highest
-score that it drops, relative to that. scores: largest and median relative difference of a
-position's score. answers: given from the smaller share removed, where nothing is evicted during
-the answer.
-
-Where rules differ:
-
-{reasons}
-
-*Its rule* is ours, applied in NumPy to the press's own scores.
-
-Limits: three prompts of one small model on a CPU. kvpress reads a prompt once and hands every
-press what its hook would get. Prompts are cut with their questions; kvpress's leaderboard cuts
-the context alone and appends the question, which `ExpectedAttention(recent=...)` stands for here,
-with the question's queries among the others. RandomPress draws, and is left out. AdaKVPress masks
-keys where dms_jax frees pages: what is compared is what remains.
-
-    python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b-instruct.gguf
-        --kvpress peer/bin/python --new-tokens {new}
-
-`data.json` has every figure and both sides' answers.
-"""
-TRIES = 200  # problems of a task among which one has just the length
+TRIES = 200  # problems of a task, one of which must have exactly the length
 
 # Each policy as a function of the tokens that are kept, and of those of the whole request.
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
@@ -106,16 +72,6 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "StreamingLLM": lambda kept, tokens: StreamingLLM(compression_ratio=tokens / kept),
     "H2O": lambda kept, _: H2O(budget=kept),
 }
-# Rules of dms_jax that are not those of the press.
-OTHER = {
-    "TOVA": "the press always keeps the last token of a prompt, as its source says; the paper and "
-    "dms_jax drop it where the last query hardly attends to it.",
-    "Knorm": "norms are compared in 12 bits here, so that equal tokens tie, and of equal norms the "
-    "latest stays.",
-    "H2O": "ObservedAttentionPress ranks tokens by the mean weight of the queries that see them, "
-    "and no token is kept for being recent. H2O, in the paper and here, takes the sum and gives "
-    "half of the budget to the most recent tokens.",
-}
 # Beyond the prompt these evict a token for each new one, and presses do not.
 BY_TOKEN = ("TOVA", "StreamingLLM", "H2O")
 
@@ -127,8 +83,8 @@ class Config:
     model: str
     """Model with a tokenizer and a chat template: GGUF file, Hugging Face directory or hub id."""
     kvpress: pathlib.Path | None = None
-    """Python of the environment that holds kvpress. Unless given, what it wrote into --work before
-    is read again."""
+    """Python of the environment with kvpress. Unless given, its results of an earlier call are read
+    from --work."""
     tasks: tuple[RulerName, ...] = ("niah_multikey_1", "niah_multivalue", "fwe")
     """RULER's tasks, a prompt of each."""
     tokens: int = 512
@@ -139,8 +95,8 @@ class Config:
     """Tokens of each answer, at most."""
     work: pathlib.Path = pathlib.Path("runs/kvpress")
     """Folder for the weights, the prompts and what each side kept."""
-    out: pathlib.Path = pathlib.Path("runs/kvpress/page")
-    """Folder for README.md and data.json."""
+    out: pathlib.Path = pathlib.Path("runs/kvpress/compared")
+    """Folder for data.json."""
 
     def kept(self, ratio: float) -> int:
         """Returns the tokens that a row keeps, as kvpress rounds them."""
@@ -163,7 +119,7 @@ class Side:
 
 
 def main(config: Config) -> None:
-    """Runs both sides and writes the page."""
+    """Runs both sides, writes the figures and prints the table."""
     make_folder("--out", config.out)
     make_folder("--work", config.work)
     model = dms_jax.load(config.model, dtype="float32")
@@ -192,7 +148,7 @@ def main(config: Config) -> None:
     }
     report = {"versions of kvpress's side": versions, "policies": figures, "answers": answers}
     write_json(config.out / "data.json", provenance(config) | report)
-    write_text(config.out / "README.md", wrap(page(config, versions, figures, answers)))
+    show(config, figures, answers)
 
 
 def run_side(python: pathlib.Path, work: pathlib.Path) -> None:
@@ -211,7 +167,7 @@ def run_side(python: pathlib.Path, work: pathlib.Path) -> None:
 
 
 def prompts(model: LanguageModel, config: Config) -> list[list[int]]:
-    """Returns a prompt of each task, the first that has just the length.
+    """Returns the first prompt of each task that has exactly the length.
 
     Raises:
       DataError: there is none.
@@ -400,59 +356,27 @@ def _latest_of_the_highest(scores: np.ndarray, budget: int) -> np.ndarray:
 RULES = {"H2O": h2o, "Knorm": knorm}
 
 
-def same_answers(pairs: list[list[list[int]]]) -> str:
-    """Returns how many answers are equal, as in "2 of 3"."""
-    return f"{sum(mine == theirs for mine, theirs in pairs)} of {len(pairs)}"
-
-
-def page(
+def show(
     config: Config,
-    versions: dict[str, str],
     figures: dict[str, dict[str, Any]],
     answers: dict[str, list[list[list[int]]]],
-) -> str:
-    """Returns README.md."""
-    rows = []
-    for place, each in figures.items():
+) -> None:
+    """Prints the figures as a table of Markdown."""
+    print("| policy | removed | same positions | equal rows | furthest | scores | answers |")
+    print("|---" + "|---:" * 6 + "|")
+    for place, found in figures.items():
         name, ratio = place.split("/")
-        scores = each.get("scores")
-        given = answers.get(name) if float(ratio) == config.ratios[0] else None
-        row = [
-            name,
-            ratio,
-            *shares(each),
-            f"{scores[0]:.0e}, {scores[1]:.0e}" if scores else "-",
-            same_answers(given) if given else "-",
-        ]
-        rows.append(row)
-        if own := each.get("by its rule"):
-            rows.append([f"{name}, its rule", ratio, *shares(own), *row[-2:]])
-    alike = {place: each for place, each in figures.items() if place.split("/")[0] not in OTHER}
-    least = min(each["same"] for each in alike.values())
-    furthest = max(each["furthest"] for each in alike.values())
-    pairs = [pair for each in answers.values() for pair in each]
-    heads = ["policy", "removed", "same positions", "equal rows", "furthest", "scores", "answers"]
-    return _PAGE.format(
-        model=pathlib.Path(config.model).stem,
-        kvpress=versions["kvpress"],
-        beside=", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch")),
-        policies=len({place.split("/")[0] for place in alike}),
-        least=least,
-        furthest=furthest,
-        answers=same_answers(pairs),
-        prompts=len(config.tasks),
-        tokens=config.tokens,
-        new=config.new_tokens,
-        tasks=", ".join(config.tasks),
-        table=table(heads, rows),
-        reasons="\n".join(f"- **{name}**: {reason}" for name, reason in OTHER.items()),
-    )
-
-
-def shares(each: dict[str, float]) -> list[str]:
-    """Returns the cells of `agreement`."""
-    part = f"{each['furthest']:.0e}" if each["same"] < 1 else "-"
-    return [f"{each['same']:.3%}", f"{each['rows']:.1%}", part]
+        largest, median = found.get("scores", (math.nan, math.nan))
+        pairs = answers.get(name, []) if float(ratio) == config.ratios[0] else []
+        equal = sum(mine == theirs for mine, theirs in pairs)
+        rows = {name: found, f"{name}, its rule": found.get("by its rule")}
+        for label, row in rows.items():
+            if row is not None:
+                print(
+                    f"| {label} | {ratio} | {row['same']:.3%} | {row['rows']:.1%} "
+                    f"| {row['furthest']:.0e} | {largest:.0e}, {median:.0e} "
+                    f"| {equal} of {len(pairs)} |"
+                )
 
 
 if __name__ == "__main__":

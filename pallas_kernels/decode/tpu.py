@@ -11,7 +11,7 @@ because the whole table of hundreds of rows of hundreds of pages would not fit.
     computed    row 5, block 1
 
 A core starts copies and computes from one stream of instructions, so what it takes to start the
-copy of a page comes out of the time of the block (`experiments/results/tpu_schedule`).
+copy of a page comes out of the time of the block (`experiments/results/kernels`).
 
 Within a row this is the online softmax of FlashAttention. Slots beyond the row's length are masked
 in the scores and in the values, which may be NaN there.

@@ -125,6 +125,22 @@ def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
     chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
 
 
+def test_read_shares_count_steps_in_which_the_token_was_there():
+    found = Retention(
+        policy=dms_jax.RandomEviction(window=1),
+        tokens=np.zeros((1, 4), int),
+        prompt_lengths=np.array([1]),
+        gone=np.array([[[[3, NEVER, NEVER, NEVER]]]]),
+        reads=np.array([[[[2, 1, 4, 0]]]]),
+        num_query_heads=2,
+    )
+    # Steps 1 to 3; token 0 was there for 1 and 2, token 2 for 2 and 3; two query heads.
+    want = np.array([2 / 4, 1 / 6, 4 / 4, 0 / 2])
+    chex.assert_trees_all_close(found.read_shares()[0, 0, 0], want)
+    everything = dataclasses.replace(found, reads=None, prompt_lengths=np.array([3]))
+    chex.assert_trees_all_close(everything.read_shares()[0, 0, 0], np.array([np.nan, 1, 1, 1]))
+
+
 @pytest.mark.nightly
 def test_one_token_is_kept():
     model = dms_jax.load(str(assets.path("stories260k")), untrained=True)

@@ -58,7 +58,7 @@ def test_documents_are_whole_and_only_solutions_count(tokenizer, mixture):
     assert whole > 8
 
 
-def test_documents_are_encoded_as_the_tokenizer_encodes_their_texts(tokenizer):
+def test_cached_encoding_equals_the_tokenizers(tokenizer):
     mixture = Mixture(tokenizer)
     rng, same = random.Random(0), random.Random(0)
     for part in standard_parts():
@@ -92,7 +92,7 @@ def test_parts_get_their_shares(tokenizer):
     assert total > 0.75 * 16 * 2048  # the rest is prose
 
 
-def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
+def test_dropped_documents_do_not_count_for_their_part(tokenizer):
     """Documents of 7 and of 2 tokens, equal shares, one sequence of 20.
 
     One of 7, four of 2; then the first part is behind again but does not fit, and prose follows
@@ -117,7 +117,7 @@ def test_a_part_is_not_charged_for_a_document_that_the_batch_drops(tokenizer):
     assert abs(spent[0] - spent[1]) <= 7
 
 
-def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
+def test_batch_depends_only_on_seed_split_and_step(tokenizer, mixture):
     again = Mixture(tokenizer, (LINEAR, TRACKING), batch_size=4, length=512, **LITTLE_PROSE)
     first = mixture.batch(7)
     chex.assert_trees_all_equal(again.batch(7), first)
@@ -127,7 +127,7 @@ def test_a_batch_depends_on_seed_split_and_step_alone(tokenizer, mixture):
 
 
 @pytest.mark.nightly
-def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
+def test_workers_give_the_same_batches_and_restore(mixture):
     ahead = mixture.batches(start=3, workers=2)
     try:
         place = None
@@ -149,19 +149,13 @@ def test_worker_processes_give_the_same_batches_and_can_be_put_back(mixture):
         ahead.close()
 
 
-def test_one_part_alone(mixture):
-    assert [part.name for part in mixture.only("linear").parts] == ["linear"]
-    with pytest.raises(ConfigError, match="no part 'chess'; there are linear, tracking"):
-        mixture.only("chess")
-
-
-def test_a_mixture_needs_begin_and_end_tokens(tokenizer):
+def test_tokenizer_without_begin_and_end_refused(tokenizer):
     bare = Tokenizer(tokenizer.backend)
     with pytest.raises(ConfigError, match="begin and an end token"):
         Mixture(bare)
 
 
-def test_the_shipped_tokenizer_writes_any_text_and_keeps_digits_apart(tokenizer):
+def test_shipped_tokenizer_round_trips_and_splits_digits(tokenizer):
     text = "Été 2024: 12,5 kg → 東京 \n\t'x'"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     pieces = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]

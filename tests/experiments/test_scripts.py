@@ -13,7 +13,6 @@ import jax.experimental.pallas.tpu  # noqa: F401
 import pytest
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.command_line import retrofit, running
 from experiments.benchmarks.settings import check_numbers
 
@@ -23,7 +22,6 @@ SCRIPTS = [
     for path in sorted((ROOT / "experiments").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 ]
-MODEL = str(assets.path("stories260k"))
 # Steps of a cache on the shape that scripts call tiny.
 STEPS = dict(batch=2, context=192, chunk=4, repeats=1, dtype="float32")
 # The smallest settings of scripts that run on a CPU with nothing put in the place of their parts.
@@ -70,24 +68,6 @@ RUNS: dict[str, dict] = {
     "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2+model2"), steps=1),
     "reproduction.answers_under_load": dict(
         policies=("Vanilla",), requests=3, lanes=2, most_tokens=16, share=1.0
-    ),
-    "reproduction.batch_dependence": dict(
-        models=("stories260k",),
-        dtypes=("float32",),
-        arrangements=("a batch of 4",),
-        prompts=3,
-        new_tokens=3,
-    ),
-    "reproduction.latency": {},
-    "reproduction.needle_grid": dict(
-        model=MODEL,
-        compressed=MODEL,
-        lengths=(400,),
-        depths=(0.0, 100.0),
-        problems=1,
-        budget=32,
-        max_new_tokens=2,
-        lanes=2,
     ),
 }
 

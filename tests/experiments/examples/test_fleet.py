@@ -1,4 +1,4 @@
-"""Replicas behind Ray Serve: what keeps a conversation at one, and what clients see of its end."""
+"""Replicas behind Ray Serve: routing of conversations, and what clients see when a replica ends."""
 
 import asyncio
 import dataclasses
@@ -50,7 +50,7 @@ QUESTION = {"role": "user", "content": "Who wrote Faust?"}
 MORE = [{"role": "assistant", "content": "Goethe."}, {"role": "user", "content": "When?"}]
 
 
-def test_a_conversation_keeps_its_replica(fleet):
+def test_conversation_keeps_its_replica(fleet):
     for turns, name in (("messages", "instructions"), ("input", "system")):
         begun = key(fleet, model="m", **{turns: [SYSTEM, QUESTION]})
         assert begun == key(fleet, model="m", temperature=1, **{turns: [SYSTEM, QUESTION, *MORE]})
@@ -62,7 +62,7 @@ def test_a_conversation_keeps_its_replica(fleet):
         assert len({begun, *others}) == 4
 
 
-def test_questions_on_one_document_meet(fleet):
+def test_questions_on_one_document_share_a_replica(fleet):
     document = "x" * fleet.PREFIX
     assert key(fleet, prompt=document + "Why?") == key(fleet, prompt=document + "Who?")
     assert key(fleet, prompt="x" + document) == key(fleet, prompt=document)
@@ -71,7 +71,7 @@ def test_questions_on_one_document_meet(fleet):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"model": "m"}', b"[" * 100_000])
-def test_what_has_no_prompt_goes_anywhere(fleet, body):
+def test_requests_without_a_prompt_have_no_key(fleet, body):
     assert fleet.prefix_key(body) is None
 
 
@@ -143,7 +143,7 @@ def ask(fleet, replicas, path="/v1/completions", headers=None, **fields):
     return asyncio.run(answer())
 
 
-def test_an_answer_comes_through_as_it_is(fleet):
+def test_answer_passes_through_unchanged(fleet):
     replicas = Replicas([STREAM, EVENT, EVENT])
     status, headers, body = ask(
         fleet, replicas, headers={"authorization": "Bearer k", "cookie": "c"}, prompt="Once"
@@ -158,7 +158,7 @@ def test_an_answer_comes_through_as_it_is(fleet):
     assert replicas.sessions[-1] == "s"
 
 
-def test_a_stream_whose_replica_ends_says_so(fleet):
+def test_stream_of_an_ended_replica_ends_with_an_error_event(fleet):
     replicas = Replicas([STREAM, EVENT, Lost()])
     status, _, body = ask(fleet, replicas, prompt="Once")
     assert status == 200
@@ -173,7 +173,7 @@ def test_a_stream_whose_replica_ends_says_so(fleet):
     assert not replicas.tries
 
 
-def test_what_no_part_was_sent_of_goes_to_another_replica(fleet):
+def test_request_without_output_is_retried_on_another_replica(fleet):
     for tries in ([[Lost()], [STREAM, EVENT]], [[WHOLE, b"{", Lost()], [Lost()], [WHOLE, EVENT]]):
         assert ask(fleet, Replicas(*tries), prompt="Once")[::2] == (200, EVENT)
     status, headers, body = ask(fleet, Replicas(*[[Lost()]] * fleet.TRIES), prompt="Once")
@@ -181,7 +181,7 @@ def test_what_no_part_was_sent_of_goes_to_another_replica(fleet):
     assert json.loads(body)["error"]["type"] == "server_error"
 
 
-def test_full_replicas_and_missing_ones_are_told_apart(fleet, monkeypatch):
+def test_full_replicas_give_429_and_missing_ones_503(fleet, monkeypatch):
     status, headers, body = ask(fleet, Replicas([Full()]), prompt="Once")
     assert (status, headers["retry-after"]) == (429, "1")
     assert json.loads(body)["error"]["type"] == "rate_limit_error"
@@ -192,7 +192,7 @@ def test_full_replicas_and_missing_ones_are_told_apart(fleet, monkeypatch):
     assert ask(fleet, Replicas(), "/metrics")[0] == 404
 
 
-def test_kubernetes_is_given_options_that_exist_and_probes_of_health():
+def test_kubernetes_manifest_uses_known_options_and_health_probes():
     text = (ROOT / "experiments" / "launch" / "serve.yaml").read_text(encoding="utf-8")
     service, deployment = yaml.safe_load_all(text)
     pod = deployment["spec"]["template"]

@@ -18,7 +18,7 @@ def tunix():
 
 
 @pytest.mark.nightly
-def test_the_stand_in_is_a_part_of_tunix(tunix):
+def test_stand_in_matches_tunix(tunix):
     assert tunix.BaseRollout.__abstractmethods__ == stand_in.BaseRollout.__abstractmethods__
     for name in stand_in.BaseRollout.__abstractmethods__ - {"__init__"}:
         own, other = (
@@ -33,7 +33,7 @@ def test_the_stand_in_is_a_part_of_tunix(tunix):
 
 
 @pytest.mark.nightly
-def test_grpo_learns_on_rollouts_from_a_small_cache(tunix, tmp_path):
+def test_grpo_learns_from_a_small_cache(tunix, tmp_path):
     from experiments.examples import grpo
 
     grpo.main(grpo.Config(steps=6, generations=8, new_tokens=64, out=tmp_path / "figures.json"))

@@ -13,7 +13,7 @@ from tests.support.tree import ROOT
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_two_replicas_lose_only_what_the_killed_one_held(tmp_path):
+def test_killed_replica_loses_only_its_own_streams(tmp_path):
     pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'ray[serve]>=2.60'")
     script = [sys.executable, "-m", "experiments.benchmarks.replicas"]
     own = {name: v for name, v in os.environ.items() if not re.match("JAX_|XLA_|DMS_JAX_", name)}

@@ -118,7 +118,7 @@ def padded(output) -> np.ndarray:
     return rows
 
 
-def test_logprobs_are_those_of_a_whole_pass_under_the_same_evictions(output):
+def test_logprobs_equal_a_whole_pass_under_the_same_evictions(output):
     model = tiny_model()
     assert_close(output.logprobs, scores(model, output))  # float32, as tunix keeps them
     dense = scores(model, output, dms_jax.DMS(window=400, alpha_offset=0.0))
@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_a_whole_pass_under_the_same_evictions(output):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_trainer_computes_the_same_from_padded_tokens(rollout, output, temperature):
+def test_trainer_logprobs_from_padded_tokens_match(rollout, output, temperature):
     """Also of an answer that has the token of padding in its middle."""
     assert any(PAD in tokens[:-1] for tokens in output.tokens)
     with mock.patch.object(rollout, "_temperature", temperature):
@@ -140,7 +140,7 @@ def test_the_trainer_computes_the_same_from_padded_tokens(rollout, output, tempe
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", [dms_jax.DMC(offset=0.0), dms_jax.StreamingLLM(budget=6)])
-def test_so_do_other_policies_that_a_whole_pass_can_follow(example, policy):
+def test_other_parallel_policies_match_too(example, policy):
     rollout = make(example, actor=example.Actor(tiny_model(), policy))
     output = rollout.generate(PROMPTS, CONFIG)
     assert rollout.usage.compression_ratio > 1.2
@@ -151,7 +151,7 @@ def test_so_do_other_policies_that_a_whole_pass_can_follow(example, policy):
     assert_close([row[:NEW] for row in found], scores(tiny_model(), output, policy), 1e-9)
 
 
-def test_answers_are_laid_out_as_tunix_reads_them(rollout, output):
+def test_output_has_the_layout_of_tunix(rollout, output):
     assert output.logits is None
     assert output.left_padded_prompt_tokens.shape == (len(PROMPTS), LONGEST)
     for row, prompt in zip(output.left_padded_prompt_tokens, PROMPTS, strict=True):
@@ -162,7 +162,7 @@ def test_answers_are_laid_out_as_tunix_reads_them(rollout, output):
     assert (rollout.pad_id(), rollout.eos_id()) == (PAD, 30)
 
 
-def test_copies_and_calls_draw_anew_and_a_run_can_be_repeated(example, output):
+def test_copies_and_calls_sample_independently_and_repeatably(example, output):
     def tokens(answers):
         return [each.tolist() for each in answers.tokens]
 
@@ -175,7 +175,7 @@ def test_copies_and_calls_draw_anew_and_a_run_can_be_repeated(example, output):
     assert tokens(make(example).generate(PROMPTS, seeded)) == second  # seed 0, one call before
 
 
-def test_weights_are_updated_in_place_without_a_compilation(example):
+def test_update_in_place_compiles_nothing(example):
     rollout, new = make(example), tiny_model(seed=1)
     rollout.generate(PROMPTS, CONFIG)
     module = rollout.model()
@@ -197,7 +197,7 @@ def test_weights_are_updated_in_place_without_a_compilation(example):
 
 
 @pytest.mark.nightly
-def test_a_mesh_of_several_devices_changes_nothing(example, output):
+def test_mesh_gives_the_same_answers(example, output):
     rollout, new = make(example, mesh=dms_jax.make_mesh(2, 2)), tiny_model(seed=1)
     answers = rollout.generate(PROMPTS, CONFIG)
     assert [each.tolist() for each in answers.tokens] == [each.tolist() for each in output.tokens]
@@ -209,7 +209,7 @@ def test_a_mesh_of_several_devices_changes_nothing(example, output):
     assert_close(answers.logprobs, scores(new, answers))
 
 
-def test_its_arrays_are_never_the_trainers_own(example):
+def test_rollout_never_shares_arrays_with_the_trainer(example):
     """Tunix takes weights that are one object for shared, and would never send it an update."""
     actor = example.Actor(tiny_model(), POLICY)
     rollout = make(example, actor=actor)
@@ -219,7 +219,7 @@ def test_its_arrays_are_never_the_trainers_own(example):
         rollout.update_params(nnx.state(actor))
 
 
-def test_an_update_may_be_of_some_parameters_and_of_none_but_its_own(example):
+def test_update_takes_a_part_and_refuses_unknown_parameters(example):
     rollout = make(example)
     before = rollout.model().transformer.layers.mlp.down_proj.kernel[...]
     rollout.update_params(state({"transformer": {"embedding": jnp.ones((31, 16), jnp.float32)}}))
@@ -238,7 +238,7 @@ def test_an_update_may_be_of_some_parameters_and_of_none_but_its_own(example):
             rollout.update_params(state(wrong))
 
 
-def test_end_tokens_are_those_of_the_configuration(example):
+def test_end_tokens_come_from_the_configuration(example):
     ends = list(range(31))
     config = dataclasses.replace(CONFIG, eos_tokens=ends)
     assert {len(each) for each in make(example, config).generate(PROMPTS, config).tokens} == {1}
@@ -252,17 +252,17 @@ def test_end_tokens_are_those_of_the_configuration(example):
         (dict(max_prompt_length=10), dms_jax.DataError, "Prompt 1 has 11 tokens"),
     ],
 )
-def test_what_it_cannot_do_is_refused(rollout, config, error, said):
+def test_unsupported_settings_refused(rollout, config, error, said):
     with pytest.raises(error, match=said):
         rollout.generate(PROMPTS, dataclasses.replace(CONFIG, **config))
 
 
-def test_policies_that_no_whole_pass_can_follow_are_refused(example):
+def test_sequential_policies_refused(example):
     with pytest.raises(dms_jax.ConfigError, match="TOVA decides from attention weights"):
         example.Actor(tiny_model(), dms_jax.TOVA(budget=8))
 
 
-def test_the_tokenizer_reads_prompts_as_the_library_does(example):
+def test_tokenizer_encodes_as_the_library(example):
     model = dms_jax.load(assets.path("stories260k"))
     tokenizer = example.Tokenizer(model)
     ids = tokenizer.encode("Once upon a time")

@@ -1,4 +1,4 @@
-"""The campaign in its smallest setting: pieces, marks, going on, and the record for claims."""
+"""The campaign in its smallest setting: pieces, resuming, and the record that claims read."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.generation import Engine
 from dms_jax.policies import KVpop
-from experiments.reproduction import campaign, claims
+from experiments.reproduction import campaign, claims, pieces, records
 
 PROBLEMS = [
     {"question": f"What is {n} and {n + 1}?", "answer": f"It is {n}. #### {2 * n + 1}"}
@@ -20,7 +20,7 @@ PROBLEMS = [
 
 @pytest.fixture
 def config(tmp_path):
-    """A model without a chat, and problems that it cannot solve."""
+    """A model without a chat template, and problems that it cannot solve."""
     for name, rows in (("gsm8k/train", PROBLEMS[:8]), ("gsm8k/test", PROBLEMS[8:])):
         path = tmp_path / "data" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,14 +65,12 @@ def recorded(config, monkeypatch):
     """The record, as claims read it."""
     path = config.out / "record.json"
     assert call(config, "record") == 0
-    claims.record.cache_clear()
-    monkeypatch.setitem(claims.RECORDS, "tiny", str(path))
+    records.record.cache_clear()
+    monkeypatch.setitem(records.RECORDS, "tiny", str(path))
     return json.loads(path.read_text())
 
 
-def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
-    config, served, monkeypatch, capsys
-):
+def test_pieces_leave_results_and_the_record_has_every_score(config, served, monkeypatch, capsys):
     from tests.support.fake_programs import faked
 
     with faked():
@@ -102,7 +100,7 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
     assert claims.computed("votes-gap tiny quest 3 plain 0") == "+0.0 ± 0.0"
     claims.PICTURES["real_models/gsm8k-1.5b.png"].draw(config.out / "drawn.png", "tiny")
     assert (config.out / "drawn.png").stat().st_size > 0
-    points = claims.points("tiny", ("plain",))
+    points = records.points("tiny", ("plain",))
     assert points.has_greedy("plain")
     assert len(points.points) == 6
     capsys.readouterr()
@@ -111,16 +109,16 @@ def test_pieces_leave_marks_and_the_record_has_the_score_of_every_problem(
     assert sum(line.startswith("done") for line in listed) == len(done)
 
 
-def test_eight_worked_examples_stand_before_a_problem(config):
+def test_eight_worked_examples_come_before_a_problem(config):
     task = campaign.TASKS["gsm8k-8shot"](config.data / "gsm8k" / "test.jsonl")
     questions = [question for question, _ in task.problem("test", 1).examples]
-    assert [row["question"] in text for row, text in zip(PROBLEMS, questions, strict=False)] == [
-        True
-    ] * 8
+    assert len(questions) == 8
+    for row, text in zip(PROBLEMS, questions, strict=False):
+        assert row["question"] in text
     assert campaign.longest(config, "gsm8k-8shot") == {"max_new_tokens": config.new_tokens}
 
 
-def test_answers_of_files_become_text(config):
+def test_answers_of_data_files_become_text(config):
     """As numbers, and within solutions; what has no answer is left out."""
     rows = [
         {"question": "1 + 1?", "answer": 2.0},
@@ -139,7 +137,7 @@ def test_answers_of_files_become_text(config):
     assert task.score(problem, r"It is $\boxed{\frac{1}{2}}$.") == 1
 
 
-def test_what_cannot_be_done_yet_says_why(config, capsys):
+def test_pieces_that_cannot_run_say_why(config, capsys):
     assert call(config, "ask-math500-plain") == 1
     assert "left out: there is no " in capsys.readouterr().out
     assert call(config, "ask-gsm8k-dms-3.3-0") == 0
@@ -149,7 +147,7 @@ def test_what_cannot_be_done_yet_says_why(config, capsys):
     assert call(config, "ask-gsm8k-plain", minutes=1e-9) == 0
     assert "The time is over" in capsys.readouterr().out
     for changes, said in (
-        (dict(only=("aks-*",)), "no piece is called so"),
+        (dict(only=("aks-*",)), "no such piece"),
         (dict(only=("record",)), "is done yet"),
         (dict(model=""), "give --model"),
     ):
@@ -159,9 +157,9 @@ def test_what_cannot_be_done_yet_says_why(config, capsys):
         dataclasses.replace(config, lanes=0)
 
 
-def test_pieces_are_done_in_the_order_of_the_patterns(config):
-    plan = list(campaign.pieces(config))
-    wanted = campaign._wanted(plan, ("ask-arc-plain", "lessons-*", "ask-arc-*", "lessons-math"))
+def test_pieces_follow_the_order_of_the_patterns(config):
+    plan = list(campaign.pieces(campaign.Campaign(config)))
+    wanted = pieces.chosen(plan, ("ask-arc-plain", "lessons-*", "ask-arc-*", "lessons-math"))
     assert [piece.name for piece in wanted] == [
         *("ask-arc-plain", "lessons-gsm8k", "lessons-math"),
         *(f"ask-arc-{name}-0" for name in ("dms-3.3", "control", "dms-8", "kvpop", "all-3.3")),
@@ -174,21 +172,25 @@ def made_up(monkeypatch):
 
     def plan(**work):
         monkeypatch.setattr(
-            campaign, "pieces", lambda config: [campaign.Piece(n, (), w) for n, w in work.items()]
+            campaign, "pieces", lambda _: [pieces.Piece(n, (), w) for n, w in work.items()]
         )
 
     return plan
 
 
-def never_ends(_):
+def stop():
+    raise KeyboardInterrupt
+
+
+def never_ends():
     while True:
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
-    """Also in a process that a shell began in the background."""
-    made_up(quick=lambda _: {"is": "done"}, endless=never_ends, behind=lambda _: {})
+def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
+    """Also in a process that a shell started in the background."""
+    made_up(quick=lambda: {"is": "done"}, endless=never_ends, behind=dict)
     before = signal.signal(signal.SIGINT, handler)
     try:
         assert call(config, "*", minutes=0.01) == 0
@@ -199,26 +201,18 @@ def test_a_piece_is_interrupted_when_the_time_is_over(config, made_up, capsys, h
     assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
 
 
-def test_ctrl_c_ends_a_call_before_its_time(config, made_up):
-    def stop(_):
-        raise KeyboardInterrupt
-
-    made_up(stop=stop)
+def test_error_ends_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
+    made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"}, stopped=stop, behind=dict)
     with pytest.raises(KeyboardInterrupt):
         call(config, "*")
-
-
-def test_pieces_behind_one_that_fails_are_done(config, made_up, capsys):
-    made_up(broken=lambda _: {}["key"], sound=lambda _: {"is": "done"})
-    assert call(config, "*") == 1
     said = capsys.readouterr()
     assert "broken: failed" in said.out
     assert "KeyError: 'key'" in said.err
     assert [path.stem for path in (config.out / "done").iterdir()] == ["sound"]
-    assert call(config, "sound") == 0
+    assert [call(config, name) for name in ("broken", "sound")] == [1, 0]
 
 
-def test_a_training_elsewhere_needs_the_lessons_alone(config):
+def test_training_needs_only_the_lessons(config):
     """Neither the model nor the answers that they were chosen from."""
     own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
     folder = config.out / "lessons" / "math"
@@ -226,52 +220,51 @@ def test_a_training_elsewhere_needs_the_lessons_alone(config):
     rows = [{"question": 0, "answer": 0, "prompt": [1, 2], "response": [3]}] * 2
     (folder / "lessons.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert own.documents() == []  # not done yet
-    own.mark("lessons-math").parent.mkdir()
-    own.mark("lessons-math").write_text("{}")
+    own.results.folder.mkdir()
+    own.results.path("lessons-math").write_text("{}")
     told = [(each.prompt.tolist(), each.response.tolist()) for each in own.documents()]
     assert told == [([1, 2], [3])] * 2
 
 
-def test_names_are_unique_and_what_they_wait_for_stands_before_them(config):
-    plan = list(campaign.pieces(dataclasses.replace(config, seeds=(0, 1, 2))))
+def test_names_are_unique_and_needs_come_first(config):
+    config = dataclasses.replace(config, seeds=(0, 1, 2))
+    plan = list(campaign.pieces(campaign.Campaign(config)))
     names = [piece.name for piece in plan]
     assert len(set(names)) == len(names)
     assert not set("/:") & set("".join(names))
     for place, piece in enumerate(plan):
-        before = set(names[:place])
-        assert {campaign._safe(each) for each in piece.needs} <= before, piece.name
+        assert set(piece.needs) <= set(names[:place]), piece.name
     assert sum(name.startswith("train-") for name in names) == 3 * 3 + 2
 
 
-def test_rivals_hold_what_the_retrofit_was_measured_to_hold(config):
+def test_rivals_have_the_measured_peak_of_the_retrofit(config):
     """With what they grow by, at its peak; by the papers' rule a share of the longest answer."""
     own = campaign.Campaign(config)
-    for name, peak in (("dms-3.3:0", 400.4), ("plain", 1500.0)):
-        mark = own.mark(f"ask-gsm8k-{name}")
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(json.dumps({"peak": peak, "new_tokens": 150.2}))
+    own.results.folder.mkdir(parents=True)
+    for name, peak in (("dms-3.3-0", 400.4), ("plain", 1500.0)):
+        result = {"peak": peak, "new_tokens": 150.2}
+        own.results.path(f"ask-gsm8k-{name}").write_text(json.dumps(result))
     own.centres = lambda: "centres.safetensors"
     budgets = {}
     for name in campaign.RIVALS:
-        policy, kv_dtype = own.policy(f"{name}/peak", "gsm8k")
+        policy = own.policy(f"{name}/peak", "gsm8k")
         inner = getattr(policy, "scorer", policy)
         budgets[name] = inner.budget
-        share, _ = own.policy(f"{name}/share", "gsm8k")
+        share = own.policy(f"{name}/share", "gsm8k")
         assert getattr(share, "scorer", share).compression_ratio == campaign.SHARE
-        assert kv_dtype is None
-    one_cut, steps = 400 - 150, 400 - campaign.EVERY
+    one_cut, steps = 400 - 150, 400 - campaign.INTERVAL
     assert budgets == {
         **dict.fromkeys(("snapkv-32", "snapkv-64", "expected"), one_cut),
         **dict.fromkeys(("h2o", "tova", "streamingllm"), 399),
         **dict(quest=400, rkv=steps, triattention=steps),
     }
-    assert own.policy("float8", "gsm8k") == (dms_jax.Vanilla(), "float8_e4m3")
-    assert own.policy("kvpop:0", "gsm8k") == (KVpop(budget=400, window=16), None)
-    assert own.policy("dms-3.3:0", "gsm8k") == (None, None)
+    assert own.policy("float8", "gsm8k") == dms_jax.Vanilla()
+    assert own.policy("kvpop:0", "gsm8k") == KVpop(budget=400, window=16)
+    assert own.policy("dms-3.3:0", "gsm8k") is None
 
 
 @pytest.mark.nightly
-def test_lessons_a_training_and_its_questions(config, served, monkeypatch):
+def test_lessons_training_and_answers(config, served, monkeypatch):
     """With real programs: a training that is stopped goes on, and an adapter is asked."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step
@@ -283,8 +276,8 @@ def test_lessons_a_training_and_its_questions(config, served, monkeypatch):
         assert call(config, only) == 0
     for only in ("ask-gsm8k-control-0", "ask-gsm8k-kvpop-0", "frontier-gsm8k-dms-3.3-0-0"):
         assert call(config, only) == 0
-    for name in ("triattention", "rkv", "expected"):
-        assert call(config, f"ask-gsm8k-{name}+peak") == 0
+    for name in ("triattention+peak", "rkv+peak", "expected+peak", "float8"):
+        assert call(config, f"ask-gsm8k-{name}") == 0
     record = recorded(config, monkeypatch)
     asked = {(row["system"], row["run"]): row["policy"]["name"] for row in record["rows"]}
     assert asked == {
@@ -296,6 +289,9 @@ def test_lessons_a_training_and_its_questions(config, served, monkeypatch):
         ("triattention/peak", 0): "TriAttention",
         ("rkv/peak", 0): "RKV",
         ("expected/peak", 0): "AdaKV",
+        ("float8", 0): "Vanilla",
     }
+    quantized = {row["system"]: row["kv_dtype"] for row in record["rows"] if row["kv_dtype"]}
+    assert quantized == {"float8": "float8_e4m3"}
     assert claims.computed("gap tiny dms-3.3:* plain gsm8k") == "+0.0 ± 0.0"
     assert len(record["trainings"]) == 4

@@ -1,4 +1,4 @@
-"""What two sides keep, compared; what kvpress itself keeps is run by hand (its page says how)."""
+"""What two sides keep, compared; kvpress itself is run by hand, as the script says."""
 
 import pathlib
 import sys
@@ -15,19 +15,21 @@ SCORES = np.array([9.0, 1, 8, 4, 7, 5])[None, None, None]  # [L, B, K, T]
 KEPT = SCORES > 4.5
 
 
-def test_equal_masks_agree():
-    found = kvpress_peer.agreement(KEPT, KEPT, SCORES, pooled=False)
-    assert found == {"same": 1, "rows": 1, "furthest": 0}
-
-
-def test_positions_that_differ_are_counted_and_measured_from_the_highest_that_is_dropped():
+@pytest.mark.parametrize(
+    ("swapped", "same", "rows", "furthest"),
+    [
+        ((), 1, 1, 0),
+        ((3, 4), 0.75, 0, 3 / 4),  # 4 is kept instead of 7: the first is the edge itself
+    ],
+)
+def test_agreement_measures_from_the_highest_dropped_score(swapped, same, rows, furthest):
     mine = KEPT.copy()
-    mine[..., [3, 4]] = True, False  # 4 instead of 7: the first is the edge itself
+    mine[..., list(swapped)] ^= True
     found = kvpress_peer.agreement(mine, KEPT, SCORES, pooled=False)
-    assert found == {"same": 0.75, "rows": 0, "furthest": pytest.approx(3 / 4)}
+    assert found == {"same": same, "rows": rows, "furthest": pytest.approx(furthest)}
 
 
-def test_heads_that_compete_have_one_edge():
+def test_competing_heads_share_one_edge():
     scores = np.concatenate([SCORES, SCORES / 100], axis=2)
     kept = np.concatenate([SCORES > 0, SCORES < 0], axis=2)
     mine = kept.copy()
@@ -39,39 +41,35 @@ def test_heads_that_compete_have_one_edge():
     }
 
 
-def test_h2o_keeps_the_larger_half_by_recency():
-    found = kvpress_peer.h2o(SCORES, 3)
-    assert np.flatnonzero(found[0, 0, 0]).tolist() == [0, 4, 5]
+def test_our_rules_on_their_scores():
+    """H2O keeps the larger half by recency; norms equal in 12 bits tie, and the latest stays."""
+    norms = -np.array([1 + 2**-14, 1.0, 1 + 2**-11, 1 - 2**-10])[None, None, None]
+    for rule, scores, budget, want in (
+        (kvpress_peer.h2o, SCORES, 3, [0, 4, 5]),
+        (kvpress_peer.knorm, norms, 2, [1, 3]),
+        (kvpress_peer.knorm, norms[..., [1, 0]], 1, [1]),
+    ):
+        assert np.flatnonzero(rule(scores, budget)[0, 0, 0]).tolist() == want
 
 
-def test_norms_that_are_equal_in_12_bits_tie_and_the_latest_stays():
-    scores = -np.array([1 + 2**-14, 1.0, 1 + 2**-11, 1 - 2**-10])[None, None, None]
-    found = kvpress_peer.knorm(scores, 2)
-    assert np.flatnonzero(found[0, 0, 0]).tolist() == [1, 3]
-    assert np.flatnonzero(kvpress_peer.knorm(scores[..., [1, 0]], 1)).tolist() == [1]
-
-
-def test_kvpress_that_cannot_run_is_named_by_its_option(tmp_path):
+def test_failing_side_names_its_option(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match=r"--kvpress .*nothing: No such file"):
         kvpress_peer.run_side(tmp_path / "nothing", tmp_path)
     with pytest.raises(dms_jax.ConfigError, match=r"--kvpress .*it failed"):
         kvpress_peer.run_side(pathlib.Path(sys.executable), tmp_path)
 
 
-def test_keys_that_are_left_are_found_in_any_order():
+def test_kept_keys_and_answers_are_read():
     keys = np.arange(10.0).reshape(5, 2)
     assert kvpress_side.find(keys, keys[[4, 1]]).tolist() == [False, True, False, False, True]
     with pytest.raises(KeyError):
         kvpress_side.find(keys, keys[:1] + 0.5)
-
-
-def test_an_answer_ends_before_its_end_token():
     assert kvpress_side.until([5, 6, 2, 7], [1, 2]) == [5, 6]
     assert kvpress_side.until([5, 6], [1, 2]) == [5, 6]
 
 
 @pytest.mark.nightly
-def test_our_side_notes_the_scores_and_the_mask_of_the_cut(monkeypatch):
+def test_our_side_records_scores_and_mask_of_the_cut(monkeypatch):
     policies = {
         "Knorm": lambda kept, _: Knorm(budget=kept, interval=None),
         "AdaKV": lambda kept, _: AdaKV(SnapKV(budget=kept, window=4, interval=None)),

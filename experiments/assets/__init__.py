@@ -1,1 +1,0 @@
-"""What made the files that ship with the library."""

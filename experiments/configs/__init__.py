@@ -1,1 +1,0 @@
-"""The options of scripts that have many."""
