@@ -1,13 +1,13 @@
-"""Replace a checkpoint directory atomically, and delete nothing that does not belong to it.
+"""Replace a checkpoint directory atomically, and never delete files that are not its own.
 
     out/                      the old checkpoint
     .out.saving-k3x9/new/     the new one while it is written
     .out.saving-k3x9/old/     the old one while the new one takes its place
 
-The new one is complete and flushed before two renames put it in the place of the old one. A process
-killed between them leaves none at `out`, and the next save restores the old one. Every save locks
-the directory that it writes into, until its process ends. An unlocked directory was left by a save
-that was killed, and the next save removes it.
+The new checkpoint is complete and flushed before two renames exchange it for the old one. If the
+process is killed between them, nothing is left at `out`, and the next save restores the old
+checkpoint. A save holds a lock on its staging directory. The next save removes staging directories
+that no process has locked: their saves were killed.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
     shards = set()
     if layout is CHECKPOINT:
         shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
-    own, documents, tensors, others = set(), set(), [], []
+    own, documents, others = set(), set(), []
     for entry in sorted(target.iterdir()):
         name = entry.name
         if entry.is_dir() and not entry.is_symlink():
@@ -125,13 +125,7 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
         elif any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _DOCUMENTS):
             documents.add(name)
         else:
-            loose = layout is CHECKPOINT and name.endswith(".safetensors")
-            (tensors if loose else others).append(name)
-    if tensors:
-        raise CheckpointError(
-            f"{target} holds tensors that no index of it accounts for ({_some(tensors)}), which "
-            "replacing it would destroy; give a new directory"
-        )
+            others.append(name)
     if others:
         raise CheckpointError(
             f"{target} holds more than {layout.kind} ({_some(others)}), which replacing it would "
@@ -195,9 +189,8 @@ def _stage(target: pathlib.Path) -> Iterator[pathlib.Path]:
         stage = pathlib.Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
         try:
             with _lock(stage) as mine:
-                if (
-                    mine is not False and stage.exists()
-                ):  # else another save has just removed it as a leftover
+                # Another save may have removed it as a leftover before it was locked.
+                if mine is not False and stage.exists():
                     yield stage
                     return
         finally:
@@ -225,7 +218,7 @@ def _remove_leftovers(target: pathlib.Path) -> None:
 
 
 def _is_stage(path: pathlib.Path, target: pathlib.Path) -> bool:
-    """Whether `_stage` made a directory for this target, judging by its name and contents."""
+    """Whether a directory is a staging directory of this target, by its name and contents."""
     if path.is_symlink() or not path.is_dir():
         return False
     made = re.fullmatch(re.escape(_prefix(target)) + "[a-z0-9_]{8}", path.name)

@@ -27,7 +27,7 @@ class Saving(abc.ABC):
     def __init__(self, target: pathlib.Path):
         self._target = target
         self._agreement = processes.Agreement()
-        # In the first process: closed without an error it replaces the target, else it cleans up.
+        # In the first process: closing it replaces the target, or cleans up after an error.
         self._replacement = contextlib.ExitStack()
 
     @abc.abstractmethod

@@ -1,8 +1,7 @@
 """Read the files of a checkpoint directory, which is untrusted input.
 
-Every file of a checkpoint is found and read here. It must be a regular file (not an endless pipe
-or a device), be inside the checkpoint (not a link to somebody's private keys), and be no larger
-than a file of its kind can need.
+Every file of a checkpoint is found and read here. It must be a regular file (no pipe, no device)
+inside the checkpoint (no link to private keys), and no larger than a file of its kind can need.
 """
 
 import errno
@@ -45,10 +44,10 @@ def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def is_directory(path: pathlib.Path) -> bool:
-    """Tell whether a directory is there.
+    """Whether a directory exists.
 
     Raises:
-        CheckpointError: that cannot be known: a directory above it may not be searched, say.
+        CheckpointError: the path cannot be examined, for lack of permission for example.
     """
     try:
         return path.is_dir()

@@ -34,7 +34,7 @@ def smol(types: list[int] | None, **changes) -> dict:
 
 @pytest.mark.parametrize("turns", [NORMAL, UNUSED, None])
 @pytest.mark.parametrize("end", [None, 0])
-def test_turns_that_are_typed_as_text(turns, end, tmp_path):
+def test_turns_typed_as_text(turns, end, tmp_path):
     types = None if turns is None else [CONTROL, turns, turns, NORMAL, NORMAL, NORMAL]
     entries = smol(types)
     first = len(entries["tokens"]) - len(TURNS)
@@ -62,7 +62,7 @@ def test_no_template_and_no_declaration(tmp_path):
     assert tokenizer.encode("a<|im_end|>", add_special_tokens=False)[-1] == first + 2
 
 
-def test_what_belongs_to_the_answer_stays_in_it(tmp_path):
+def test_think_tokens_are_decoded(tmp_path):
     entries = smol([CONTROL] * 3 + [NORMAL] * 3, chat_template=CHATML + "<think>")
     with pytest.warns(UserWarning, match="'<think>'"):
         tokenizer, _ = read(tmp_path, **entries)
@@ -71,14 +71,14 @@ def test_what_belongs_to_the_answer_stays_in_it(tmp_path):
     assert tokenizer.decode(ids) == "<think>Hello"
 
 
-def test_right_types_are_left_alone(tmp_path):
+def test_correct_types_are_unchanged(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokenizer, _ = read(tmp_path, **smol([CONTROL] * 3 + [USER_DEFINED, UNUSED, NORMAL]))
     assert len(tokenizer.encode("[PAD]<b>", add_special_tokens=False)) > 2
 
 
-def test_a_token_that_merges_make_is_text(tmp_path):
+def test_token_made_by_merges_is_text(tmp_path):
     entries = smol([CONTROL] * 3 + [NORMAL] * 3, chat_template=CHATML + "<b>")
     entries["tokens"] = [*entries["tokens"], "<b"]
     entries["token_type"] = [*entries["token_type"], NORMAL]

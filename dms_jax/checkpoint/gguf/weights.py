@@ -317,13 +317,6 @@ def _row_bytes(package: ModuleType, info: TensorInfo) -> int:
 def _unknown(name: str, tensors: list[str]) -> CheckpointError:
     listed = ", ".join(plain(tensor) for tensor in sorted(tensors)[:20])
     more = f" and {len(tensors) - 20} more" if len(tensors) > 20 else ""
-    why = ""
-    if any("_exps" in tensor or "ffn_gate_inp" in tensor for tensor in tensors):
-        why = ": a mixture of experts"
-    elif any(tensor.startswith(("v.", "mm.", "a.")) for tensor in tensors):
-        why = ": a part for images or sound"
-    elif any("_sub_norm" in tensor or tensor.endswith(".scale") for tensor in tensors):
-        why = ": a BitNet model, or one with scales beside its weights"
     return CheckpointError(
-        f"{name} holds {len(tensors)} tensors that no served model has{why} ({listed}{more})"
+        f"{name} holds {len(tensors)} tensors that no served model has ({listed}{more})"
     )
