@@ -30,7 +30,7 @@ def listed() -> dict[str, dict[str, str | int]]:
 
 
 def cache() -> pathlib.Path:
-    """The folder that `fetch` writes to unless told otherwise."""
+    """The default folder of `fetch`."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(base) / "dms_jax" / "assets"
 

@@ -99,7 +99,7 @@ class AdapterSaving(Saving):
         return f"the model is not its base {self._model.source} with an adapter: "
 
     def _base(self) -> Contents:
-        """Read what the model was loaded from.
+        """Read the checkpoint that the model was loaded from.
 
         Raises:
             CheckpointError: it was not loaded, or its base is gone or has another shape.

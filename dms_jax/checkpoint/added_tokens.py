@@ -27,7 +27,7 @@ from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_CONFIG_BYTE
 from dms_jax.checks import is_whole
 from dms_jax.errors import CheckpointError, plain
 
-# In the order in which transformers gives ids to those that have none.
+# In the order in which transformers numbers tokens without an id.
 NAMED = (
     "bos_token",
     "eos_token",
@@ -50,7 +50,7 @@ _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredTokens:
-    """What the files beside a vocabulary declare.
+    """The tokens that the files beside a vocabulary declare.
 
     Attributes:
         named: special tokens by name ("bos_token", ...).
@@ -128,7 +128,7 @@ class DeclaredTokens:
 
 
 def read_declared_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> DeclaredTokens:
-    """Read what a directory declares.
+    """Read the tokens that a directory declares.
 
     Args:
         directory: the checkpoint.

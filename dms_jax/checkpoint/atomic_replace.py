@@ -202,7 +202,7 @@ def _prefix(target: pathlib.Path) -> str:
 
 
 def _remove_leftovers(target: pathlib.Path) -> None:
-    """Remove what killed saves to this target left behind; restore a checkpoint they had moved."""
+    """Clean up after killed saves to this target; restore a checkpoint that they had moved."""
     if not target.parent.is_dir():
         return
     for stage in list(target.parent.iterdir()):

@@ -25,7 +25,7 @@ from dms_jax.policies.values import AdapterShape
 
 # Published checkpoints have at most ten; every step of generation compares with each.
 MAX_END_TOKENS = 64
-# ./model and ../model are paths, and so is a name that ends as a file of weights does.
+# Names that begin as paths, or end as files of weights, are not looked up on the hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _TOKENIZER = "the tokenizer"  # a source of token ids, for messages
 _WEIGHTS = (".gguf", ".safetensors")

@@ -123,7 +123,7 @@ def _read(message: Any, place: int) -> dict[str, Any]:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as data, without what is null."""
+    """Tool calls with their arguments as data, without null fields."""
     if not isinstance(calls, list | tuple):
         raise DataError(f"{where}: tool_calls must be a list, got {show(calls)}.")
     return [_call(call, where) for call in calls]

@@ -49,7 +49,7 @@ def save_tensors(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
         save_file(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:  # also raised when a system call fails
         raise OSError(str(error)) from error
-    # The library makes files private; those that Python writes follow the umask, as the directory.
+    # The library makes files private; other files and the directory follow the umask.
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 

@@ -1,9 +1,7 @@
 """Text to token ids and back: `Tokenizer`, read from a Hugging Face directory.
 
-In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
-`merges.txt` (byte-level byte-pair encoding with the pre-tokenizer of GPT-2 or Qwen).
-`tokenizer_config.json` and files beside it declare special tokens (`added_tokens.py`) and whether a
-text begins with one. The chat template is in `tokenizer_config.json`, in `chat_template.jinja` or,
+`backends.py` reads the vocabulary. `tokenizer_config.json` and files beside it declare special tokens
+(`added_tokens.py`) and whether a text begins with one. The chat template is in `tokenizer_config.json`, in `chat_template.jinja` or,
 for some vision models, in `chat_template.json`.
 """
 

@@ -80,7 +80,7 @@ class Weights(Tensors):
             self._open(file)
 
     def unwrap(self) -> None:
-        """Strip from the names of the tensors what PyTorch's wrappers left in them.
+        """Strip the prefixes that PyTorch's wrappers left in the names of the tensors.
 
         Raises:
             CheckpointError: two tensors then have the same name.

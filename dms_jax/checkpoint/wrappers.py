@@ -1,4 +1,4 @@
-"""Strip from the names of tensors what wrappers of a model leave in them.
+"""Strip the prefixes that wrappers of a model leave in the names of its tensors.
 
     _orig_mod.model.layers.0.mlp.up_proj.weight          torch.compile, of the model
     model.layers.0._orig_mod.mlp.up_proj.weight          torch.compile, layer by layer
@@ -63,7 +63,7 @@ def _without(name: str) -> str:
 
 
 def _common(names: Collection[str]) -> str | None:
-    """The first component of all names, if it is a wrapper's or none of a model's."""
+    """The first component of all names, if a wrapper added it."""
     first = next(iter(names), "").partition(".")
     prefix = first[0] + "."
     if not first[2] or not all(name.startswith(prefix) for name in names):

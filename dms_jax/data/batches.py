@@ -40,7 +40,7 @@ Batch = dict[str, np.ndarray]
 
 # Batches that are packed ahead.
 _BATCHES_AHEAD = 2
-# Sequences that first fit keeps open in all streams together, and at least in one of them.
+# Open sequences of first fit: in all streams together, and at least per stream.
 _OPEN_SEQUENCES, _FEWEST_OPEN_SEQUENCES = 32, 4
 _KEYS = {"tokens", "loss_mask", "segment_ids"}
 

@@ -72,7 +72,7 @@ def _ordered(
 
 
 class _Every(grain.IterDataset):
-    """Every S-th document, some of them read ahead.
+    """Every S-th document, with a few read ahead.
 
     Args:
       dataset: the documents in their order.

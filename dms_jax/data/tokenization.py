@@ -63,7 +63,7 @@ class TokenizedDocuments:
 
     def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
-        # Chunks of one text are asked for one after the other.
+        # Chunks of one text are requested in order.
         self._text: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
@@ -234,7 +234,7 @@ def _encode_parts(parts: list[Part], tokenizer: Any) -> tuple[np.ndarray, np.nda
 
 
 def _parts(document: Any, tokenizer: Any, *, answers: bool) -> list[Part]:
-    """Returns the parts of a document; without `answers` those of a conversation are one."""
+    """Returns the parts of a document; without `answers` a conversation is one part."""
     if isinstance(document, Exchange):
         return _exchange(document, tokenizer)
     if _is_chat(document):

@@ -78,7 +78,7 @@ def test_the_model_comes_back(base, adapter, tmp_path):
 def test_adapter_keeps_its_dtype(base, adapter, tmp_path, dtype):
     model = load(base, dtype=dtype, adapter=adapter)
     types = {name: x.dtype for name, x in parameters(model.transformer).items()}
-    # What the adapter says is held against a threshold: it keeps the type that it was trained in.
+    # The adapter's output is compared with a threshold: it keeps the dtype of its training.
     assert {x for name, x in types.items() if is_adapter(name)} == {jnp.dtype(jnp.float32)}
     assert {x for name, x in types.items() if not is_adapter(name)} == {jnp.dtype(dtype)}
     save(model, model.policy, tmp_path / "again", adapter_only=True)
@@ -270,7 +270,7 @@ def test_identity_reads_three_rows_of_a_matrix(base, adapter, monkeypatch):
 
 @pytest.mark.nightly
 def test_retrofit_of_frozen_weights_and_of_all(tmp_path):
-    """What `retrofit` leaves of the base is what `save` finds."""
+    """`save` accepts a base that `retrofit` left unchanged."""
     model = language_model()
     save(model, Vanilla(), tmp_path / "base")
     model = load(tmp_path / "base")

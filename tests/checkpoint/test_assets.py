@@ -1,4 +1,4 @@
-"""The shipped model and text: what the model is known to say, and what the text promises."""
+"""The shipped model against its card, and the shipped texts."""
 
 import jax
 import jax.numpy as jnp

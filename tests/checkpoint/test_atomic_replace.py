@@ -1,4 +1,4 @@
-"""Saving over what is there: only a checkpoint's own files go, and never half of one is left."""
+"""Saving over a directory deletes only a checkpoint's own files, and all of it or nothing."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A save that fails, wherever it does, leaves what was there and says so in an error of ours."""
+"""A failed save raises our error and leaves the old checkpoint, whichever write fails."""
 
 import dataclasses
 import io

@@ -69,7 +69,7 @@ def test_logits_equal_those_of_transformers(family, tmp_path):
 
 
 def test_gemma3(tmp_path):
-    """Norms are stored with their 1; what is exact with it comes back as it was."""
+    """Files store norms plus 1; weights for which the sum is exact come back unchanged."""
     folder = copy("families/gemma3", tmp_path / "model")
     edit_config(folder, query_pre_attn_scalar=8)  # a head's own: files have no other
     content = tensors(folder)
@@ -228,7 +228,7 @@ KINDS = {
     "F16": lambda name: Kind.F16,
     "Q8_0": lambda name: Kind.Q8_0,
     "Q4_0": lambda name: Kind.Q4_0,
-    # As llama.cpp mixes them: other kinds for the embedding, for values, for what leaves a layer.
+    # As llama.cpp mixes them: other kinds for the embedding, the values and the down projection.
     "mixed": lambda name: (
         Kind.BF16
         if "token_embd" in name
@@ -359,7 +359,7 @@ def test_split_model(given, tmp_path):
 
 
 def test_merged_split_model(tmp_path):
-    """llama-gguf-split keeps what the first part said, and makes split.count 0."""
+    """llama-gguf-split keeps the metadata of the first part, and sets split.count to 0."""
     folder = GOLDEN / "families" / "llama2"
     extra = {"split.no": 0, "split.count": 0, "split.tensors.count": len(tensors(folder))}
     convert(folder, tmp_path / "model.gguf", extra=extra)

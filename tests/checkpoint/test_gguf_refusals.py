@@ -1,4 +1,4 @@
-"""GGUF files that are damaged, or of what is not served: refused by name."""
+"""Damaged and unserved GGUF files are refused by name."""
 
 import os
 import pathlib

@@ -46,12 +46,12 @@ def test_turns_typed_as_text(turns, end, tmp_path):
     assert [ids[0], ids[-1]] == [first + 1, first + 2]
     assert set(defaults.eos_token_ids) == {first, first + 2}
     assert tokenizer.decode(ids) == "user\nHello"
-    # What is neither declared nor in the template stays as it is typed.
+    # Tokens that are neither declared nor in the template keep their type.
     assert len(tokenizer.encode("<b>", add_special_tokens=False)) == 3
 
 
 def test_no_template_and_no_declaration(tmp_path):
-    """What always ends an answer is enough, as in llama.cpp."""
+    """Tokens that always end an answer are control tokens, as in llama.cpp."""
     entries = smol([NORMAL] * len(TURNS), chat_template=None)
     for key in ("bos_token_id", "eos_token_id", "chat_template"):
         del entries[key]

@@ -79,7 +79,7 @@ def test_sentencepiece_ids_are_those_of_the_reference(kind, tmp_path):
 
 
 def test_unknown_token_typed_as_control(tmp_path):
-    """As those of Gemma do."""
+    """As in files of Gemma."""
     model = sentencepiece.parse((GOLDEN / "stories260k" / "tokenizer.model").read_bytes())
     types = [int(kind) for kind in model.types]
     types[model.unknown_id] = int(sentencepiece.PieceType.CONTROL)

@@ -1,4 +1,4 @@
-"""Files that name more than a model has: told at once, in time that grows with their size."""
+"""Files that name more than a model has are refused in time linear in their size."""
 
 import json
 import time

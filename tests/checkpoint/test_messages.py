@@ -1,4 +1,4 @@
-"""Messages are read in one way, and what no template can write is refused."""
+"""Normalising chat messages, and rendering tool calls."""
 
 import json
 

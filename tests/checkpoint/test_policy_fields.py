@@ -1,4 +1,4 @@
-"""A policy in config.json: NVIDIA's fields, our key, and what is wrong with a declaration."""
+"""Policies in config.json: NVIDIA's fields, our key, malformed declarations."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Saving: what is written comes back, and nothing is ever half-written."""
+"""Saving: what is written can be loaded again."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def test_round_trip(source, tmp_path):
 
 
 def test_mxfp4_experts_are_saved_as_bfloat16(tmp_path):
-    """Their logits are those of transformers (`tests/model/test_parity.py`)."""
+    """`tests/model/test_parity.py` compares their logits with transformers."""
     model = load(GOLDEN / "families" / "gpt_oss_mxfp4")
     kernel = model.transformer.layers.mlp.gate_up_proj.kernel[...]
     assert kernel.dtype == jnp.bfloat16

@@ -141,7 +141,7 @@ def test_language_model_of_a_vision_model_is_loaded(kind, family, architecture, 
 
 
 def test_gemma3_text_config_without_defaults():
-    """As that of Gemma 3 4B, which gives what is not the default of transformers."""
+    """As in Gemma 3 4B, whose config leaves out the defaults of transformers."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
     text |= {"num_hidden_layers": 34, "sliding_window": 1024}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}

@@ -1,4 +1,4 @@
-"""Batches: resumable iterators, the rows of a process, and what a caller gives."""
+"""Batches: resumable iterators, the rows of a process, batches given by a caller."""
 
 import itertools
 import json
@@ -135,7 +135,7 @@ def test_rows_do_not_depend_on_the_processes(packing):
     for all_rows, first, second in zip(whole, left, right, strict=True):
         for name in all_rows:
             chex.assert_trees_all_equal(all_rows[name], np.concatenate([first[name], second[name]]))
-    # What the processes save together is what one saves, and either goes on from it.
+    # The state of both processes together is that of one, and either can resume from it.
     together = {"lanes": one["lanes"] | two["lanes"]}
     chex.assert_trees_all_equal(together, state)
     expected, _ = draw_rows(range(4), packing=packing, count=9)

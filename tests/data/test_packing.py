@@ -1,4 +1,4 @@
-"""Packing against examples by hand, with documents of any length."""
+"""Packing against worked examples, with documents of any length."""
 
 import itertools
 import json
@@ -52,7 +52,7 @@ def test_empty_documents_do_not_hang(packing):
         with pytest.raises(DataError, match="hold no token"):
             draw(empty, 1, repeat=True, **options)
         assert draw(empty, 1, repeat=False, **options) == []
-    # The only document with tokens is found, wherever the shuffles of two epochs put it.
+    # The only non-empty document is found, wherever two epochs shuffle it.
     for seed in range(2):
         lone = [*[[]] * 9, [1, 2, 3, 4]]
         drawn = draw(lone, 4, repeat=True, packing=packing, seed=seed)

@@ -1,4 +1,4 @@
-"""Records to documents: forms, OpenR1 rows, templates, and what is left out."""
+"""Records to documents: forms, OpenR1 rows, templates, tables, records that are left out."""
 
 import bz2
 import gzip
@@ -210,7 +210,7 @@ def test_missing_fields_are_reported_at_once(tmp_path):
 
 
 class Template:
-    """A tokenizer whose template joins what it is given."""
+    """A tokenizer whose template joins the contents."""
 
     bos_token_id = eos_token_id = chat_template = None
 

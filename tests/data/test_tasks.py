@@ -288,19 +288,6 @@ def test_score_answer_ignores_the_rest_of_the_completion():
     assert tracking.score_answer(problem, f"AAAAA {problem.answers[0]}") == pytest.approx(1 / 5)
 
 
-def test_fitted_haystack_is_the_largest_that_fits():
-    def length(text):
-        return len(text.split())
-
-    task = tasks.fitted(tasks.Needle(), length, max_tokens=500, room=128)
-    prompts = [problem.prompt for problem in task.problems("validation", 8)]
-    assert 320 < max(map(length, prompts)) <= 500 - 128
-    larger = dataclasses.replace(task, size=task.size + 1).problems("validation", 8)
-    assert max(length(problem.prompt) for problem in larger) > 500 - 128
-    with pytest.raises(ConfigError, match="does not fit 100 tokens"):
-        tasks.fitted(tasks.Needle(), length, max_tokens=100, room=90)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

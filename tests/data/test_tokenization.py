@@ -1,4 +1,4 @@
-"""Documents to token ids: answers, long texts in chunks, and what cannot be encoded."""
+"""Documents to token ids: answers, long texts in chunks, documents that cannot be encoded."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ class Chat(Plain):
 
 
 class Forgetful(Chat):
-    """Drops what it said before, as templates of reasoning models do."""
+    """Drops earlier answers, as templates of reasoning models do."""
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
         last = len(messages) - 1
@@ -360,7 +360,7 @@ def spoilt(rows):
 
 @pytest.mark.filterwarnings("ignore:.*cannot be encoded")
 def test_every_process_leaves_out_the_same():
-    """The rows of two processes are those of one, and those of the documents that are left."""
+    """Two processes draw the rows of one process, and of the remaining documents alone."""
 
     def drawn(rows, data):
         source = keep_encodable(data, None, VOCABULARY)

@@ -1,4 +1,4 @@
-"""What only looks different, and where an answer ends and a remark begins."""
+"""Normalising written answers, and finding where an answer ends and a remark begins."""
 
 import time
 

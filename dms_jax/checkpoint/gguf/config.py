@@ -188,7 +188,7 @@ def _config(
 
 
 def _windows(metadata: "_Metadata", num_layers: int, window: int, *, every: int) -> dict[str, Any]:
-    """Returns the layers' kinds of attention; without a word each `every`-th has no window."""
+    """Returns window and layer types; by default each `every`-th layer has full attention."""
     every = metadata.get("attention.sliding_window_pattern", CountOnDevice, every)
     if not window or every == 1:
         raise ConfigError(
@@ -202,8 +202,8 @@ def _windows(metadata: "_Metadata", num_layers: int, window: int, *, every: int)
 def _gemma3(
     metadata: "_Metadata", num_layers: int, head_dim: int, hidden_size: int, num_heads: int
 ) -> dict[str, Any]:
-    """Returns what files of Gemma 3 leave to llama.cpp: the rope of windows, and the scale."""
-    # Of the sizes of the family the scale of the largest alone is not that of a head.
+    """Returns what files of Gemma 3 leave out: the rope of sliding layers, the attention scale."""
+    # Only the largest model (62 layers) does not scale by its head size.
     scale = (hidden_size / num_heads) ** -0.5 if num_layers == 62 else None
     return dict(
         local_rope=Rope(theta=metadata.get("rope.freq_base_swa", Number, 10_000.0)),

@@ -278,7 +278,7 @@ class _Vocabulary:
 
 
 def _guessed(token: str) -> int:
-    """The type of a token where a file gives none: text, but for what sentencepiece always has."""
+    """The type of a token if the file has no types: text, except for sentencepiece's own tokens."""
     if _BYTE.fullmatch(token):
         return int(PieceType.BYTE)
     return int(PieceType.UNKNOWN if token == "<unk>" else PieceType.NORMAL)

@@ -62,7 +62,7 @@ _EXPERTS = {
     for part in ("weight", "bias")
     for name in ("gate", "up", "down")
 }
-# What the tensors of an architecture are where others have them differently or not at all.
+# Tensors that an architecture names differently, or that others lack.
 _OWN = {
     "gemma3": {
         "post_attention_norm.weight": "post_attention_layernorm.weight",
@@ -169,7 +169,7 @@ class GgufWeights(Tensors):
         rows = range(info.shape[0])[index[0]]
         if order is None or not rows:
             return self._rows(stored, info, slice(rows.start, rows.stop), index[1], dtype)
-        # The range that has all of them, then in order.
+        # Read the range that holds all chosen rows, then pick them in order.
         chosen = order[rows.start : rows.stop]
         first, last = int(chosen.min()), int(chosen.max()) + 1
         tensor = self._rows(stored, info, slice(first, last), index[1], dtype)

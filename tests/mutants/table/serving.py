@@ -420,8 +420,6 @@ MUTANTS = [
         "dms_jax/data/tokenization.py",
         "        if last == longest:\n            return last\n",
         "",
-        (
-            "tests/data/test_tokenization.py::test_run_without_a_matching_cut_is_cut_anyway",
-        ),
+        ("tests/data/test_tokenization.py::test_run_without_a_matching_cut_is_cut_anyway",),
     ),
 ]

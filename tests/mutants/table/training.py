@@ -194,9 +194,7 @@ MUTANTS = [
         "dms_jax/data/packing.py",
         'if self._offset > len(chunk["tokens"]):',
         "if False:",
-        (
-            "tests/data/test_packing.py::test_state_in_a_document_that_became_shorter_is_refused",
-        ),
+        ("tests/data/test_packing.py::test_state_in_a_document_that_became_shorter_is_refused",),
     ),
     Mutant(
         "streams: a row takes the stream of its place among the rows of its process",
