@@ -86,7 +86,7 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
         new.mkdir()
         yield new
         for name in documents:
-            _link_or_copy(target / name, new / name)
+            shutil.copy2(target / name, new / name, follow_symlinks=False)
         if target.is_dir():  # keep its permissions
             shutil.copymode(target, new)
         flush(*filter(_is_plain, new.iterdir()), new)
@@ -141,14 +141,6 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
 
 def _some(names: list[str]) -> str:
     return ", ".join(plain(name, 60) for name in names[:3]) + (" ..." if len(names) > 3 else "")
-
-
-def _link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Link or copy a file into another directory; a symbolic link is copied as a link."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except (OSError, NotImplementedError):  # a file system without hard links
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _is_plain(path: pathlib.Path) -> bool:

@@ -1,8 +1,9 @@
 """Text to token ids and back: `Tokenizer`, read from a Hugging Face directory.
 
-`backends.py` reads the vocabulary. `tokenizer_config.json` and files beside it declare special tokens
-(`added_tokens.py`) and whether a text begins with one. The chat template is in `tokenizer_config.json`, in `chat_template.jinja` or,
-for some vision models, in `chat_template.json`.
+`backends.py` reads the vocabulary. `tokenizer_config.json` and files beside it declare special
+tokens (`added_tokens.py`) and whether a text begins with one. The chat template is in
+`tokenizer_config.json`, in `chat_template.jinja` or, for some vision models, in
+`chat_template.json`.
 """
 
 import json

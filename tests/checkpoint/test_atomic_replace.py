@@ -127,16 +127,6 @@ def test_directory_keeps_its_permissions(stories, out, mode):
     assert stat.S_IMODE(out.stat().st_mode) == mode
 
 
-def test_documents_are_copied_without_hard_links(stories, out, monkeypatch):
-    def refuse(*arguments, **options):
-        raise PermissionError("no links here")
-
-    (out / "README.md").write_text("kept")
-    monkeypatch.setattr(os, "link", refuse)
-    save(stories, stories.policy, out)
-    assert (out / "README.md").read_text() == "kept"
-
-
 @pytest.mark.parametrize("there", [False, True])
 def test_link_is_followed_not_replaced(stories, tmp_path, there):
     if there:
