@@ -192,7 +192,7 @@ def with_defaults(
         name: AddedToken(text, special=True)
         for name, text in _DEFAULTS.get(kind, {}).items()
         if name not in declared.named
-        and not _is_null(config, name)
+        and config.get(name, name) is not None  # null declares that there is none
         and (kind != "llama" or backend.token_to_id(text) is not None)
     }
     named = declared.named | more
@@ -201,10 +201,6 @@ def with_defaults(
         named={name: named[name] for name in NAMED if name in named},
         defaults=frozenset(token.content for token in more.values()),
     )
-
-
-def _is_null(config: Mapping[str, Any], name: str) -> bool:
-    return name in config and config[name] is None
 
 
 def _changed(token: AddedToken, *, raw: bool, special: bool) -> AddedToken:

@@ -89,7 +89,7 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
             shutil.copy2(target / name, new / name, follow_symlinks=False)
         if target.is_dir():  # keep its permissions
             shutil.copymode(target, new)
-        flush(*filter(_is_plain, new.iterdir()), new)
+        flush(*(file for file in new.iterdir() if not file.is_symlink()), new)
         old = _swap(new, target)
         if old is not None:
             for entry in old.iterdir():
@@ -141,10 +141,6 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
 
 def _some(names: list[str]) -> str:
     return ", ".join(plain(name, 60) for name in names[:3]) + (" ..." if len(names) > 3 else "")
-
-
-def _is_plain(path: pathlib.Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def flush(*paths: pathlib.Path) -> None:

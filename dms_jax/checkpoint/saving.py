@@ -139,7 +139,7 @@ class _ModelSaving(Saving):
         max_shard_bytes: int,
     ):
         super().__init__(target)
-        self._config, self._special_ids = _config(model, policy), _generation(model)
+        self._config, self._special_ids = _config(model, policy), _special_ids(model)
         self._tokenizer = model.tokenizer
         flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
         self._arrays: dict[Any, Any] = {path: param.get_value() for path, param in flat}
@@ -157,9 +157,9 @@ class _ModelSaving(Saving):
         """Make the directory and write all files but the tensors."""
         directory = self._replacement.enter_context(atomic_replace(self._target, CHECKPOINT))
         write_json(directory / "config.json", self._config)
-        before = read_json(self._target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
-        fields = _sampling(before or {}) | self._special_ids
-        write_json(directory / "generation_config.json", fields)
+        before = read_json(self._target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
+        sampling = {name: value for name, value in before.items() if name not in _SPECIAL_IDS}
+        write_json(directory / "generation_config.json", sampling | self._special_ids)
         if self._tokenizer is not None:
             self._tokenizer.save(directory)
         write_index(directory, self._files)
@@ -199,17 +199,12 @@ def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
     transformer = model.transformer
     fields = transformer.config.to_hf()
     fields["torch_dtype"] = np.dtype(model.dtype).name
-    ends = _generation(model)
-    fields |= {name: ends[name] for name in _SPECIAL_IDS if name in ends}
-    return fields | policy_to_hf(policy, has_adapter=transformer.has_adapter)
+    policy_fields = policy_to_hf(policy, has_adapter=transformer.has_adapter)
+    return fields | _special_ids(model) | policy_fields
 
 
-def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a generation_config.json other than the special tokens."""
-    return {name: value for name, value in fields.items() if name not in _SPECIAL_IDS}
-
-
-def _generation(model: LanguageModel) -> dict[str, Any]:
+def _special_ids(model: LanguageModel) -> dict[str, Any]:
+    """The special tokens of config.json and generation_config.json."""
     defaults = model.generation
     ends = list(defaults.eos_token_ids)
     fields = {

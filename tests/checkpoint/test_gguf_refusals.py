@@ -265,6 +265,13 @@ def test_damaged_header_is_refused(header, message, tmp_path):
     assert message in refusal(path)
 
 
+def test_list_of_too_many_texts_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra=TOKENIZER)
+    monkeypatch.setattr(file, "_MAX_STRINGS", 5)
+    assert "tokenizer.ggml.tokens is a list of 261 texts" in refusal(path)
+
+
 def test_pipe_and_text_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="no GGUF"):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import struct
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import tokenizers
 
 from dms_jax import assets
-from dms_jax.checkpoint import Tokenizer, files, load, save
+from dms_jax.checkpoint import Tokenizer, files, load, save, weights
 from dms_jax.errors import CheckpointError, ConfigError, DataError, DmsJaxError
 from dms_jax.generation import generate
 from dms_jax.policies import Vanilla
@@ -378,7 +379,25 @@ def test_names_of_tensors_do_not_write_to_the_terminal(llama):
     assert "\\x1b[31m" in str(refusal.value)
 
 
-def test_a_shape_of_many_dimensions(llama):
+@pytest.mark.parametrize("folder", ["", "a/b/c/"])
+def test_index_of_many_files_is_refused_in_linear_time(folder, tmp_path):
+    """40 s of 100,000 names are 8 s of 20,000."""
+    names = {f"t{place}": f"{folder}model-{place}.safetensors" for place in range(20_000)}
+    (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": names}))
+    start = time.thread_time()
+    with pytest.raises(CheckpointError, match="lacks 20000 of 20000 files") as refusal:
+        weights.tensor_files(tmp_path)
+    assert time.thread_time() - start < 2
+    assert len(str(refusal.value)) < 2000
+
+
+def test_file_of_too_many_tensors_is_refused(llama, monkeypatch):
+    monkeypatch.setattr(weights, "_MAX_TENSORS", 5)
+    with pytest.raises(CheckpointError, match=r"tensors, more than the 5 that a model can have"):
+        load(llama)
+
+
+def test_shape_of_many_dimensions_is_refused(llama):
     name = "x" * 30
     header = json.dumps({name: {"dtype": "F32", "shape": [1] * 10**6, "data_offsets": [0, 4]}})
     data = struct.pack("<Q", len(header)) + header.encode() + b"\0" * 4
