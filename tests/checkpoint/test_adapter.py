@@ -62,7 +62,7 @@ def test_only_the_adapter_is_written(base, adapter):
     assert json.loads((adapter / FILES[0]).read_text())["policy"] == POLICY.to_dict()
 
 
-def test_the_model_comes_back(base, adapter, tmp_path):
+def test_round_trip(base, adapter, tmp_path):
     model = changed(load(base))
     again = load(base, adapter=adapter)
     assert_same(again, model)

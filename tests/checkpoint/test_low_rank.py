@@ -55,7 +55,7 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_what_is_written_comes_back_beside_the_weights(base, adapter, tmp_path):
+def test_updates_are_loaded_beside_the_weights(base, adapter, tmp_path):
     assert sorted(file.name for file in adapter.iterdir()) == FILES
     fields = json.loads((adapter / FILES[0]).read_text())
     assert fields["low_rank"] == {"rank": 2, "alpha": 3.0}
@@ -84,7 +84,7 @@ def test_merge(base, adapter, tmp_path):
         save(merged, POLICY, tmp_path / "refused", adapter_only=True)
 
 
-def test_the_layout_is_that_of_peft(base, adapter):
+def test_layout_is_that_of_peft(base, adapter):
     """W + alpha / r B A of each matrix, as PEFT merges them."""
     content, weights = load_file(adapter / FILES[1]), tensors(base)
     model = load(base, adapter=adapter, merge=True)

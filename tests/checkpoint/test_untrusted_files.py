@@ -267,7 +267,7 @@ def test_tokenizers_on_which_the_library_panics(stories, field, value, stage):
         assert len(tokenizer.encode("a")) < 5
 
 
-def test_a_panic_while_decoding_or_writing(stories, tmp_path, monkeypatch):
+def test_panic_while_decoding_or_writing_is_converted(stories, tmp_path, monkeypatch):
     class PanicException(BaseException):
         pass
 

@@ -58,7 +58,7 @@ def test_resume_from_a_state(packing):
         chex.assert_trees_all_equal(take(resumed, 4), expected)
 
 
-def test_the_state_does_not_depend_on_the_batch_size():
+def test_state_does_not_depend_on_the_batch_size():
     documents = [[i] * 3 for i in range(20)]
     whole = batches(documents, batch_size=4, length=4)
     next(whole)

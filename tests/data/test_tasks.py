@@ -142,7 +142,7 @@ def test_frequency_and_size_of_slips(task):
     assert 50 < failed < 95  # 1 - 0.8^7.5 is 0.81, minus slips that cancel
 
 
-def test_the_needle_is_worded_as_in_ruler():
+def test_needle_is_worded_as_in_ruler():
     problem = tasks.Needle(size=150).problem("test", 0)
     key = re.search(r"magic number for (\S+) mentioned", problem.prompt).group(1)
     assert re.fullmatch(r"[a-z]+-[a-z]+", key)

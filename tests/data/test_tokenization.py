@@ -359,7 +359,7 @@ def spoilt(rows):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be encoded")
-def test_every_process_leaves_out_the_same():
+def test_processes_leave_out_the_same_documents():
     """Two processes draw the rows of one process, and of the remaining documents alone."""
 
     def drawn(rows, data):
