@@ -1,10 +1,9 @@
-"""Where models and texts lie, and how those that the wheel leaves out are fetched.
+"""Find assets, and fetch those that the wheel leaves out.
 
-They are looked for beside this file (a checkout has them all), in the folder that the environment
-variable DMS_JAX_ASSETS names, and in `cache()`, where `fetch` puts them. It reads the files of this
-very version below the address of the project (pyproject.toml), or below a folder or address that
-the caller names, and keeps a file only if its SHA-256 is the one in `fetched.json`, which the wheel
-carries.
+Assets are searched for beside this file (a checkout has them all), in the folder that the
+environment variable DMS_JAX_ASSETS names, and in `cache()`, where `fetch` puts them. `fetch` reads
+the files of this version from the project's repository (pyproject.toml), or from the folder or
+address that the caller gives, and keeps a file only if its SHA-256 is the one in `fetched.json`.
 """
 
 import functools
@@ -26,23 +25,23 @@ SECONDS = 60  # without a byte until a connection is given up
 
 @functools.cache
 def listed() -> dict[str, dict[str, str | int]]:
-    """What the wheel leaves out: {"reasoner-11m/config.json": {"bytes": ..., "sha256": ...}}."""
+    """The files that the wheel leaves out: {"books/README.md": {"bytes": ..., "sha256": ...}}."""
     return json.loads((OWN / "fetched.json").read_text(encoding="utf-8"))
 
 
 def cache() -> pathlib.Path:
-    """The folder that `fetch` writes to unless told otherwise."""
+    """The default folder of `fetch`."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(base) / "dms_jax" / "assets"
 
 
 def find(name: str, holding: str | None = None) -> pathlib.Path | None:
-    """The directory of an asset, or None where it is not on this machine.
+    """The directory of an asset; None if it is not on this machine.
 
     Args:
       name: of the asset.
-      holding: a file that it must hold; all that `fetched.json` lists of it unless given, or its
-        README where that lists nothing.
+      holding: a file that the directory must hold. By default all files that `fetched.json` lists,
+        or the README if it lists none.
     """
     wanted = [name for name in [holding] if name] or ["README.md"]
     if holding is None and not (OWN / name / "README.md").is_file():
@@ -57,7 +56,7 @@ def find(name: str, holding: str | None = None) -> pathlib.Path | None:
 
 
 def missing(name: str) -> str:
-    """What a caller is told of an asset that is not here."""
+    """The error message for an asset that is not on this machine."""
     size = sum(int(one["bytes"]) for file, one in listed().items() if file.startswith(f"{name}/"))
     return (
         f"{name} does not come with the wheel and is not on this machine. Fetch it "
@@ -67,10 +66,10 @@ def missing(name: str) -> str:
 
 
 def address() -> str:
-    """Where the files of this version lie.
+    """The address of this version's assets in the project's repository.
 
     Raises:
-      DataError: dms-jax is not installed, so that nothing says where it came from.
+      DataError: dms-jax is not installed, so its address is unknown.
     """
     try:
         about = importlib.metadata.metadata("dms-jax")
@@ -87,21 +86,20 @@ def fetch(
     to: pathlib.Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> pathlib.Path:
-    """Fetches assets that the wheel leaves out; what is on this machine is not fetched again.
+    """Fetches assets that the wheel leaves out, unless they are on this machine already.
 
     Args:
-      names: of the assets; all of them unless given.
-      source: a folder, or an address, below which the files lie; this version of the project's
-        repository unless given.
-      to: folder to write to; `cache()` unless given.
-      tell: is told of every file before it comes.
+      names: of the assets; all by default.
+      source: folder or address to read from; by default this version in the project's repository.
+      to: folder to write to; `cache()` by default.
+      tell: called with a line of text before each file.
 
     Returns:
       The folder that was written to.
 
     Raises:
-      ConfigError: there is no asset of such a name to be fetched.
-      DataError: a file cannot be read, or is not the one that this version was made with.
+      ConfigError: no asset that can be fetched has such a name.
+      DataError: a file cannot be read, or its SHA-256 is wrong.
     """
     known = sorted({file.partition("/")[0] for file in listed()})
     if unknown := [name for name in names if name not in known]:
@@ -110,7 +108,7 @@ def fetch(
     if to is None:
         to = cache()
         wanted = [file for file in wanted if find(*file.split("/", 1)) is None]
-    lacking = [file for file in wanted if not _is_that(to / file, listed()[file])]
+    lacking = [file for file in wanted if not _matches(to / file, listed()[file])]
     if lacking:
         base = address() if source is None else source
         if "://" not in base:
@@ -133,7 +131,7 @@ def _fetch(files: Iterable[str], base: str, to: pathlib.Path, tell: Callable[[st
                 f"{base}/{file} cannot be fetched to {to}: {error}. Where there is no network, "
                 f"copy dms_jax/assets of a checkout and export {VARIABLE} with its place."
             ) from error
-        if not _is_that(part, listed()[file]):
+        if not _matches(part, listed()[file]):
             part.unlink()
             raise DataError(
                 f"{base}/{file} is not the file that this version of dms-jax was made with."
@@ -141,8 +139,8 @@ def _fetch(files: Iterable[str], base: str, to: pathlib.Path, tell: Callable[[st
         part.replace(to / file)
 
 
-def _is_that(path: pathlib.Path, one: dict[str, str | int]) -> bool:
-    """Whether a file is there with the contents that are listed."""
+def _matches(path: pathlib.Path, one: dict[str, str | int]) -> bool:
+    """Whether a file exists with the listed size and SHA-256."""
     if not path.is_file() or path.stat().st_size != one["bytes"]:
         return False
     return hashlib.sha256(path.read_bytes()).hexdigest() == one["sha256"]

@@ -1,14 +1,13 @@
-"""What was trained beside frozen weights, saved without them: a DMS adapter, low-rank updates.
+"""Adapters: the trained parts of a model whose other weights are frozen, as files.
 
     dms_adapter.json          the policy, the identity of the model that it was trained on (its
                               base), and the rank and alpha of low-rank updates if there are any
-    dms_adapter.safetensors   the adapter's tensors, under NVIDIA's names; the factors of low-rank
-                              updates, under PEFT's
+    dms_adapter.safetensors   the tensors of the DMS adapter, under NVIDIA's names; the factors of
+                              low-rank updates, under PEFT's names
 
-The identity tells whether a base is the one that the adapter was trained on. It depends neither on
-the file format nor on the dtype that the base is loaded in: it is the numbers that define the
-model's shape, and one SHA-256 for each kind of tensor, over all layers, of vectors and of three
-rows of each matrix in float32.
+The identity of a base is its shape and one SHA-256 for each kind of tensor, over all layers, of
+vectors and of three rows of each matrix in float32. It depends neither on the file format nor on
+the dtype that the base is loaded in.
 """
 
 import collections
@@ -72,7 +71,7 @@ class Adapter:
 
 
 class _Joined(Tensors):
-    """The tensors of a base and of an adapter, which replaces an adapter of the base's own."""
+    """The tensors of a base and of an adapter, which replaces the base's own adapter."""
 
     def __init__(self, base: Tensors, adapter: Tensors):
         self.config_name = base.config_name
@@ -124,9 +123,9 @@ def adapter_config(
 
 
 def of_run(directory: pathlib.Path, file: str) -> pathlib.Path | None:
-    """Where a run of `retrofit` in a directory left what has this file; None if nowhere.
+    """Find the output of a `retrofit` run: the directory below that has this file, or None.
 
-    A run on the model's own answers trains in a directory below its own.
+    A self-taught run trains in a subdirectory.
     """
     places = (directory / "model", directory / "training" / "model")
     return next((place for place in places if (place / file).exists()), None)
@@ -143,7 +142,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     directory = expanded(path)
     if not is_directory(directory):
         raise CheckpointError(f"there is no directory {directory} of an adapter")
-    fields = _read_config(directory)
+    fields = read_json(directory, ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
     if fields is None:
         hint = ""
         if find(directory, "config.json"):
@@ -153,6 +152,11 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         elif below := of_run(directory, ADAPTER_CONFIG):
             hint = f"; the adapter of this run is in {below}"
         raise CheckpointError(f"{directory / ADAPTER_CONFIG} does not exist{hint}")
+    if fields.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{directory / ADAPTER_CONFIG} has format {plain(repr(fields.get('format')), 40)}, "
+            f"which is not served (served: {_FORMAT}); a later version of dms_jax wrote it"
+        )
     try:
         base = dict(fields["base"])
         shape, hashes = dict(base["shape"]), dict(base["sha256"])
@@ -229,28 +233,6 @@ def differing_shape(config: ModelConfig, other: ModelConfig) -> list[str]:
     return _differing(*({field: getattr(c, field) for field in _SHAPE} for c in (config, other)))
 
 
-def describe_adapter(directory: pathlib.Path) -> str:
-    """Describe how to load an adapter, for a message."""
-    fields = _read_config(directory) or {}
-    base = fields.get("base")
-    shape = base.get("shape") if isinstance(base, dict) else None
-    said = ""
-    if isinstance(shape, dict):
-        known = ("num_layers", "hidden_size", "vocab_size")
-        said = " ({})".format(", ".join(f"{name} {plain(shape.get(name), 20)}" for name in known))
-    return f"load the model that it was trained on{said} with adapter={str(directory)!r}"
-
-
-def _read_config(directory: pathlib.Path) -> dict[str, Any] | None:
-    fields = read_json(directory, ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
-    if fields is not None and fields.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{directory / ADAPTER_CONFIG} has format {plain(repr(fields.get('format')), 40)}, "
-            f"which is not served (served: {_FORMAT}); a later version of dms_jax wrote it"
-        )
-    return fields
-
-
 def _kind(name: str) -> str:
     """Strip the layer from the name of a tensor.
 
@@ -261,6 +243,7 @@ def _kind(name: str) -> str:
 
 
 def _differing(base: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    """Describe the fields of a base's shape that an adapter asks for otherwise."""
     return [
         f"{field} is {base[field]} in the base, and {plain(there.get(field), 40)} for the adapter"
         for field in _SHAPE

@@ -1,8 +1,7 @@
-"""Save what was trained beside frozen weights by itself, after a look at those weights.
+"""Save an adapter without its base, after checking that the frozen weights are the base's.
 
-They must still be those of the base. Each process compares what its own devices hold of them, so
-that nothing of the base crosses between processes; the first writes what was trained, which is
-small.
+Each process compares the part of the weights that its own devices hold, so that nothing of the base
+crosses between processes. The first process writes the adapter, which is small.
 """
 
 import pathlib
@@ -28,7 +27,7 @@ from dms_jax.checkpoint.distributed_save import Saving
 from dms_jax.checkpoint.load_parameters import read_tensor
 from dms_jax.checkpoint.low_rank import low_rank_tensors
 from dms_jax.checkpoint.shard_plan import list_tensors, own_tensors, plan_shards
-from dms_jax.checkpoint.tensor_files import check_finite, mode_of, save_tensors, write_json
+from dms_jax.checkpoint.tensor_files import check_finite, save_tensors, write_json
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
@@ -38,7 +37,7 @@ _WHOLE = "save the whole model (adapter_only=False)"
 
 
 class AdapterSaving(Saving):
-    """The adapter and the low-rank updates of a model, on their way to a directory.
+    """The save of a model's adapter and low-rank updates.
 
     The frozen weights stay on the devices until they have been compared.
 
@@ -93,15 +92,14 @@ class AdapterSaving(Saving):
         with atomic_replace(self._target, ADAPTER) as directory:
             content = adapter_config(self._policy, self._low_rank, self._identity)
             write_json(directory / ADAPTER_CONFIG, content)
-            mode = mode_of(directory / ADAPTER_CONFIG)
-            save_tensors(self._tensors, directory / ADAPTER_TENSORS, mode)
+            save_tensors(self._tensors, directory / ADAPTER_TENSORS)
 
     @property
     def _reason(self) -> str:
         return f"the model is not its base {self._model.source} with an adapter: "
 
     def _base(self) -> Contents:
-        """Read what the model was loaded from.
+        """Read the checkpoint that the model was loaded from.
 
         Raises:
             CheckpointError: it was not loaded, or its base is gone or has another shape.
@@ -126,7 +124,7 @@ class AdapterSaving(Saving):
 
 
 def _changed(base: Contents, frozen: dict[names.Path, Any]) -> list[str]:
-    """List the tensors of which this process holds a part that is not the base's."""
+    """List the tensors in which this process's part differs from the base."""
     found: dict[str, None] = {}
     for path, value in frozen.items():
         pieces = names.pieces_of(base.config)[path]
@@ -148,9 +146,9 @@ def _changed(base: Contents, frozen: dict[names.Path, Any]) -> list[str]:
 def _own_parts(
     value: jax.Array, *, stacked: bool
 ) -> Iterator[tuple[int, tuple[slice, ...], np.ndarray]]:
-    """Yield a layer, an index in it, and the part there: of every part that is this process's.
+    """Yield layer, index in the layer and values of each shard on this process's devices.
 
-    What several devices hold belongs to the first of them.
+    Of replicas only the first is yielded.
     """
     for shard in value.addressable_shards:
         if shard.replica_id == 0:

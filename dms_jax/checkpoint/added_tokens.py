@@ -11,7 +11,7 @@ because each generation of transformers wrote another:
                             its named tokens count rather than those of tokenizer_config.json
     added_tokens.json       text to id; read where there is no added_tokens_decoder
 
-A tokenizer that misses one cuts it into pieces without a word, so all of them are added here.
+A tokenizer without such a token silently cuts it into pieces, so all of them are added here.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_CONFIG_BYTE
 from dms_jax.checks import is_whole
 from dms_jax.errors import CheckpointError, plain
 
-# In the order in which transformers gives ids to those that have none.
+# In the order in which transformers numbers tokens without an id.
 NAMED = (
     "bos_token",
     "eos_token",
@@ -50,13 +50,13 @@ _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredTokens:
-    """What the files beside a vocabulary declare.
+    """The tokens that the files beside a vocabulary declare.
 
     Attributes:
         named: special tokens by name ("bos_token", ...).
-        extra: special tokens that have no name of their own.
+        extra: special tokens without a name.
         by_id: tokens with the ids that they must have, in the order of the ids.
-        defaults: texts of the special tokens that no file names, but the class that reads it.
+        defaults: texts of the special tokens that only the class of transformers declares.
     """
 
     named: dict[str, AddedToken]
@@ -69,9 +69,10 @@ class DeclaredTokens:
 
         Args:
             backend: the tokenizer.
-            fixed: whether the ids that it has come from tokenizer.json, and so count.
-            raw: whether they are looked for in text as it is, before sentencepiece's normalizer
-                puts a space in front of each: "a<|im_start|>" does not hold " <|im_start|>".
+            fixed: whether its ids come from tokenizer.json and take precedence.
+            raw: whether to search for the tokens in the text before normalization: sentencepiece's
+                normalizer puts a space in front, and "a<|im_start|>" does not hold
+                " <|im_start|>".
 
         Raises:
             CheckpointError: a token gets another id than the one that a file gives it.
@@ -127,7 +128,7 @@ class DeclaredTokens:
 
 
 def read_declared_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> DeclaredTokens:
-    """Read what a directory declares.
+    """Read the tokens that a directory declares.
 
     Args:
         directory: the checkpoint.
@@ -191,7 +192,7 @@ def with_defaults(
         name: AddedToken(text, special=True)
         for name, text in _DEFAULTS.get(kind, {}).items()
         if name not in declared.named
-        and not _is_null(config, name)
+        and config.get(name, name) is not None  # null declares that there is none
         and (kind != "llama" or backend.token_to_id(text) is not None)
     }
     named = declared.named | more
@@ -202,12 +203,8 @@ def with_defaults(
     )
 
 
-def _is_null(config: Mapping[str, Any], name: str) -> bool:
-    return name in config and config[name] is None
-
-
 def _changed(token: AddedToken, *, raw: bool, special: bool) -> AddedToken:
-    """A token that is special or not, and that is looked for in text as it is if `raw`."""
+    """A token with other flags; `raw` tokens are searched for before normalization."""
     flags = {flag: getattr(token, flag) for flag in _FLAGS}
     flags |= {"special": special, "normalized": token.normalized and not raw}
     return AddedToken(token.content, **flags)

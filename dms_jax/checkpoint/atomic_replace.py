@@ -1,13 +1,13 @@
-"""Replace a checkpoint directory atomically, and delete nothing that does not belong to it.
+"""Replace a checkpoint directory atomically, and never delete files that are not its own.
 
     out/                      the old checkpoint
     .out.saving-k3x9/new/     the new one while it is written
     .out.saving-k3x9/old/     the old one while the new one takes its place
 
-The new one is complete and flushed before two renames put it in the place of the old one. A process
-killed between them leaves none at `out`, and the next save restores the old one. Every save locks
-the directory that it writes into, until its process ends. An unlocked directory was left by a save
-that was killed, and the next save removes it.
+The new checkpoint is complete and flushed before two renames exchange it for the old one. If the
+process is killed between them, nothing is left at `out`, and the next save restores the old
+checkpoint. A save holds a lock on its staging directory. The next save removes staging directories
+that no process has locked: their saves were killed.
 """
 
 import contextlib
@@ -86,10 +86,10 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
         new.mkdir()
         yield new
         for name in documents:
-            _link_or_copy(target / name, new / name)
+            shutil.copy2(target / name, new / name, follow_symlinks=False)
         if target.is_dir():  # keep its permissions
             shutil.copymode(target, new)
-        flush(*filter(_is_plain, new.iterdir()), new)
+        flush(*(file for file in new.iterdir() if not file.is_symlink()), new)
         old = _swap(new, target)
         if old is not None:
             for entry in old.iterdir():
@@ -115,7 +115,7 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
     shards = set()
     if layout is CHECKPOINT:
         shards = {name for name in shard_names(target) or () if name.endswith(".safetensors")}
-    own, documents, tensors, others = set(), set(), [], []
+    own, documents, others = set(), set(), []
     for entry in sorted(target.iterdir()):
         name = entry.name
         if entry.is_dir() and not entry.is_symlink():
@@ -125,13 +125,7 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
         elif any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _DOCUMENTS):
             documents.add(name)
         else:
-            loose = layout is CHECKPOINT and name.endswith(".safetensors")
-            (tensors if loose else others).append(name)
-    if tensors:
-        raise CheckpointError(
-            f"{target} holds tensors that no index of it accounts for ({_some(tensors)}), which "
-            "replacing it would destroy; give a new directory"
-        )
+            others.append(name)
     if others:
         raise CheckpointError(
             f"{target} holds more than {layout.kind} ({_some(others)}), which replacing it would "
@@ -147,18 +141,6 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
 
 def _some(names: list[str]) -> str:
     return ", ".join(plain(name, 60) for name in names[:3]) + (" ..." if len(names) > 3 else "")
-
-
-def _link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Link or copy a file into another directory; a symbolic link is copied as a link."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except (OSError, NotImplementedError):  # a file system without hard links
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _is_plain(path: pathlib.Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def flush(*paths: pathlib.Path) -> None:
@@ -195,9 +177,8 @@ def _stage(target: pathlib.Path) -> Iterator[pathlib.Path]:
         stage = pathlib.Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
         try:
             with _lock(stage) as mine:
-                if (
-                    mine is not False and stage.exists()
-                ):  # else another save has just removed it as a leftover
+                # Another save may have removed it as a leftover before it was locked.
+                if mine is not False and stage.exists():
                     yield stage
                     return
         finally:
@@ -209,7 +190,7 @@ def _prefix(target: pathlib.Path) -> str:
 
 
 def _remove_leftovers(target: pathlib.Path) -> None:
-    """Remove what killed saves to this target left behind; restore a checkpoint they had moved."""
+    """Clean up after killed saves to this target; restore a checkpoint that they had moved."""
     if not target.parent.is_dir():
         return
     for stage in list(target.parent.iterdir()):
@@ -225,7 +206,7 @@ def _remove_leftovers(target: pathlib.Path) -> None:
 
 
 def _is_stage(path: pathlib.Path, target: pathlib.Path) -> bool:
-    """Whether `_stage` made a directory for this target, judging by its name and contents."""
+    """Whether a directory is a staging directory of this target, by its name and contents."""
     if path.is_symlink() or not path.is_dir():
         return False
     made = re.fullmatch(re.escape(_prefix(target)) + "[a-z0-9_]{8}", path.name)

@@ -1,37 +1,36 @@
-"""Render the chat template of a checkpoint, in jinja2's sandbox, in a process with limits.
+"""Render the chat template of a checkpoint, in jinja2's sandbox.
 
-A template is code from the checkpoint's author. The sandbox keeps it from changing its inputs and
-from reaching anything outside; the process limits its time and memory. The process
-(`chat_worker.py`) is started for the first template and runs until this process ends.
+A template is code from the checkpoint's author. As in transformers, the sandbox keeps it from
+changing its inputs and from reaching files and Python's internals; the length of what it writes has
+a limit here, too. The sandbox does not limit a template's time or memory.
 """
 
+import datetime
+import functools
 import json
-import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
 
 from dms_jax.checkpoint.messages import call_names, read_messages, with_written_arguments
 from dms_jax.errors import DataError, plain
-from dms_jax.helper_process import Helper
 
-MAX_SECONDS = 10.0  # for each conversation; templates usually take about a millisecond
-MAX_MEMORY = 2**30  # bytes for the process, on systems that can limit them
-_worker = Helper(
-    pathlib.Path(__file__).with_name("chat_worker.py"),
-    *(str(MAX_MEMORY), str(2 * MAX_SECONDS)),
-    seconds=MAX_SECONDS,
-)
+MAX_TEXT = 64 * 2**20  # characters
 
 
 def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> str:
     """Render `template` with `messages`, `add_generation_prompt` and its other variables.
 
-    Messages are read by `read_messages`. A content that is null beside tool calls is given to the
-    template as it is, unless the template writes it as the word None: then as an empty text.
+    Messages are read by `read_messages`. A content that is null beside tool calls stays null for
+    the template, unless the template writes it as the word None: then it becomes an empty text.
 
     Raises:
-        DataError: the template does not compile, rejects these messages, leaves out the tool calls
-            of one, or exceeds the limits of time or memory; or the messages are not JSON data.
+        DataError: the template does not compile, rejects these messages, leaves out tool calls, or
+            writes too much.
     """
     read = read_messages(messages)
     calling = [place for place, message in enumerate(read) if message.get("tool_calls")]
@@ -39,7 +38,7 @@ def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> 
         return _render(template, messages=read, **variables)
     try:
         text = _render(template, messages=read, **variables)
-    except DataError:  # some templates write arguments that are a text
+    except DataError:  # some templates expect arguments as JSON texts
         read = with_written_arguments(read)
         text = _render(template, messages=read, **variables)
     emptied = [{**message, "content": message["content"] or ""} for message in read]
@@ -57,29 +56,52 @@ def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> 
 
 
 def _render(template: str, **variables: Any) -> str:
-    """Render a template in the worker."""
+    parts, size = [], 0
     try:
-        request = json.dumps({"template": template, "variables": variables}, default=_as_json)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(
-            "a conversation, and what else goes into a chat template, must be texts, numbers, "
-            f"lists and dicts: {plain(error, 200)}"
-        ) from error
-    try:
-        reply = _worker.ask(request)
-    except OSError as error:
-        raise DataError(
-            "chat templates run in a process of their own, which cannot be started: "
-            f"{plain(error, 300)}"
-        ) from error
-    if "text" not in reply:
-        raise DataError(f"the chat template failed on the conversation: {reply['error']}")
-    return reply["text"]
+        for part in _compile(template).generate(**variables):
+            size += len(part)
+            if size > MAX_TEXT:
+                raise jinja2.TemplateError(f"it writes more than {MAX_TEXT} characters")
+            parts.append(part)
+    except jinja2.TemplateError as error:
+        raise _failed(f"it says: {plain(error, 1000)}") from error
+    except Exception as error:  # a template can raise anything
+        raise _failed(f"{type(error).__name__}: {plain(error, 1000)}") from error
+    return "".join(parts)
 
 
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"got {type(value).__name__}")
+def _failed(why: str) -> DataError:
+    return DataError(f"the chat template failed on the conversation: {why}")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; it prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    """Compile a template in the environment that transformers gives it."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)

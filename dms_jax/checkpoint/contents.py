@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 from dms_jax.checkpoint import mxfp4, names
-from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, describe_adapter, of_run
+from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, of_run
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, is_directory, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
 from dms_jax.checkpoint.tokenizer import Tokenizer
@@ -25,11 +25,9 @@ from dms_jax.policies.values import AdapterShape
 
 # Published checkpoints have at most ten; every step of generation compares with each.
 MAX_END_TOKENS = 64
-# The hub's names begin with a letter or a digit; ./model and ../model are paths, and so is what
-# ends as a file of weights does: more often it is missing than a repository of that name, which
-# with its revision is none.
+# Names that begin as paths, or end as files of weights, are not looked up on the hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
-_TOKENIZER = "the tokenizer"  # as the place of what a message is about
+_TOKENIZER = "the tokenizer"  # a source of token ids, for messages
 _WEIGHTS = (".gguf", ".safetensors")
 _PATH = ("/", "./", "../", "~")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
@@ -64,7 +62,8 @@ def _read_directory(directory: pathlib.Path) -> Contents:
     if hf_config is None:
         if (directory / ADAPTER_CONFIG).exists():
             raise CheckpointError(
-                f"{directory} holds an adapter alone, and no model: {describe_adapter(directory)}"
+                f"{directory} holds an adapter and no model: load the model that it was trained on "
+                f"with adapter={str(directory)!r}"
             )
         found = sorted(plain(file.name) for file in directory.glob("*.gguf"))
         hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else ""
@@ -129,10 +128,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
         )
     if not isinstance(path, str) or path.startswith(_PATH) or path.lower().endswith(_WEIGHTS):
         kind = "file" if directory.suffix.lower() in _WEIGHTS else "directory or file"
-        hint = ""
-        if isinstance(path, str) and _HUB_ID.fullmatch(path):
-            hint = f"; if a repository on the hub has this name, give its revision: {path}@main"
-        raise CheckpointError(f"there is no {kind} {directory.absolute()}{hint}")
+        raise CheckpointError(f"there is no {kind} {directory.absolute()}")
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(f"no directory or file {path}, and it is not a hub id (owner/name)")
     from huggingface_hub import snapshot_download
@@ -167,12 +163,12 @@ def _generation_defaults(
 ) -> GenerationDefaults:
     """Read the special tokens of generation_config.json, config.json and the tokenizer.
 
-    All end tokens that any of the three names end an answer: a config often names the token that
-    ends a text, and the tokenizer the one that ends a turn. The other special tokens are those of
-    the first of the three that names one.
+    An answer ends at any end token that one of the three names: a config often names the token
+    that ends a text, and the tokenizer the one that ends a turn. For the other special tokens the
+    first of the three that names one counts.
 
     Raises:
-        CheckpointError: what a config names is no token of the vocabulary.
+        CheckpointError: an id is outside the vocabulary.
     """
     fields = read_json(directory, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
 

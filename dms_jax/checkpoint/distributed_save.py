@@ -1,7 +1,7 @@
 """Save a checkpoint in three steps, from one process or from several at once.
 
-    begin      gather what is sharded over processes, and move to the host what this one writes; the
-               first process makes the directory that all write into
+    begin      gather arrays that are sharded over processes, and move the tensors that this process
+               writes to the host; the first process makes the directory
     write      each process writes its own files
     complete   once all have written: the first replaces the old checkpoint
 
@@ -27,7 +27,7 @@ class Saving(abc.ABC):
     def __init__(self, target: pathlib.Path):
         self._target = target
         self._agreement = processes.Agreement()
-        # In the first process: closed without an error it replaces the target, else it cleans up.
+        # In the first process: closing it replaces the target, or cleans up after an error.
         self._replacement = contextlib.ExitStack()
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class Saving(abc.ABC):
     def _complete(self) -> None: ...
 
     def begin(self) -> None:
-        """Move to the host what this process writes.
+        """Move the tensors that this process writes to the host.
 
         Raises:
             CheckpointError: the first process cannot make its directory.
@@ -77,7 +77,7 @@ class Saving(abc.ABC):
             raise
 
     def _clean_up(self) -> None:
-        """Remove what was written, in the first process."""
+        """Remove the new files, in the first process."""
         self._replacement.__exit__(CheckpointError, CheckpointError("it was ended"), None)
 
 

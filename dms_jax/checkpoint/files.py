@@ -1,8 +1,7 @@
 """Read the files of a checkpoint directory, which is untrusted input.
 
-Every file of a checkpoint is found and read here. It must be a regular file (not an endless pipe
-or a device), be inside the checkpoint (not a link to somebody's private keys), and be no larger
-than a file of its kind can need.
+Every file of a checkpoint is found and read here. It must be a regular file (no pipe, no device)
+inside the checkpoint (no link to private keys), and no larger than a file of its kind can need.
 """
 
 import errno
@@ -45,10 +44,10 @@ def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def is_directory(path: pathlib.Path) -> bool:
-    """Tell whether a directory is there.
+    """Whether a directory exists.
 
     Raises:
-        CheckpointError: that cannot be known: a directory above it may not be searched, say.
+        CheckpointError: the path cannot be examined, for lack of permission for example.
     """
     try:
         return path.is_dir()
@@ -91,7 +90,12 @@ def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
         ) from error
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
-    _check_regular(name, mode)
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise CheckpointError(
+            f"{plain(name)} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; it is not "
+            "read: remove it, or download the checkpoint again"
+        )
     return resolved
 
 
@@ -104,24 +108,15 @@ def read(directory: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
     path = find(directory, name)
     if path is None:
         return None
-    # The file may have been replaced since it was found: do not wait for the other end of a pipe,
-    # and do not follow another link.
-    flags = os.O_RDONLY
-    for flag in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"):
-        flags |= getattr(os, flag, 0)
     try:
-        with open(os.open(path, flags), "rb") as file:
-            status = os.fstat(file.fileno())
-            _check_regular(name, status.st_mode)
-            # A file may grow, or not report its size (as under /proc).
-            content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
     except OSError as error:
         raise _unreadable(path, error) from error
-    size = max(status.st_size, len(content))
-    if size > max_bytes:
+    if len(content) > max_bytes:
         raise CheckpointError(
-            f"{plain(name)} has {size} bytes, more than the {max_bytes} that such a file can "
-            "need: it is not what its name says"
+            f"{plain(name)} has more than the {max_bytes} bytes that such a file can need: it is "
+            "not what its name says"
         )
     return content
 
@@ -184,15 +179,6 @@ def _places(directory: pathlib.Path) -> list[pathlib.Path]:
     if (shared / _SHARED_BLOBS).is_file() and not shared.is_symlink():
         places.append(shared)
     return [root, *places]
-
-
-def _check_regular(name: str, mode: int) -> None:
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(
-            f"{plain(name)} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; it is not "
-            "read: remove it, or download the checkpoint again"
-        )
 
 
 def _unreadable(path: pathlib.Path, error: OSError | ValueError) -> CheckpointError:

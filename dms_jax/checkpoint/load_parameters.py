@@ -82,10 +82,10 @@ def load_parameters(
 def load_head(
     config: ModelConfig, weights: Tensors, adapter: AdapterShape
 ) -> dict[names.Path, jax.Array]:
-    """Read the parameters of the head that makes decisions alone, in the types of the files.
+    """Read only the parameters of the DMS adapter, in the dtypes of the files.
 
     Raises:
-        CheckpointError: as `load_parameters`, which all of the tensors are checked as for.
+        CheckpointError: as for `load_parameters`; all tensors are checked.
     """
     abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
     state = nnx.to_flat_state(nnx.state(abstract))
@@ -126,12 +126,6 @@ def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) ->
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
-    if problems and (prefix := _prefix(found, expected)):
-        raise CheckpointError(
-            f"the names of all {len(found)} tensors begin with {plain(repr(prefix))}, and those of "
-            f"a {config.model_type} with 'model.' or 'lm_head.': save the model that this one is "
-            "wrapped in, or rename them"
-        )
     if problems:
         listed = sorted(problems)[:_MOST_PROBLEMS]
         if len(problems) > len(listed):
@@ -148,20 +142,8 @@ def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) ->
         )
 
 
-def _prefix(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
-    """What all names begin with, if none of them is expected."""
-    if len(found) < 2 or any(name in expected for name in found):
-        return None
-    shared = []
-    for parts in zip(*(name.split(".")[:-1] for name in found), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0] + ".")
-    prefix = "".join(shared)
-    return prefix if prefix and not prefix.startswith("model.layers.") else None
-
-
 def _check_tied(weights: Tensors, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError if the output matrix differs from the embedding it is tied to."""
     rows = max(1, 2**26 // max(shape[1], 1))
     for start in range(0, shape[0], rows):
         part = (slice(start, min(start + rows, shape[0])), slice(None))

@@ -1,10 +1,11 @@
-"""Load a Hugging Face directory, a hub model or a GGUF file as a `LanguageModel`."""
+"""Load models (Hugging Face directories, hub models, GGUF files) and adapters for them."""
 
 import contextlib
 import importlib
 import os
 import pathlib
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,12 +14,13 @@ import numpy as np
 
 from dms_jax import compilation, executables, sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
-from dms_jax.checkpoint.contents import find_checkpoint, read_checkpoint
-from dms_jax.checkpoint.load_parameters import load_parameters
-from dms_jax.checkpoint.low_rank import attach_factors
+from dms_jax.checkpoint.contents import Contents, find_checkpoint, read_checkpoint
+from dms_jax.checkpoint.load_parameters import load_head, load_parameters
+from dms_jax.checkpoint.low_rank import attach_factors, read_factors
 from dms_jax.checks import check
-from dms_jax.errors import ConfigError, plain
+from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model import low_rank
+from dms_jax.model.adapters import AdapterWeights
 from dms_jax.model.language_model import LanguageModel
 
 # Types that a model can be trained and run in. Stored float8 needs scales, so it is not one.
@@ -38,9 +40,8 @@ def load(
     """Load a checkpoint.
 
     Args:
-        path: a Hugging Face directory, a hub id ("owner/name" or "owner/name@revision"; with the
-            revision where the name ends as a file's does, in .gguf or .safetensors), or a GGUF
-            file (the first one, or any, of a model that is split over several).
+        path: a Hugging Face directory, a hub id ("owner/name" or "owner/name@revision"), or a GGUF
+            file (any part of a model that is split over several).
         dtype: type of the parameters; None keeps what the files hold, and float32 where they hold
             quantised numbers.
         mesh: devices over which to place the parameters; None places them on the default device.
@@ -53,8 +54,8 @@ def load(
             layer; without low-rank updates it changes nothing.
         for_training: whether the mesh's `data` axis splits the parameters too, as training keeps
             them, so that no device holds the whole model. `model.place()` places them for decoding.
-        untrained: whether policies run that the model never learned (DMS and DMC with a neuron of
-            attention), which is of use to tests and benchmarks alone.
+        untrained: whether to run policies that the model never learned (DMS and DMC with a neuron
+            of attention); for tests and benchmarks.
 
     Returns:
         the model, with its tokenizer (None if there is none) and the policy that its config
@@ -104,10 +105,44 @@ def load(
     )
 
 
-def _start_device() -> None:
-    """Starts the device, and imports what its programs need, while files are read.
+def load_adapters(
+    model: LanguageModel, paths: Mapping[str, str | pathlib.Path]
+) -> dict[str, AdapterWeights]:
+    """Load adapters that were trained on the checkpoint that a model was loaded from.
 
-    A GPU takes a second or two. What goes wrong is raised where the device is used.
+    Raises:
+        CheckpointError: one cannot be read, or was trained on another checkpoint.
+    """
+    found, base = {}, None
+    for name, path in paths.items():
+        try:
+            if model.source is None:
+                raise CheckpointError(
+                    "its base is not known: this model was loaded from no checkpoint. Give a model "
+                    "that has the adapter"
+                )
+            base = read_checkpoint(pathlib.Path(model.source)) if base is None else base
+            found[name] = _load_adapter(model, base, path)
+        except CheckpointError as error:
+            raise CheckpointError(f"adapter {name!r}: {error}") from error
+    return found
+
+
+def _load_adapter(model: LanguageModel, base: Contents, path: str | pathlib.Path) -> AdapterWeights:
+    adapter = read_adapter(path)
+    policy, weights = attach(adapter, base.config, base.weights, base.policy)
+    shape, arrays = policy.retrofit.adapter, {}
+    if shape is not None:
+        arrays |= load_head(base.config, weights, shape)
+    if adapter.low_rank is not None:
+        arrays |= read_factors(model.transformer, adapter.low_rank, adapter.weights)
+    return AdapterWeights(policy, shape, adapter.low_rank, arrays)
+
+
+def _start_device() -> None:
+    """Start the device and import what its programs need, while files are read.
+
+    A GPU takes a second or two. Errors are raised again where the device is used.
     """
     with contextlib.suppress(Exception):
         executables.import_runtime(jax.default_backend())

@@ -1,10 +1,9 @@
-"""The one reading of chat messages: of prompts, of requests to the server and of training data.
+"""Normalise chat messages: prompts, requests to the server and training data alike.
 
-A message has a role and a content that is a text. What is published and sent is wider: content in
-parts of type text, which are joined; content that is null, or not there, beside tool calls;
-arguments of tool calls as a JSON text; fields that are null because a table has a column for them.
-Everything else is refused: a template would write it as Python does, or leave it out, and a model
-would learn the word None.
+A message has a role and a content, which is a text. Accepted besides: content in parts of type
+text, which are joined; null or missing content beside tool calls; arguments of tool calls as a JSON
+text; null fields, as a table with a column for them has. Everything else is refused, because a
+template would print it as Python does or leave it out, and a model would learn the word None.
 """
 
 import json
@@ -30,7 +29,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     # Out: {"role": "user", "content": "Hi"}
 
     Raises:
-      DataError: a turn is no message, or has content that is no text.
+      DataError: a turn is not a message, or its content is not text.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise DataError(f"a conversation is a list of messages, got {show(messages)}.")
@@ -38,24 +37,26 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a content, whose parts are joined.
+    """Returns the text of a message's content; parts are joined.
 
     Raises:
-      DataError: it is neither a text nor parts of type text.
+      DataError: it is neither a text nor a list of parts of type text.
     """
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list | tuple) else ()
-    texts = [_text_of_part(part) for part in parts]
-    if wrong := [part for part, text in zip(parts, texts, strict=True) if text is None]:
-        raise DataError(f"content must be a text, or parts of type text, got {show(wrong[0])}.")
-    if not parts:
-        raise DataError(f"content must be a text, or parts of type text, got {show(content)}.")
-    return "".join(text for text in texts if text is not None)
+    texts = []
+    for part in parts or [None]:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else 0
+        if not isinstance(text, str):
+            wrong = part if parts else content
+            raise DataError(f"content must be a text, or parts of type text, got {show(wrong)}.")
+        texts.append(text)
+    return "".join(texts)
 
 
 def messages_in(text: str) -> list[Any] | None:
-    """Returns the messages of a JSON text, as tables keep them; None of other texts."""
+    """Returns the messages in a JSON text, as tables store them; None for any other text."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -92,13 +93,6 @@ def with_written_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[s
     ]
 
 
-def _text_of_part(part: Any) -> str | None:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        return None
-    text = part.get("text")
-    return text if isinstance(text, str) else None
-
-
 def _read(message: Any, place: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(
@@ -129,7 +123,7 @@ def _read(message: Any, place: int) -> dict[str, Any]:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as data, without what is null."""
+    """Tool calls with their arguments as data, without null fields."""
     if not isinstance(calls, list | tuple):
         raise DataError(f"{where}: tool_calls must be a list, got {show(calls)}.")
     return [_call(call, where) for call in calls]

@@ -51,7 +51,7 @@ class Layout:
     def tensor_slices(
         self, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Split a slice of the parameter into slices of the tensor and slices of what is read.
+        """Split a slice of the parameter into slices of the tensor and slices of the result.
 
         Only the leading dimension of a group (the first longer than one) can be sliced in the file,
         because its entries are contiguous there; the other dimensions are sliced after reading.
@@ -125,11 +125,11 @@ class Piece:
     def within(
         self, index: tuple[slice, ...], shape: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Where the piece lies in a part of a parameter, and what of the piece lies there.
+        """Intersect the piece with a part of a parameter: its place in the part, and in the piece.
 
             # In: expert 3 of 4, a part of experts 2 and 3  Out: (1:2,), (0:1,)
 
-        None if nothing of it lies there.
+        None if they do not overlap.
 
         Args:
             index: the part.

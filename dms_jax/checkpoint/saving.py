@@ -1,7 +1,7 @@
 """Save a model and its policy as a Hugging Face directory that transformers opens.
 
-If only an adapter or low-rank updates were trained, they can be saved by themselves
-(`adapter_saving.py`); otherwise low-rank updates are written as part of the weights.
+An adapter and low-rank updates can be saved without the base (`adapter_saving.py`); otherwise
+low-rank updates are added to the weights.
 
 Everything is written into a directory beside the target, which replaces it at the end
 (`atomic_replace.py`), so that a full disk or an interrupt leaves the old checkpoint and never part
@@ -60,10 +60,10 @@ def save(
             tensors and tokenizer are replaced; documents beside them (README, licence) are kept,
             and so are the sampling fields of its generation_config.json. Several processes write
             more than one file of tensors only into a directory that all of them see.
-        adapter_only: write only the adapter's tensors and low-rank updates, the policy and the
-            identity of the base (a few hundred kilobytes, with low-rank updates megabytes), for
-            `load(base, adapter=path)`. The base's files are read again to check that the model
-            still has their weights. Otherwise low-rank updates are added to the weights.
+        adapter_only: write only the adapter's tensors, the low-rank updates, the policy and the
+            identity of the base, for `load(base, adapter=path)`: a few hundred kilobytes, with
+            low-rank updates megabytes. The base's files are read again to check that the model
+            still has their weights. If False, low-rank updates are added to the weights.
         max_shard_bytes: size of a file of tensors, beyond which another one is begun. If the model
             is no larger, the first of several processes holds it and writes that file alone, and
             the others need not see the directory.
@@ -78,23 +78,23 @@ def save(
             that carry decisions, or gives decisions another meaning than they were trained for; or
             the model's family cannot express its switches.
     """
-    saving = _asked(model, policy, path, adapter_only, max_shard_bytes)
+    saving = prepare_save(model, policy, path, adapter_only, max_shard_bytes)
     saving.begin()
     saving.run()
 
 
-def _asked(
+def prepare_save(
     model: LanguageModel,
     policy: Policy | str,
     path: Any,
     adapter_only: bool,
     max_shard_bytes: int,
 ) -> Saving:
-    """Check what is to be saved.
+    """Check the arguments of `save`; returns the save, which has not begun.
 
     Raises:
-        CheckpointError: the path is none.
-        ConfigError: the policy and the model do not belong together.
+        CheckpointError: the path is malformed.
+        ConfigError: the policy does not fit the model.
     """
     check_model(model)
     policy = as_policy(policy)
@@ -129,11 +129,7 @@ def _asked(
 
 
 class _ModelSaving(Saving):
-    """A whole checkpoint on its way to a directory.
-
-    Args:
-        model, policy, target, max_shard_bytes: what is saved, where, in files of which size.
-    """
+    """The save of a whole checkpoint."""
 
     def __init__(
         self,
@@ -143,7 +139,7 @@ class _ModelSaving(Saving):
         max_shard_bytes: int,
     ):
         super().__init__(target)
-        self._config, self._special_ids = _config(model, policy), _generation(model)
+        self._config, self._special_ids = _config(model, policy), _special_ids(model)
         self._tokenizer = model.tokenizer
         flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
         self._arrays: dict[Any, Any] = {path: param.get_value() for path, param in flat}
@@ -158,12 +154,12 @@ class _ModelSaving(Saving):
         self._tensors = own_tensors(arrays, self._files)
 
     def _open(self) -> pathlib.Path:
-        """Make the directory, with all that lies beside the tensors."""
+        """Make the directory and write all files but the tensors."""
         directory = self._replacement.enter_context(atomic_replace(self._target, CHECKPOINT))
         write_json(directory / "config.json", self._config)
-        before = read_json(self._target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES)
-        fields = _sampling(before or {}) | self._special_ids
-        write_json(directory / "generation_config.json", fields)
+        before = read_json(self._target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
+        sampling = {name: value for name, value in before.items() if name not in _SPECIAL_IDS}
+        write_json(directory / "generation_config.json", sampling | self._special_ids)
         if self._tokenizer is not None:
             self._tokenizer.save(directory)
         write_index(directory, self._files)
@@ -171,7 +167,7 @@ class _ModelSaving(Saving):
 
     def _write(self) -> None:
         directory = self._open() if self._directory is None else self._directory
-        if not self._own:  # perhaps its host does not see the directory
+        if not self._own:  # its host need not see the directory
             return
         _wait_for(directory, self._target)
         write_tensors(self._tensors, directory, self._own)
@@ -183,10 +179,10 @@ class _ModelSaving(Saving):
 
 
 def _wait_for(directory: pathlib.Path, target: pathlib.Path) -> None:
-    """Wait until this process sees the directory that the first has made.
+    """Wait until this process sees the directory that the first process made.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it does not within a minute.
     """
     end = time.monotonic() + _SEEN_WITHIN_SECONDS
     while not (directory / "config.json").is_file():
@@ -203,17 +199,12 @@ def _config(model: LanguageModel, policy: Policy) -> dict[str, Any]:
     transformer = model.transformer
     fields = transformer.config.to_hf()
     fields["torch_dtype"] = np.dtype(model.dtype).name
-    ends = _generation(model)
-    fields |= {name: ends[name] for name in _SPECIAL_IDS if name in ends}
-    return fields | policy_to_hf(policy, has_adapter=transformer.has_adapter)
+    policy_fields = policy_to_hf(policy, has_adapter=transformer.has_adapter)
+    return fields | _special_ids(model) | policy_fields
 
 
-def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a generation_config.json other than the special tokens."""
-    return {name: value for name, value in fields.items() if name not in _SPECIAL_IDS}
-
-
-def _generation(model: LanguageModel) -> dict[str, Any]:
+def _special_ids(model: LanguageModel) -> dict[str, Any]:
+    """The special tokens of config.json and generation_config.json."""
     defaults = model.generation
     ends = list(defaults.eos_token_ids)
     fields = {

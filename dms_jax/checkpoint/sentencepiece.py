@@ -21,10 +21,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from dms_jax.errors import CheckpointError
 
 SPACE = "\u2581"
-_LONGEST_PIECE = (
-    4096  # characters; the trainer's default is 16, and every way to halve one is tried
-)
-# Characters in all ways to halve all pieces; the largest vocabularies in use have 10^7.
+# Characters; the trainer's default is 16, and every way to split a piece in two is tried.
+_LONGEST_PIECE = 4096
+# Characters in all splits of all pieces; the largest vocabularies in use have 10^7.
 _MOST_CUTS = 2**28
 
 

@@ -16,18 +16,17 @@ from dms_jax.errors import CheckpointError
 
 
 def write_tensors(tensors: Tensors, directory: pathlib.Path, files: Iterable[TensorFile]) -> None:
-    """Write files of tensors, which come in their order."""
-    mode = mode_of(directory / "config.json")
+    """Write the tensors into files, in the order in which they come."""
     for file in files:
         content = {}
         for name, tensor in itertools.islice(tensors, len(file.tensors)):
             check_finite(name, tensor)
             content[name] = tensor
-        save_tensors(content, directory / file.name, mode)
+        save_tensors(content, directory / file.name)
 
 
 def write_index(directory: pathlib.Path, files: list[TensorFile]) -> None:
-    """Write which file holds each tensor, if there are several."""
+    """Write the index, tensor to file, if there is more than one file."""
     if len(files) > 1:
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
         total = sum(file.nbytes for file in files)
@@ -39,23 +38,19 @@ def check_finite(name: str, tensor: np.ndarray) -> None:
     """Raise CheckpointError if a tensor is not finite."""
     if not np.isfinite(tensor).all():
         raise CheckpointError(
-            f"tensor {name} holds NaN or infinite values; nothing was written, for it could not be "
-            "loaded again"
+            f"tensor {name} holds NaN or infinite values and could not be loaded again; nothing "
+            "was written"
         )
 
 
-def mode_of(file: pathlib.Path) -> int:
-    """The permissions of a new file."""
-    return file.stat().st_mode & 0o777
-
-
-def save_tensors(tensors: dict[str, np.ndarray], file: pathlib.Path, mode: int) -> None:
+def save_tensors(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
     """Write tensors to one file; raises OSError."""
     try:
         save_file(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:  # also raised when a system call fails
         raise OSError(str(error)) from error
-    file.chmod(mode)  # the library makes files private
+    # The library makes files private; other files and the directory follow the umask.
+    file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:

@@ -1,10 +1,9 @@
 """Text to token ids and back: `Tokenizer`, read from a Hugging Face directory.
 
-In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
-`merges.txt` (byte-level byte-pair encoding with the pre-tokenizer of GPT-2 or Qwen).
-`tokenizer_config.json` and files beside it declare special tokens (`added_tokens.py`) and whether a
-text begins with one; the chat template is in the former or in `chat_template.jinja`, or, beside the
-processors of some models that read images, in `chat_template.json`.
+`backends.py` reads the vocabulary. `tokenizer_config.json` and files beside it declare special
+tokens (`added_tokens.py`) and whether a text begins with one. The chat template is in
+`tokenizer_config.json`, in `chat_template.jinja` or, for some vision models, in
+`chat_template.json`.
 """
 
 import json
@@ -18,7 +17,6 @@ from tokenizers import processors
 
 from dms_jax.checkpoint.added_tokens import class_of, read_declared_tokens, with_defaults
 from dms_jax.checkpoint.backends import library_errors, read_backend
-from dms_jax.checkpoint.chat import render_chat
 from dms_jax.checkpoint.files import (
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,
@@ -142,12 +140,12 @@ class Tokenizer:
         return self._special_id("pad_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text that is to be continued.
+        """Encode a text that the model will continue.
 
-        The checkpoint decides which tokens begin it. None is added at its end, even if the
-        checkpoint asks for one (`add_eos_token`): what follows would follow the end of a text.
+        The checkpoint decides which tokens begin it. No end token is added, even if the checkpoint
+        asks for one (`add_eos_token`): the model would have to continue a finished text.
 
-        Text made by `apply_chat_template` already contains its special tokens: encode it with
+        The output of `apply_chat_template` already contains its special tokens: encode it with
         `add_special_tokens=False`.
 
         Raises:
@@ -182,7 +180,7 @@ class Tokenizer:
             whole = [int(index) for index in whole]
         if whole and not 0 <= min(whole) <= max(whole) < 2**32:
             raise DataError("token ids to decode must lie in 0 ... 2^32 - 1")
-        # Streams decode a few tokens at a time: what is for errors takes time only where one is.
+        # Streams decode a few tokens at a time: `library_errors` costs time only after an error.
         try:
             return self.backend.decode(whole, skip_special_tokens=skip_special_tokens)
         except BaseException:
@@ -190,10 +188,7 @@ class Tokenizer:
                 raise
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The UTF-8 bytes of a token within a text, which may be a part of a character.
-
-        None if the tokenizer does not say.
-        """
+        """The UTF-8 bytes of a token, perhaps only part of a character; None if unknown."""
         once, twice = (self.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         if "\ufffd" not in twice:
             return twice[len(once) :].encode()  # the first may have lost a space
@@ -231,6 +226,8 @@ class Tokenizer:
                 "this checkpoint has no chat template: write the prompt as plain text, or set "
                 "tokenizer.chat_template"
             )
+        from dms_jax.checkpoint.chat import render_chat  # not at the top: jinja2 is slow to import
+
         variables = {"tools": None, "documents": None} | self.special_tokens | variables
         return render_chat(
             template,
@@ -240,9 +237,9 @@ class Tokenizer:
         )
 
     def with_shown(self, texts: Iterable[str]) -> "Tokenizer":
-        """Return a tokenizer that decodes these special tokens as any others.
+        """Return a tokenizer whose `decode` does not skip these special tokens.
 
-        A model writes some of them to be read, such as those before what it calls.
+        Some are meant to be read, such as the tokens that introduce a tool call.
         """
         added, wanted = self.backend.get_added_tokens_decoder().values(), set(texts)
         if not any(token.special and token.content in wanted for token in added):

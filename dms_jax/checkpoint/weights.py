@@ -80,7 +80,7 @@ class Weights(Tensors):
             self._open(file)
 
     def unwrap(self) -> None:
-        """Take off what PyTorch's wrappers left in the names of the tensors.
+        """Strip the prefixes that PyTorch's wrappers left in the names of the tensors.
 
         Raises:
             CheckpointError: two tensors then have the same name.
@@ -88,11 +88,11 @@ class Weights(Tensors):
         self._rename(parameter_names(self._files))
 
     def keep_language_model(self) -> None:
-        """Leave out what reads images, under the names of the language model by itself."""
+        """Drop the tensors of the vision part; name the others as a plain language model does."""
         self._rename(language_names(self._files))
 
     def _rename(self, stored: Mapping[str, str]) -> None:
-        """Take these tensors, each under its new name, and no others."""
+        """Keep only these tensors, under their new names."""
         self._stored = {name: self.stored_name(old) for name, old in stored.items()}
         self._files = {name: self._files[old] for name, old in stored.items()}
         self.shapes = {name: self.shapes[old] for name, old in stored.items()}

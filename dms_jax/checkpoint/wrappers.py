@@ -1,4 +1,4 @@
-"""Take off what wrappers of a model leave in the names of its tensors.
+"""Strip the prefixes that wrappers of a model leave in the names of its tensors.
 
     _orig_mod.model.layers.0.mlp.up_proj.weight          torch.compile, of the model
     model.layers.0._orig_mod.mlp.up_proj.weight          torch.compile, layer by layer
@@ -6,8 +6,8 @@
     base_model.model.model.layers.0.mlp.up_proj.weight   PEFT, after merging
     layers.0.mlp.up_proj.weight                          the model without its head
 
-In each case the name of the parameter is model.layers.0.mlp.up_proj.weight. A prefix is taken off
-only if every tensor has it and what is left are names of a model, so that nothing is guessed.
+In each case the parameter is model.layers.0.mlp.up_proj.weight. A prefix is stripped only if every
+tensor has it and the rest are names of a model, so that nothing is guessed.
 """
 
 from collections.abc import Collection
@@ -63,7 +63,7 @@ def _without(name: str) -> str:
 
 
 def _common(names: Collection[str]) -> str | None:
-    """The first component of all names, if it is a wrapper's or none of a model's."""
+    """The first component of all names, if a wrapper added it."""
     first = next(iter(names), "").partition(".")
     prefix = first[0] + "."
     if not first[2] or not all(name.startswith(prefix) for name in names):

@@ -1,17 +1,17 @@
-"""Batches: packed sequences, for anyone, for a process of a training run, and given by a caller.
+"""Batches of packed sequences: for any loop, and the rows of one process of a training run.
 
     batches(source, tokenizer, batch_size=4, length=512)
       -> {"tokens": int32 [B, T], "loss_mask": bool [B, T], "segment_ids": int32 [B, T] or absent}
 
-The way of a batch: documents (`sources.py`) become token ids (`tokenization.py`) in one or several
-shuffled streams (`streams.py`), streams become sequences of T tokens (`packing.py`), and sequences
-become batches. Threads tokenize and pack ahead while the device trains.
+Documents (`sources.py`) become token ids (`tokenization.py`) in one or several shuffled streams
+(`streams.py`), streams become sequences of T tokens (`packing.py`), and sequences become batches.
+Threads tokenize and pack ahead while the device trains.
 
 **Training steps.** A step takes B sequences, and its row r is the next sequence of stream r mod S.
-S is the number of sequences of a step (their greatest common divisor, if steps differ). So what a
-step trains on depends neither on the devices nor on the processes, and a process tokenizes the
-documents of its own rows alone. The state of all streams is saved, and a run may be resumed with
-another number of processes.
+S is B (if batch sizes differ between steps, their greatest common divisor). So the data of a step
+depend neither on the devices nor on the processes, and a process tokenizes only the documents of
+its own rows. The state of all streams is saved, and a run may be resumed with another number of
+processes.
 
     # B = S = 4, two processes of two rows   process 0: streams 0, 1   process 1: streams 2, 3
 """
@@ -40,7 +40,7 @@ Batch = dict[str, np.ndarray]
 
 # Batches that are packed ahead.
 _BATCHES_AHEAD = 2
-# Sequences that first fit keeps open in all streams together, and at least in one of them.
+# Open sequences of first fit: in all streams together, and at least per stream.
 _OPEN_SEQUENCES, _FEWEST_OPEN_SEQUENCES = 32, 4
 _KEYS = {"tokens", "loss_mask", "segment_ids"}
 
@@ -50,8 +50,8 @@ class Batches:
 
     def __init__(self, iterator: Any):
         self._held = [iterator]
-        # A thread that reads ahead would wait for room in its queue for ever. At the end of the
-        # interpreter this comes before modules are emptied, on which `__del__` would stumble.
+        # Otherwise a prefetch thread waits for room in its queue for ever. Unlike `__del__`, a
+        # finalizer runs before the interpreter clears modules at exit.
         weakref.finalize(self, _close, self._held)
 
     def __iter__(self) -> "Batches":
@@ -74,7 +74,7 @@ class Batches:
 
 
 def _close(held: list[Any]) -> None:
-    """Closes the iterator and lets go of it."""
+    """Closes and drops the iterator."""
     held.pop().close()
 
 
@@ -92,8 +92,8 @@ def batches(
     """Returns an iterator over batches.
 
     Args:
-      data: a source, paths, texts, conversations or token ids; see `as_source`. Of `AnswersOnly`
-        the loss mask leaves out everything but answers.
+      data: a source, paths, texts, conversations or token ids; see `as_source`. With `AnswersOnly`
+        the loss mask keeps only the answers.
       tokenizer: the model's tokenizer; may be None for token ids.
       batch_size: B, sequences per batch.
       length: T, tokens per sequence.
@@ -139,12 +139,12 @@ def batches(
 
 @dataclasses.dataclass(frozen=True)
 class RowAssignment:
-    """Which rows of the batches of steps a process trains on.
+    """The rows of each training step that belong to one process.
 
     Attributes:
-      batch_sizes: B, the sequences of a step, of every kind of step.
-      pass_size: sequences of a pass; a step has one or more passes.
-      rows: the rows of a pass that are this process's.
+      batch_sizes: B, sequences per step, for every kind of step.
+      pass_size: sequences per pass; a step has one or more passes.
+      rows: the rows of a pass that belong to this process.
     """
 
     batch_sizes: tuple[int, ...]
@@ -158,7 +158,7 @@ class RowAssignment:
 
     @property
     def own_streams(self) -> list[int]:
-        """Those that this process reads."""
+        """The streams that this process reads."""
         return [number for number in range(self.streams) if number % self.pass_size in self.rows]
 
 
@@ -196,17 +196,17 @@ class ProcessBatches:
         return {str(number): stream.get_state() for number, stream in self._streams.items()}
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state of the streams of all processes as JSON data; all of them call it."""
+        """Returns the state of all processes' streams as JSON data; every process must call it."""
         everywhere: dict[str, Any] = {}
         for text in processes.gather(json.dumps(self._state)):
             everywhere |= json.loads(text)
         return {"lanes": everywhere}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a state of the end of a step, in whatever number of processes.
+        """Restores a state from the end of a step, saved by any number of processes.
 
         Raises:
-          DataError: it is of steps of another size.
+          DataError: the steps had another size.
         """
         states = state["lanes"]
         if len(states) != self._assignment.streams:
@@ -268,9 +268,9 @@ def process_batches(
 
 
 def check_batch(batch: Any, *, vocab_size: int, shape: tuple[int, int] | None = None) -> Batch:
-    """Returns a caller's batch as arrays: int32 tokens and segment ids, and a loss mask of bool.
+    """Returns a caller's batch as int32 tokens and segment ids and a bool loss mask.
 
-    All is checked, because a token outside the vocabulary raises nothing on a device.
+    Everything is checked: a device raises no error for a token outside the vocabulary.
 
     Args:
       batch: `{"tokens": [B, T]}`, and optionally "loss_mask" and "segment_ids" of the same shape.
@@ -278,7 +278,7 @@ def check_batch(batch: Any, *, vocab_size: int, shape: tuple[int, int] | None = 
       shape: (B, T); None for any.
 
     Raises:
-      DataError: it is no batch, or not of this shape, vocabulary and form.
+      DataError: it is not a batch of this shape and vocabulary.
     """
     if not isinstance(batch, Mapping) or "tokens" not in batch or batch.keys() - _KEYS:
         found = show(batch)
@@ -316,10 +316,10 @@ def check_batch(batch: Any, *, vocab_size: int, shape: tuple[int, int] | None = 
 
 
 def check_batch_list(what: str, batches: Any) -> None:
-    """Refuses what is no list of batches: the iterators that are trained on have no end.
+    """Checks that `batches` is a list and not an iterator, which may be endless.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: it is not a list of batches.
     """
     require(
         isinstance(batches, Collection) and not isinstance(batches, Mapping),

@@ -1,4 +1,4 @@
-"""What a document is, and what every source of documents can do."""
+"""Documents, and the interface of sources of documents."""
 
 import abc
 import dataclasses
@@ -27,11 +27,11 @@ Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray | Exchange
 
 
 class Source(abc.ABC):
-    """A sequence of documents that knows where each of them is from.
+    """A sequence of documents that knows the origin of each.
 
     Attributes:
       malformed: largest share of the documents that may be left out because they are malformed.
-      refused: how many the source itself has left out for that.
+      refused: number of documents that the source has left out because they are malformed.
     """
 
     malformed: float = 0.0
@@ -53,8 +53,8 @@ class Documents(Source):
 
     Args:
       documents: the documents.
-      malformed: largest share of them that may be left out because they are malformed; at 0 one is
-        an error when it is read.
+      malformed: largest share of them that may be left out because they are malformed; at 0 a
+        malformed document is an error when it is read.
 
     Raises:
       ConfigError: `malformed` is not a share.
@@ -72,7 +72,7 @@ class Documents(Source):
 
 
 class AnswersOnly(Source):
-    """The documents of a source, of which only answers count in the loss."""
+    """A source whose loss mask keeps only the answers."""
 
     def __init__(self, source: Source):
         self.source = source

@@ -63,9 +63,9 @@ class _Concatenate(grain.IterDataset):
 
 
 class _ConcatenateIterator(grain.DatasetIterator):
-    """Its state is that before the current document, the chunk of it, and the place in the chunk.
+    """Its state: the parent's before the current document, the chunk, the offset in the chunk.
 
-    The state does not hold what is left of a document, which is tokenized again.
+    The rest of a document is not in the state: it is tokenized again.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class _ConcatenateIterator(grain.DatasetIterator):
             index, self._start, self._offset = int(chunk["index"]), state["start"], state["offset"]
             if self._start:
                 chunk = self._documents.chunk(index, self._start)
-            if self._offset > len(chunk["tokens"]):  # no sequence would ever be full
+            if self._offset > len(chunk["tokens"]):  # else no sequence is ever full
                 raise DataError(
                     f"Document {index} ends before the place up to which it was read when this "
                     "state was taken: these are other data. Give those of the run to resume it."
@@ -130,7 +130,7 @@ class _ConcatenateIterator(grain.DatasetIterator):
 def _first_fit(
     parent: grain.IterDataset, documents: TokenizedDocuments, length: int, bins: int, seed: int
 ) -> grain.IterDataset:
-    """Packs whole documents; of one of more than T tokens the rest is dropped."""
+    """Packs whole documents; a document is truncated to T tokens."""
 
     def whole(document: Tokenized) -> dict[str, np.ndarray]:
         parts, count = [document], len(document["tokens"])

@@ -1,17 +1,17 @@
-"""Records to documents: which fields of an object, a row or a line make up a document.
+"""Records to documents: which fields of a JSON object or table row make up a document.
 
     {"messages": [...]}                               a conversation
     {"prompt": ..., "response": ...}                  a prompt with its response
-    {"problem": ..., "generations": [...],            OpenR1: the problem with the last generation
-     "correctness_math_verify": [...]}                that is correct; no document if none is
+    {"problem": ..., "generations": [...],            OpenR1: the problem with its last correct
+     "correctness_math_verify": [...]}                generation; no document if there is none
     {"problem": ..., "solution": ...}                 the problem with its solution
     {"text": ...}                                     a text
 
-Messages may be the JSON text of a list, as tables keep them. What content may be is said in
-`dms_jax/checkpoint/messages.py`.
+Messages may be the JSON text of a list, as tables store them; `dms_jax/checkpoint/messages.py`
+says what their content may be.
 
-A field can be named instead, or the prompt and the response be written from several by templates
-("Solve: {problem}"). Records can be left out for what they hold.
+Alternatively, a field can be named, or templates can write the prompt and the response from several
+fields ("Solve: {problem}"). Records that are too long or malformed can be left out.
 """
 
 import abc
@@ -37,17 +37,18 @@ _VARIABLE = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Fields(Options):
-    """What of a record makes up a document, and which records do.
+    """Which fields of a record make up a document, and which records are left out.
 
     Attributes:
       field: the field that holds the text or the messages; None for the first of the forms above
         that a record has.
       prompt, response: templates of a prompt and of its response, in which {name} stands for a
         field; both or none.
-      malformed: largest share of the records that may be left out because they are malformed, or
-        make documents that the model cannot be trained on: conversations that its chat template
-        refuses, and tokens outside its vocabulary. Above 0 every record is read at once, and what
-        is left out is counted in a warning; at 0 a malformed record is an error when it is read.
+      malformed: largest share of the records that may be left out because they are malformed or
+        because the model cannot be trained on them (the chat template refuses the conversation, or
+        tokens are outside the vocabulary). Above 0, every record is read at the start, and a
+        warning counts those that are left out. At 0, a malformed record is an error when it is
+        read.
       longest: most characters of a document; longer ones are left out. None for no limit.
     """
 
@@ -65,7 +66,7 @@ class Fields(Options):
             raise ConfigError("Fields: give a field or templates, not both.")
 
     def document(self, record: Any) -> Document | None:
-        """Returns the document of a record; None if there is none by intent.
+        """Returns the document of a record; None if the record is left out on purpose.
 
         Raises:
           DataError: the record is malformed.
@@ -112,7 +113,7 @@ class Records(Source):
 
     @abc.abstractmethod
     def count(self) -> int:
-        """Returns the number of records, those that are left out included."""
+        """Returns the number of records, including those that are left out."""
 
     @abc.abstractmethod
     def record(self, place: int) -> Any:
@@ -120,15 +121,15 @@ class Records(Source):
 
     @abc.abstractmethod
     def place(self, place: int) -> str:
-        """Returns where a record is from."""
+        """Returns the origin of a record, for messages."""
 
-    def read_all(self, stacklevel: int = 3) -> None:
-        """Reads every record where some may be left out, and remembers those that are documents."""
+    def read_all(self) -> None:
+        """Reads every record if some may be left out, and remembers which records are documents."""
         fields = self._fields
         open_r1 = self.count() > 0 and self._is_open_r1()
         if not (fields.malformed > 0 or fields.longest or open_r1):
             if self.count():
-                self._read(0)  # fields that are not there are told at once, of the first record
+                self._read(0)  # reports missing fields at once
             return
         kept, wrong, first = array.array("q"), 0, None
         for place in range(self.count()):
@@ -138,7 +139,7 @@ class Records(Source):
             except DataError as error:
                 if fields.malformed == 0:
                     raise self._located(place, error) from error
-                # Where a record is takes a while to say, and it is said of one.
+                # Finding the line of a record is slow, and only one is reported.
                 wrong, first = wrong + 1, first or self._located(place, error)
         if wrong:
             told = f"{wrong} of {self.count()} lines are malformed"
@@ -146,13 +147,13 @@ class Records(Source):
                 raise DataError(
                     f"{told}, more than a share of {fields.malformed:g}. The first: {first}"
                 )
-            warnings.warn(f"{told} and left out. The first: {first}", stacklevel=stacklevel)
+            warnings.warn(f"{told} and left out. The first: {first}", stacklevel=3)
             self.refused = wrong
         if out := self.count() - wrong - len(kept):
             warnings.warn(
                 f"{out} of {self.count()} records are left out: too long, or without a correct "
                 "generation.",
-                stacklevel=stacklevel,
+                stacklevel=3,
             )
         self._kept = kept
 
@@ -185,7 +186,7 @@ class Records(Source):
         return document
 
     def where(self, index: int) -> str:
-        """Returns where a document is from, for messages."""
+        """Returns the origin of a document, for messages."""
         return self.place(self._place(index))
 
 
@@ -199,10 +200,10 @@ def is_chat(value: Any) -> bool:
 
 
 def _chat_or_text(value: Any) -> Any:
-    """Messages, or the JSON text of some, as `read_messages` reads them; other values as they are.
+    """Returns messages (or a JSON text of messages) normalised, and other values unchanged.
 
     Raises:
-      DataError: a turn has content that is no text.
+      DataError: the content of a turn is not text.
     """
     messages = messages_in(value) if isinstance(value, str) else value
     return read_messages(messages) if is_chat(messages) else value

@@ -3,11 +3,9 @@
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
 `{"role": ..., "content": ...}`), a prompt with its response, or an array of token ids. Files are
 indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
-memory of its index. Files that end in .gz are unpacked beside the other temporary files first, up
-to 100 times their size; smaller ones up to 64 MB.
+memory of its index. Files that end in .gz are unpacked into a temporary file first.
 
-A run that is resumed with other data would be neither of the two runs, so the fingerprint of its
-source is among the settings that must agree.
+A run must be resumed with the data that it began with: their `fingerprint` is one of its settings.
 """
 
 import abc
@@ -15,39 +13,29 @@ import array
 import bisect
 import codecs
 import dataclasses
+import gzip
 import hashlib
 import json
 import mmap
 import pathlib
 import re
+import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from dms_jax.data.decompression import DAMAGED, gunzip
-from dms_jax.data.documents import AnswersOnly, Document, Documents, Exchange, Source
+from dms_jax.data.documents import Documents, Source
 from dms_jax.data.records import Fields, Records
 from dms_jax.data.tables import Tables, is_table
 from dms_jax.errors import DataError
 
-__all__ = [
-    "AnswersOnly",
-    "Document",
-    "Documents",
-    "Exchange",
-    "JsonLines",
-    "Source",
-    "TextFiles",
-    "as_source",
-    "fingerprint",
-]
-
 SEPARATOR = "<|endoftext|>"
 _MARK = codecs.BOM_UTF8
-_COUNTED_AT_A_TIME = 2**24  # bytes whose lines are counted
-# What the first ten and the last four bytes of files are that hold no text.
+_COUNTED_AT_A_TIME = 2**24  # bytes in which lines are counted
+# The first ten and the last four bytes of files that are not text.
 _OTHERS = {
     "a file packed by gzip": rb"\x1f\x8b",
     "a file packed by zstd": rb"\x28\xb5\x2f\xfd",
@@ -65,8 +53,8 @@ Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 class _Files(Records):
     """Documents that are spans of files."""
 
-    def __init__(self, paths: Paths, fields: Fields):
-        super().__init__(fields)
+    def __init__(self, paths: Paths, fields: Fields | None = None):
+        super().__init__(Fields() if fields is None else fields)
         paths = [paths] if isinstance(paths, str | pathlib.Path) else list(paths)
         self._paths = [pathlib.Path(path) for path in paths]
         self._bytes: list[mmap.mmap] = []
@@ -84,7 +72,7 @@ class _Files(Records):
                 raise DataError(f"{path} holds no document.")
         if not self._paths:
             raise DataError("No file was given.")
-        self.read_all(stacklevel=4)
+        self.read_all()
 
     @staticmethod
     @abc.abstractmethod
@@ -119,21 +107,20 @@ def _mapped(path: pathlib.Path) -> mmap.mmap:
         if path.suffix != ".gz":
             with path.open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with tempfile.TemporaryFile() as unpacked:
-            for part in gunzip(path):
-                unpacked.write(part)
+        with gzip.open(path) as packed, tempfile.TemporaryFile() as unpacked:
+            shutil.copyfileobj(packed, unpacked)
             unpacked.flush()
             return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise DataError(f"{path} is empty.") from error
-    except DAMAGED as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is no whole gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _check_text(path: pathlib.Path, content: mmap.mmap) -> None:
-    """Raises DataError if a file is of a kind that holds no text."""
+    """Raises DataError if a file is packed or of another kind that is not text."""
     ends = content[:10] + content[-4:]
     for kind, pattern in _OTHERS.items():
         if re.match(pattern, ends):
@@ -144,9 +131,9 @@ def _check_text(path: pathlib.Path, content: mmap.mmap) -> None:
 
 
 def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
-    """Yields the spans between separators, without surrounding white space and empty ones.
+    """Yields the non-empty spans between separators, without surrounding white space.
 
-    A byte-order mark, with which editors and PowerShell begin UTF-8 files, is no part of the first.
+    A byte-order mark at the start of the file, as PowerShell writes it, is skipped.
     """
     start, size = len(_MARK) if content[: len(_MARK)] == _MARK else 0, len(content)
     while start < size:
@@ -170,9 +157,6 @@ class TextFiles(_Files):
       DataError: a file is missing or empty or, once it is read, not UTF-8.
     """
 
-    def __init__(self, paths: Paths, fields: Fields | None = None):
-        super().__init__(paths, Fields() if fields is None else fields)
-
     @staticmethod
     def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
         return _split(content, SEPARATOR.encode())
@@ -187,26 +171,12 @@ class JsonLines(_Files):
 
     Args:
       paths: path of one file, or several.
-      field: name of the field that holds the text or the messages; None for the first form that
-        fits.
-      malformed: largest share of the lines that may be left out as malformed (`Fields`).
-      fields: everything about fields, in place of the two.
+      fields: which fields of a record make up a document, and which records are left out.
 
     Raises:
-      ConfigError: `malformed` is not a share.
       DataError: a file is missing or empty, or too many lines are malformed; or, once a line is
         read, it holds something else.
     """
-
-    def __init__(
-        self,
-        paths: Paths,
-        field: str | None = None,
-        *,
-        malformed: float = 0.0,
-        fields: Fields | None = None,
-    ):
-        super().__init__(paths, Fields(field, malformed=malformed) if fields is None else fields)
 
     @staticmethod
     def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
@@ -231,15 +201,15 @@ class JsonLines(_Files):
 
 
 def as_source(data: Any, fields: Fields | None = None) -> Source:
-    """Returns the source of any kind of data that `train` accepts.
+    """Returns a source for any kind of data that `train` accepts.
 
     Args:
       data: a source; one path or a list of `pathlib.Path` (`.jsonl` and `.json` are JSON lines,
         `.parquet` and `.arrow` tables, folders datasets saved to disk, anything else is text; each
         file can be packed with gzip, `.gz`); a list of strings, of conversations or of token ids;
         or an [N, T] array of token ids.
-      fields: what of the records of files makes up a document, and which are left out; of data in
-        memory only the share that may be malformed counts.
+      fields: which fields of a record make up a document, and which records are left out; for data
+        in memory only `fields.malformed` counts.
 
     Raises:
       DataError: the data is none of these, or empty.
@@ -269,10 +239,10 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
 
 
 def fingerprint(source: Source) -> str:
-    """Returns a digest of the number of documents and of a sample of them.
+    """Returns a fingerprint of a source: a digest of its length and of a sample of its documents.
 
-    It depends on the documents alone: a file may have moved. Outside the sample a malformed line,
-    which stops a run later on, can be mended in its place.
+    It does not depend on the paths of files. A malformed line outside the sample, which stops a run
+    later, can be repaired in place before the run is resumed.
 
     Raises:
       DataError: a document of the sample is malformed.
@@ -286,7 +256,7 @@ def fingerprint(source: Source) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns JSON data of what JSON has no form for."""
+    """Returns JSON data for a value that `json` cannot serialise."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
@@ -304,7 +274,7 @@ def _open(paths: list[pathlib.Path], fields: Fields | None) -> Source:
         raise DataError("Text files, JSON lines and tables cannot be mixed in one list.")
     if kinds == {"table"}:
         return Tables(paths, fields)
-    return JsonLines(paths, fields=fields) if kinds == {"lines"} else TextFiles(paths, fields)
+    return (JsonLines if kinds == {"lines"} else TextFiles)(paths, fields)
 
 
 def _kind(path: pathlib.Path) -> str:

@@ -21,7 +21,7 @@ from dms_jax.errors import DataError
 
 # Threads that read and tokenize the documents of one stream.
 WORKERS = max(2, min(16, (os.cpu_count() or 1) // 2))
-# Threads that read and tokenize those of split streams, and the documents that they read ahead.
+# Threads that do so for split streams, and the number of documents that they read ahead.
 _READERS, _DOCUMENTS_AHEAD = 2, 32
 
 
@@ -37,25 +37,25 @@ def one_stream(
     """
     options = grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=8 * WORKERS)
     stream = _ordered(documents, seed, repeat).to_iter_dataset(options)
-    # The only document with tokens may come first in one epoch and last in the next.
+    # The only non-empty document may come first in one epoch and last in the next.
     return _NonEmpty(stream, max_empty=2 * len(documents))
 
 
 def split_streams(
     documents: TokenizedDocuments, count: int, numbers: Collection[int], *, seed: int
 ) -> dict[int, grain.IterDataset]:
-    """Returns streams without end of the documents that are not empty, by their numbers.
+    """Returns endless streams of the documents that are not empty, by number.
 
     Args:
       documents: the documents of all streams.
-      count: S, the number of streams; of fewer documents, some streams hold the same.
-      numbers: those to make, 0 ... S - 1.
+      count: S, the number of streams; if there are fewer documents, some streams are equal.
+      numbers: the streams to make, of 0 ... S - 1.
       seed: seed of the order of the documents, which is new in each epoch.
     """
     ordered = _ordered(documents, seed, repeat=True)
     readers = concurrent.futures.ThreadPoolExecutor(_READERS, "tokenize")
     ahead = max(1, _DOCUMENTS_AHEAD // len(numbers))
-    # A stream may meet the only document with tokens a few epochs late.
+    # A stream may reach the only non-empty document a few epochs late.
     max_empty = 2 * len(documents) + 64 * count
     return {
         number: _NonEmpty(_Every(ordered, number, count, readers, ahead), max_empty)
@@ -72,7 +72,7 @@ def _ordered(
 
 
 class _Every(grain.IterDataset):
-    """Every S-th document, some of them read ahead.
+    """Every S-th document, with a few read ahead.
 
     Args:
       dataset: the documents in their order.

@@ -2,7 +2,7 @@
 
 Both are read through Arrow (pip install 'dms-jax[data]'), memory-mapped: a table larger than memory
 takes only its pages that are in use. Parquet is compressed, so a copy of it that is not is written
-beside the other temporary files while it is used, up to a size (`decompression.py`).
+to a temporary file while it is used.
 """
 
 import bisect
@@ -11,7 +11,6 @@ import pathlib
 import tempfile
 from typing import Any
 
-from dms_jax.data.decompression import SizeLimit
 from dms_jax.data.records import Fields, Records
 from dms_jax.errors import ConfigError, DataError
 
@@ -23,7 +22,7 @@ class Tables(Records):
 
     Args:
       paths: files that end in .parquet or .arrow, or folders of saved datasets.
-      fields: what of a row makes up a document.
+      fields: which fields of a row make up a document, and which rows are left out.
 
     Raises:
       ConfigError: pyarrow is not installed.
@@ -81,11 +80,10 @@ class Tables(Records):
         import pyarrow.parquet
 
         pyarrow = _pyarrow()
-        file, limit = pyarrow.parquet.ParquetFile(path), SizeLimit(path)
+        file = pyarrow.parquet.ParquetFile(path)
         with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
             with pyarrow.ipc.new_stream(copy.name, file.schema_arrow) as writer:
                 for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
-                    limit.count(batch.nbytes)
                     writer.write_batch(batch)
             # The mapping keeps the file's content once its name is gone.
             return pyarrow.ipc.open_stream(pyarrow.memory_map(copy.name)).read_all()

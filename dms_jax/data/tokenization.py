@@ -1,30 +1,30 @@
-r"""Tokenization: documents to token ids, long texts in chunks, and which documents can be encoded.
+r"""Tokenization: documents to token ids, with long texts in chunks.
 
 A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
 conversation goes through the tokenizer's chat template, which contains the special tokens. A prompt
 with its response is a conversation if the tokenizer has a chat template, and otherwise the two
 texts between the begin and the end token. Arrays of token ids are used as they are.
 
-**Answers.** Where answers are told apart, each part of a document is tokenized by itself, as it is
-when the model answers: the template up to the place of an answer is the prompt there.
+**Answers.** If only answers count, each part of a document is tokenized separately, as it is when
+the model answers: the template up to an answer is its prompt.
 
     # <user>Hi<end><assistant>Hello<end>    parts "<user>Hi<end><assistant>", "Hello<end>"
 
-**Chunks.** A text of any length takes the time and memory of its chunks, and only of those that are
-asked for. It is cut where white space ends or begins, at a place where the tokenizer gives the same
-tokens to the text around it whether it is cut or not:
+**Chunks.** A long text is tokenized in chunks, on demand. It is cut where white space ends or
+begins, at a place where the tokenizer gives the surrounding text the same tokens with and without
+the cut:
 
     encode(left + right) = encode(left) + rest(right),   rest(x) = encode("\n" + x) - encode("\n")
 
-The rest follows a line break, because some tokenizers put a space before a text. A chunk without
-such a place grows up to eight times as long, and is then cut inside a word. Nobody writes a run of
-a million letters, and the tokens at such a cut may differ from those of the whole.
+The line break is there because some tokenizers put a space before a text. A chunk without such a
+place grows up to eight times as long, and is then cut inside a word, where tokens may differ from
+those of the whole text. This takes a run of a quarter of a million letters.
 
-**Documents that cannot be encoded.** A record may be well formed and its document useless all the
-same: the chat template refuses the conversation, or a token is outside the vocabulary. If a share
-of the documents may be malformed (`Source.malformed`), all are checked before the first step, so
-that every process, and a run that is resumed, leaves out the same. The check renders templates, and
-tokenizes texts only if the tokenizer has more tokens than the model.
+**Documents that cannot be encoded.** A chat template may refuse a well-formed conversation, and a
+token may be outside the vocabulary. If a share of the documents may be malformed
+(`Source.malformed`), all are checked before the first step, so that every process and every resumed
+run leaves out the same documents. The check renders templates; it tokenizes texts only if the
+tokenizer has more tokens than the model.
 """
 
 import array
@@ -63,7 +63,7 @@ class TokenizedDocuments:
 
     def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
-        # Chunks of one text are asked for one after the other.
+        # Chunks of one text are requested in order.
         self._text: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ def encode_chunk(text: str, start: int, tokenizer: Any) -> tuple[list[int], int]
     if start == 0:
         return _encode(text[:end], tokenizer), end
     tokens = _rest(text[start:end], tokenizer)
-    # None only behind a cut inside a word.
+    # None only after a cut inside a word.
     return _encode(text[start:end], tokenizer) if tokens is None else tokens, end
 
 
@@ -148,15 +148,15 @@ def check_vocabulary(tokens: np.ndarray, vocab_size: int | None) -> None:
 
 
 def keep_encodable(source: Source, tokenizer: Any, vocab_size: int | None) -> Source:
-    """Returns the documents of a source that can be encoded; all of them if none may be left out.
+    """Returns the documents of a source that can be encoded; all if none may be left out.
 
     Args:
-      source: the documents; of `AnswersOnly` they must have answers that can be told apart.
+      source: the documents; those of `AnswersOnly` must have separable answers.
       tokenizer: the model's tokenizer; may be None for token ids.
       vocab_size: V, to check token ids against; None for no check.
 
     Raises:
-      DataError: more than the share of the source are left out, or all.
+      DataError: more documents than `source.malformed` allows, or all, cannot be encoded.
     """
     if source.malformed == 0:
         return source
@@ -166,7 +166,7 @@ def keep_encodable(source: Source, tokenizer: Any, vocab_size: int | None) -> So
         try:
             _check_document(source[index], tokenizer, vocab_size, answers=answers)
         except DataError as error:
-            # To find where a document is takes a while, and only one is named.
+            # Finding the origin of a document is slow, and only one is reported.
             first = first or f"{source.where(index)}: {error}"
         else:
             kept.append(index)
@@ -234,7 +234,7 @@ def _encode_parts(parts: list[Part], tokenizer: Any) -> tuple[np.ndarray, np.nda
 
 
 def _parts(document: Any, tokenizer: Any, *, answers: bool) -> list[Part]:
-    """Returns the parts of a document; without `answers` those of a conversation are one."""
+    """Returns the parts of a document; without `answers` a conversation is one part."""
     if isinstance(document, Exchange):
         return _exchange(document, tokenizer)
     if _is_chat(document):
@@ -276,7 +276,7 @@ def _exchange(document: Exchange, tokenizer: Any) -> list[Part]:
 
 
 def _turns(messages: list[Any], tokenizer: Any, first: int = 0) -> list[Part]:
-    """The texts of a conversation, whose answers are the assistant's turns from `first` on."""
+    """Returns the parts of a conversation; answers are the assistant's turns from `first` on."""
     whole = _template(messages, tokenizer, add_generation_prompt=False)
     parts: list[Part] = []
     done = 0

@@ -1,13 +1,13 @@
-r"""How people and models write numbers, before Math-Verify reads them.
+r"""Normalise written answers for Math-Verify.
 
-Math-Verify reads LaTeX and plain numbers. Answers come with more around them: currencies, emphasis,
-quotes, signs of other alphabets of signs, and remarks that have numbers of their own:
+Math-Verify reads LaTeX and plain numbers. Written answers also have currencies, emphasis, quotes,
+Unicode signs, and remarks with numbers of their own:
 
     \$29.        "29".     *29*.     −5        29 (3 * 10 - 1).       $18$ per day for 30 days.
 
-`readable` rewrites what only looks different, in any text. `stated` takes the answer from the
-beginning of a text that states one, up to where a remark begins. Both are conservative: what they
-do not know stays as it is, and "28 or 29" states no number.
+`readable` rewrites notation, in any text. `stated` takes the answer at the beginning of a text, up
+to where a remark begins. Both are conservative: they leave unknown notation unchanged, and
+"28 or 29" states no number.
 """
 
 import re
@@ -154,7 +154,7 @@ def stated(text: str, *, bulleted: bool = False, numeric: bool = False) -> str |
 
 
 def is_open(text: str) -> bool:
-    """Whether a readable text says several numbers, or what the number is not.
+    """Whether a readable text gives several numbers, or only bounds or excludes one.
 
     # "28 or 29", "28-29", "not 29", "at least 29"
     """

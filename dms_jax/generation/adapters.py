@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 
 from dms_jax.checkpoint.adapter import differing_shape
-from dms_jax.checkpoint.adapter_loading import load_adapters
+from dms_jax.checkpoint.loading import load_adapters
 from dms_jax.checks import guess, require, show
 from dms_jax.errors import ConfigError
 from dms_jax.model.adapters import AdapterWeights, Slots, check_policy, zeros_keep_all

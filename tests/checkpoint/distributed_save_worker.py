@@ -58,7 +58,7 @@ def held(model: Any, out: pathlib.Path, size: int) -> int:
     numpy_alone = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     tracemalloc.start()
     before = tracemalloc.take_snapshot().filter_traces([numpy_alone])
-    begun = saving._asked(model, model.policy, out, False, size)
+    begun = saving.prepare_save(model, model.policy, out, False, size)
     begun.begin()
     after = tracemalloc.take_snapshot().filter_traces([numpy_alone])
     tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Write GGUF files: a Hugging Face directory as llama.cpp's converter would, and what is wrong."""
+"""Write GGUF files, as llama.cpp's converter does from a Hugging Face directory."""
 
 import json
 import math
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """What the converter does to query and key rows of the architecture llama.
+    """Permute query and key rows as the converter does for the architecture llama.
 
     It takes each head's rows as two halves and writes them in turns: first of the one, first of the
     other, second of the one ...

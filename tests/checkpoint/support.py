@@ -11,7 +11,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def copy(source: str, target: pathlib.Path) -> pathlib.Path:
-    """Copy a golden checkpoint without what is expected of it."""
+    """Copy a golden checkpoint without its expected outputs."""
     shutil.copytree(GOLDEN / source, target, ignore=shutil.ignore_patterns("expected.safetensors"))
     return target
 
@@ -25,7 +25,7 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def rewrite(directory: pathlib.Path, content: dict[str, np.ndarray]) -> None:
-    """Put these tensors in place of those of a directory."""
+    """Replace the tensors of a directory."""
     for file in directory.glob("*.safetensors*"):
         file.unlink()
     save_file(content, directory / "model.safetensors")

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import shutil
 
 import chex
 import jax
@@ -25,7 +23,6 @@ from dms_jax.training.parameters import add_adapter, is_adapter, parameters, reb
 from tests.checkpoint.gguf_files import convert
 from tests.checkpoint.support import GOLDEN, copy, rewrite, tensors
 from tests.checkpoint.test_gguf import KINDS, assert_same, wide
-from tests.checkpoint.test_gguf import parameters as numpy_parameters
 from tests.support.instances import further
 from tests.training.tiny import EAGER, documents, language_model, recipe
 
@@ -65,7 +62,7 @@ def test_only_the_adapter_is_written(base, adapter):
     assert json.loads((adapter / FILES[0]).read_text())["policy"] == POLICY.to_dict()
 
 
-def test_the_model_comes_back(base, adapter, tmp_path):
+def test_round_trip(base, adapter, tmp_path):
     model = changed(load(base))
     again = load(base, adapter=adapter)
     assert_same(again, model)
@@ -78,10 +75,10 @@ def test_the_model_comes_back(base, adapter, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *further("float16", "float32")])
-def test_whatever_type_the_base_is_loaded_in(base, adapter, tmp_path, dtype):
+def test_adapter_keeps_its_dtype(base, adapter, tmp_path, dtype):
     model = load(base, dtype=dtype, adapter=adapter)
     types = {name: x.dtype for name, x in parameters(model.transformer).items()}
-    # What the adapter says is held against a threshold: it keeps the type that it was trained in.
+    # The adapter's output is compared with a threshold: it keeps the dtype of its training.
     assert {x for name, x in types.items() if is_adapter(name)} == {jnp.dtype(jnp.float32)}
     assert {x for name, x in types.items() if not is_adapter(name)} == {jnp.dtype(dtype)}
     save(model, model.policy, tmp_path / "again", adapter_only=True)
@@ -110,7 +107,7 @@ def test_on_a_quantised_gguf(tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_same_numbers_in_other_files_are_the_same_base(tmp_path, base, adapter):
+def test_base_is_the_same_in_another_format(tmp_path, base, adapter):
     convert(base, tmp_path / "base.gguf")
     assert_same(load(tmp_path / "base.gguf", adapter=adapter), load(base, adapter=adapter))
     convert(base, tmp_path / "half.gguf", lambda name: Kind.F16)
@@ -118,7 +115,7 @@ def test_the_same_numbers_in_other_files_are_the_same_base(tmp_path, base, adapt
         load(tmp_path / "half.gguf", adapter=adapter)
 
 
-def test_another_base_is_named(adapter, tmp_path):
+def test_base_of_another_shape_is_refused(adapter, tmp_path):
     with pytest.raises(CheckpointError) as refusal:
         load(GOLDEN / "families" / "llama2", adapter=adapter)
     message = str(refusal.value)
@@ -133,10 +130,9 @@ def test_another_base_is_named(adapter, tmp_path):
         ("model.embed_tokens.weight", "model.embed_tokens.weight"),
         ("model.layers.1.self_attn.k_proj.weight", "self_attn.k_proj.weight"),
         ("model.layers.0.input_layernorm.weight", "input_layernorm.weight"),
-        ("lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_other_numbers_are_named(base, adapter, name, kind):
+def test_base_with_other_numbers_is_refused(base, adapter, name, kind):
     content = tensors(base)
     content[name] = content[name] * np.float32(1.01)
     rewrite(base, content)
@@ -144,8 +140,8 @@ def test_other_numbers_are_named(base, adapter, name, kind):
         load(base, adapter=adapter)
 
 
-def test_an_adapter_alone_says_what_is_missing(base, adapter):
-    with pytest.raises(CheckpointError, match=r"an adapter alone.*num_layers 2.*adapter='"):
+def test_wrong_directory_says_what_to_load(base, adapter):
+    with pytest.raises(CheckpointError, match=r"an adapter and no model: .*adapter='"):
         load(adapter)
     with pytest.raises(
         CheckpointError, match=r"dms_adapter\.json does not exist; it holds a whole"
@@ -159,8 +155,8 @@ def test_an_adapter_alone_says_what_is_missing(base, adapter):
         load(base, adapter=base.parent / "peft")
 
 
-@pytest.mark.parametrize("part", ["qkv_proj.kernel", "embedding", "final_norm.scale", "mlp_norm"])
-def test_a_base_that_was_trained_is_refused(base, tmp_path, part):
+@pytest.mark.parametrize("part", ["qkv_proj.kernel", "embedding", "mlp_norm"])
+def test_trained_base_is_refused(base, tmp_path, part):
     """However little: one number of one tensor."""
 
     def change(name, x):
@@ -171,33 +167,24 @@ def test_a_base_that_was_trained_is_refused(base, tmp_path, part):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base"]
 
 
-def test_a_base_of_another_shape_is_refused(base, tmp_path):
-    other = copy("families/llama2", tmp_path / "other")
-    model = dataclasses.replace(changed(load(base)), source=str(other))
-    with pytest.raises(CheckpointError, match="qk_norm is False in the base, and True"):
-        save(model, POLICY, tmp_path / "adapter", adapter_only=True)
-
-
-def test_a_base_that_is_gone_is_refused(base, tmp_path):
+def test_save_without_its_base_is_refused(base, tmp_path):
     model = changed(load(base))
-    shutil.rmtree(base)
-    with pytest.raises(CheckpointError, match="cannot be read any more"):
-        save(model, POLICY, tmp_path / "adapter", adapter_only=True)
-
-
-def test_a_model_without_a_base_is_refused(base, tmp_path):
-    model = dataclasses.replace(changed(load(base)), source=None)
-    with pytest.raises(CheckpointError, match="was not loaded from a checkpoint"):
-        save(model, POLICY, tmp_path / "adapter", adapter_only=True)
-
-
-def test_a_policy_without_an_adapter_is_refused(base, tmp_path):
+    llama = copy("families/llama2", tmp_path / "llama")
+    for source, message in (
+        (str(llama), "qk_norm is False in the base, and True"),
+        (str(tmp_path / "gone"), "cannot be read any more"),
+        (None, "was not loaded from a checkpoint"),
+    ):
+        other = dataclasses.replace(model, source=source)
+        with pytest.raises(CheckpointError, match=message):
+            save(other, POLICY, tmp_path / "adapter", adapter_only=True)
     with pytest.raises(ConfigError, match="reads no adapter"):
         save(load(base), TOVA(budget=8), tmp_path / "adapter", adapter_only=True)
+    assert not (tmp_path / "adapter").exists()
 
 
 @pytest.mark.nightly
-def test_a_base_with_an_adapter_of_its_own(base, adapter, tmp_path):
+def test_given_adapter_replaces_the_bases_own(base, adapter, tmp_path):
     """The one that is given takes its place, also when it was trained further from there."""
     whole = tmp_path / "whole"
     save(changed(load(base)), POLICY, whole)
@@ -211,7 +198,7 @@ def test_a_base_with_an_adapter_of_its_own(base, adapter, tmp_path):
     assert load(base, adapter=tmp_path / "further").policy == POLICY
 
 
-def test_a_base_whose_neurons_decide_is_refused(adapter):
+def test_base_with_decision_neurons_is_refused(adapter):
     with pytest.raises(CheckpointError, match="decisions live in neurons"):
         load(GOLDEN / "dms" / "query_neuron", adapter=adapter)
 
@@ -251,7 +238,7 @@ def test_damaged_tensors(base, adapter):
         load(base, adapter=adapter)
 
 
-def test_what_stands_there_is_kept_unless_it_is_an_adapter(base, adapter):
+def test_only_an_adapter_is_replaced(base, adapter):
     model = changed(load(base))
     (adapter / "README.md").write_text("kept")
     save(model, dataclasses.replace(POLICY, window=9), adapter, adapter_only=True)
@@ -266,32 +253,7 @@ def test_what_stands_there_is_kept_unless_it_is_an_adapter(base, adapter):
         save(model, POLICY, adapter, adapter_only=True)
 
 
-def test_written_beside_and_renamed(base, adapter, monkeypatch):
-    """A write that fails leaves what was there, and no litter."""
-    model = changed(load(base))
-    before = {name: (adapter / name).read_bytes() for name in FILES}
-    link = adapter.parent / "link"
-    link.symlink_to(adapter)
-    adapter.chmod(0o750)
-
-    def fail(number):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "fsync", fail)
-        with pytest.raises(CheckpointError, match="No space left"):
-            save(model, dataclasses.replace(POLICY, window=9), link, adapter_only=True)
-    assert {name: (adapter / name).read_bytes() for name in FILES} == before
-    save(model, dataclasses.replace(POLICY, window=9), link, adapter_only=True)
-    assert link.is_symlink()
-    assert adapter.stat().st_mode & 0o777 == 0o750
-    modes = {name: (adapter / name).stat().st_mode & 0o777 for name in FILES}
-    assert len(set(modes.values())) == 1
-    entries = sorted(entry.name for entry in adapter.parent.iterdir())
-    assert entries == ["adapter", "base", "link"]
-
-
-def test_nothing_of_the_base_is_read_twice_from_the_adapter(base, adapter, monkeypatch):
+def test_identity_reads_three_rows_of_a_matrix(base, adapter, monkeypatch):
     """The identity takes three rows of a matrix, not the matrix."""
     read, taken = Weights.read, {}
 
@@ -301,15 +263,14 @@ def test_nothing_of_the_base_is_read_twice_from_the_adapter(base, adapter, monke
         return result
 
     monkeypatch.setattr(Weights, "read", record)
-    model = load(base, adapter=adapter)
+    load(base, adapter=adapter)
     name = "model.layers.0.mlp.up_proj.weight"
     assert taken[name] == (36 + 3) * 24
-    assert len(numpy_parameters(model)) > 10
 
 
 @pytest.mark.nightly
-def test_a_retrofit_of_frozen_weights_and_of_all(tmp_path):
-    """What `retrofit` leaves of the base is what `save` finds."""
+def test_retrofit_of_frozen_weights_and_of_all(tmp_path):
+    """`save` accepts a base that `retrofit` left unchanged."""
     model = language_model()
     save(model, Vanilla(), tmp_path / "base")
     model = load(tmp_path / "base")

@@ -1,17 +1,16 @@
-"""Tokens that are added: to a vocabulary all that are declared, to the end of a text none."""
+"""Every declared token is added to the vocabulary, and no end token to a text."""
 
 import json
 import pathlib
 
 import pytest
-import tokenizers
 
 from dms_jax import assets, load
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.errors import CheckpointError
 from dms_jax.evaluation.likelihood import encode_pair
 from tests.checkpoint.support import copy
-from tests.checkpoint.tokenizer_layouts import TABLE, ends, entry, fast, size, write
+from tests.checkpoint.tokenizer_layouts import ends, entry, fast, size, write
 
 
 def stories(target: pathlib.Path, **fields) -> pathlib.Path:
@@ -31,7 +30,7 @@ def read(directory: pathlib.Path) -> Tokenizer:
     return tokenizer
 
 
-def test_a_context_does_not_end_in_an_added_token(tmp_path):
+def test_context_gets_no_end_token(tmp_path):
     model = load(stories(tmp_path / "model", tokenizer_class="LlamaTokenizer", add_eos_token=True))
     usual = load(assets.path("stories260k"))
     for context, continuation in (("Once upon", " a time"), ("Answer:", " A"), ("", "Once")):
@@ -67,22 +66,7 @@ def test_post_processors_that_add_tokens(added, begins, tmp_path):
     assert tokenizer.encode("Hello<e>")[-1] == END  # what the text itself says stays
 
 
-def openhermes(target: pathlib.Path) -> Tokenizer:
-    write(target, *TABLE["openhermes: mistral with turns"])
-    return read(target)
-
-
-def test_turns_of_a_conversation_are_whole_tokens(tmp_path):
-    tokenizer = openhermes(tmp_path / "model")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert (ids.count(818), ids.count(817)) == (2, 1)  # of <|im_start|> and <|im_end|>
-    assert tokenizer.vocab_size == 819
-    tokenizer.save(tmp_path)
-    assert read(tmp_path).encode(text) == tokenizer.encode(text)
-
-
-def test_a_token_that_no_file_numbers_gets_the_next_id_with_a_warning(tmp_path):
+def test_token_without_an_id_gets_the_next_one_with_a_warning(tmp_path):
     layout = {"tokenizer.json": fast("gpt2"), "tokenizer_config.json": {"eos_token": "<stop>"}}
     write(tmp_path / "model", [], layout)
     with pytest.warns(UserWarning, match=f"'<stop>' {BEGIN}"):
@@ -90,7 +74,7 @@ def test_a_token_that_no_file_numbers_gets_the_next_id_with_a_warning(tmp_path):
     assert tokenizer.encode("Hello<stop>")[-1] == tokenizer.eos_token_id == BEGIN
 
 
-def test_files_that_give_a_token_two_ids(tmp_path):
+def test_token_with_two_ids(tmp_path):
     decoder = {"added_tokens_decoder": {str(END): entry("<b>")}}
     layout = {"tokenizer.json": fast("gpt2", [(BEGIN, "<b>")]), "tokenizer_config.json": decoder}
     write(tmp_path / "fast", [], layout)
@@ -140,17 +124,16 @@ def test_end_tokens_of_all_files_end_an_answer(generation, config, own, expected
 
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id", "pad_token_id"])
-@pytest.mark.parametrize("value", [61, [2, 128_001]])
-def test_ids_outside_the_vocabulary_are_refused(place, name, value, tmp_path):
+def test_ids_outside_the_vocabulary_are_refused(place, name, tmp_path):
     target = copy("families/llama2", tmp_path / "model")
     file = target / place
     fields = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(fields | {name: value}))
-    with pytest.raises(CheckpointError, match=rf"{place}: {name} is \d+, .*vocabulary of 61"):
+    file.write_text(json.dumps(fields | {name: [2, 61]}))
+    with pytest.raises(CheckpointError, match=rf"{place}: {name} is 61, .*vocabulary of 61"):
         load(target)
 
 
-def test_an_end_token_that_the_model_lacks_is_refused(tmp_path):
+def test_end_token_outside_the_vocabulary_is_refused(tmp_path):
     target = stories(tmp_path / "model", eos_token="<|x|>")
     (target / "added_tokens.json").write_text('{"<|x|>": 512}')
     with pytest.raises(CheckpointError, match=r"Set eos_token of tokenizer_config\.json"):
@@ -158,16 +141,9 @@ def test_an_end_token_that_the_model_lacks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("empty", ["", {"content": ""}])
-def test_an_empty_text_is_no_token(empty, tmp_path, recwarn):
+def test_empty_text_is_not_a_token(empty, tmp_path, recwarn):
     config = {"pad_token": empty, "additional_special_tokens": [empty], "image_token": ""}
     layout = {"tokenizer.json": fast("gpt2"), "tokenizer_config.json": config}
     write(tmp_path / "model", [], layout)
     assert read(tmp_path / "model").special_tokens == {}
     assert not recwarn.list
-
-
-def test_the_library_numbers_added_tokens_after_the_others():
-    """On which the order of what is declared rests."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
-    backend.add_tokens(["<x>", "a", "<y>"])
-    assert [backend.token_to_id(text) for text in ("<x>", "a", "<y>")] == [2, 0, 3]

@@ -1,4 +1,4 @@
-"""The shipped model and text: what the model is known to say, and what the text promises."""
+"""The shipped model against its card, and the shipped texts."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def test_loss_over_sixty_stories(model):
     assert total / count == pytest.approx(1.2662, abs=1e-3)
 
 
-def test_the_text_is_enough_and_in_two_disjoint_parts(model):
+def test_stories_are_enough_and_disjoint(model):
     train, valid = assets.stories("train"), assets.stories("valid")
     assert sum(len(model.tokenizer.encode(story)) for story in valid) >= 103_000
     assert sum(len(story) for story in train) > 950_000
@@ -81,7 +81,7 @@ def test_every_asset_carries_its_licence():
         assert "**Licence:**" in (assets.path(name) / "README.md").read_text()
 
 
-def test_an_asset_that_is_not_shipped():
+def test_unknown_asset_is_refused():
     with pytest.raises(
         DataError, match="there are books, reasoner-11m, reasoner-11m-dms, smollm2-135m-"
     ):

@@ -1,4 +1,4 @@
-"""Several processes save a model together: the bytes of one, each its share, one error for all."""
+"""Several processes save a model together: the same bytes, equal shares, one error for all."""
 
 import json
 import pathlib
@@ -64,7 +64,7 @@ WAYS = ["whole", "one file", "in steps", "merged", "adapter"]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
-def test_the_files_are_those_of_one_process(saved, way):
+def test_files_equal_those_of_one_process(saved, way):
     out, reports, alone = saved
     assert [report[way]["ended"] for report in reports] == ["done", "done"]
     assert contents(out / way) == contents(alone / way)
@@ -84,7 +84,7 @@ def test_each_process_writes_its_share(saved, way):
 
 @pytest.mark.nightly
 def test_each_process_holds_its_share_and_no_more(saved):
-    """By NumPy's own account; headers are in the files alone."""
+    """As tracemalloc counts NumPy's arrays; only the files have headers."""
     out, reports, _ = saved
     for report in (each["in steps"] for each in reports):
         share = sum((out / "in steps" / name).stat().st_size for name in report["files"])
@@ -92,8 +92,8 @@ def test_each_process_holds_its_share_and_no_more(saved):
 
 
 @pytest.mark.nightly
-def test_what_is_small_is_written_by_the_first(saved):
-    """Which alone needs to see the directory: the second was told of one that is not there."""
+def test_first_process_writes_small_checkpoints(saved):
+    """The second process was given a directory that does not exist: it need not see one."""
     _, reports, _ = saved
     written = [(report["one file"]["files"], report["adapter"]["files"]) for report in reports]
     assert written == [(["model.safetensors"], ["dms_adapter.safetensors"]), ([], [])]
@@ -113,7 +113,7 @@ def test_what_is_small_is_written_by_the_first(saved):
         ("changed", [0, 1], "other tensors were changed"),
     ],
 )
-def test_an_error_of_one_ends_all(saved, case, failed, message):
+def test_error_in_one_process_ends_all(saved, case, failed, message):
     _, reports, _ = saved
     for index, report in enumerate(reports):
         told = "" if index in failed else f"OtherProcessError: Process {failed[0]} .* failed: "
@@ -121,7 +121,7 @@ def test_an_error_of_one_ends_all(saved, case, failed, message):
 
 
 @pytest.mark.nightly
-def test_an_error_leaves_the_old_checkpoint_and_nothing_else(saved):
+def test_error_leaves_only_the_old_checkpoint(saved):
     out, _, alone = saved
     assert sorted(entry.name for entry in out.iterdir()) == sorted([*WAYS, "taken"])
     for way in ("whole", "adapter"):  # to which the saves that failed were

@@ -1,4 +1,4 @@
-"""GGUF files that are damaged, or of what is not served: refused by name."""
+"""Damaged and unserved GGUF files are refused by name."""
 
 import os
 import pathlib
@@ -41,26 +41,16 @@ def with_tensors(tmp_path: pathlib.Path, change) -> pathlib.Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [
-        ("gemma2", "'gemma2'"),
-        ("qwen2moe", "mixture of experts"),
-        ("qwen2vl", "images or sound"),
-        ("clip", "images or sound"),
-        ("bitnet-b1.58", "ternary"),
-        ("mistral3", "served: llama, qwen2, qwen3, qwen3moe, gemma3, gpt-oss"),
-    ],
-)
-def test_other_architectures(architecture, message, tmp_path):
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen2moe", "clip"])
+def test_unknown_architecture_is_refused(architecture, tmp_path):
     path = write(tmp_path / "model.gguf", architecture, {}, {"a": (np.ones(2, np.float32), F32)})
-    assert message in refusal(path)
+    assert f"{architecture!r}, which is not served; served: llama, qwen2" in refusal(path)
 
 
 @pytest.mark.parametrize(
     ("kind", "message"), [("adapter", "LoRA"), ("mmproj", "vision"), ("imatrix", "not a model")]
 )
-def test_other_kinds_of_files(kind, message, tmp_path):
+def test_file_without_a_model_is_refused(kind, message, tmp_path):
     assert message in refusal(with_entries(tmp_path, general__type=kind))
 
 
@@ -77,7 +67,6 @@ def test_other_kinds_of_files(kind, message, tmp_path):
         ({"llama__vocab_size": 60}, "llama.vocab_size is 60"),
         ({"llama__block_count": None}, "lacks llama.block_count"),
         ({"llama__block_count": "two"}, "llama.block_count must be a whole number"),
-        ({"llama__block_count": 2**31}, "llama.block_count must be a whole number"),
         ({"llama__attention__head_count": [4, 2]}, "differs from layer to layer"),
         ({"llama__attention__key_length": None, "llama__embedding_length": 25}, "not a multiple"),
         ({"llama__rope__freq_base": 0.5}, "theta must be"),
@@ -95,11 +84,11 @@ def test_other_kinds_of_files(kind, message, tmp_path):
         ({"split__count": 2}, "split over 2 files, and its name does not say so"),
     ],
 )
-def test_metadata_that_are_not_served(entries, message, tmp_path):
+def test_unserved_metadata_are_refused(entries, message, tmp_path):
     assert message in refusal(with_entries(tmp_path, **entries))
 
 
-def test_entries_that_change_nothing_are_accepted(tmp_path):
+def test_neutral_metadata_are_accepted(tmp_path):
     path = with_entries(
         tmp_path,
         llama__expert_count=0,
@@ -117,7 +106,7 @@ def test_entries_that_change_nothing_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "original"), [("linear", None), ("yarn", 64)])
-def test_positions_that_a_scaled_rope_adds(kind, original, tmp_path):
+def test_scaled_rope_adds_positions(kind, original, tmp_path):
     entries = {"type": kind, "factor": 4.0, "original_context_length": original}
     entries = {f"llama__rope__scaling__{name}": value for name, value in entries.items()}
     assert load(with_entries(tmp_path, **entries)).config.max_position_embeddings == 256
@@ -133,14 +122,9 @@ def renamed(old: str, new: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (renamed("blk.0.attn_q.weight", "blk.0.attn_qkv.weight"), "blk.0.attn_qkv.weight"),
-        (renamed("blk.0.ffn_up.weight", "blk.0.ffn_up_exps.weight"), "mixture of experts"),
-        (renamed("blk.0.ffn_up.weight", "blk.0.ffn_gate_inp.weight"), "mixture of experts"),
-        (renamed("output.weight", "v.patch_embd.weight"), "images or sound"),
-        (renamed("blk.1.ffn_norm.weight", "blk.1.ffn_sub_norm.weight"), "BitNet"),
-        (renamed("output_norm.weight", "token_types.weight"), "token_types.weight"),
+        (renamed("blk.0.ffn_up.weight", "blk.0.ffn_up_exps.weight"), "(blk.0.ffn_up_exps.weight)"),
+        (renamed("output_norm.weight", "token_types.weight"), "(token_types.weight)"),
         (lambda c: c.pop("blk.1.attn_k.weight"), "missing: blk.1.attn_k.weight"),
-        (lambda c: c.pop("token_embd.weight"), "missing: token_embd.weight"),
         (
             lambda c: c.update({"rope_freqs.weight": (np.array([1, 3, 5], np.float32), F32)}),
             "not of the kind that Llama 3 has",
@@ -159,21 +143,22 @@ def renamed(old: str, new: str):
         ),
     ],
 )
-def test_tensors_that_are_not_served(change, message, tmp_path):
+def test_unserved_tensors_are_refused(change, message, tmp_path):
     assert message in refusal(with_tensors(tmp_path, change))
 
 
-@pytest.mark.parametrize("kind", [Kind.TQ1_0, Kind.TQ2_0])
-def test_ternary_weights(kind, tmp_path):
-    data = encode(np.ones((24, 256)), kind)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Kind.TQ1_0, "holds TQ1_0 (ternary weights)"),
+        (Kind.TQ2_0, "holds TQ2_0 (ternary weights)"),
+        (None, "holds I8 (integers)"),
+    ],
+)
+def test_ternary_weights_and_integers_are_refused(kind, message, tmp_path):
+    data = np.ones((24, 24), np.int8) if kind is None else encode(np.ones((24, 256)), kind)
     path = with_tensors(tmp_path, lambda c: c.update({"blk.0.attn_q.weight": (data, kind)}))
-    assert f"blk.0.attn_q.weight holds {kind.name} (ternary weights)" in refusal(path)
-
-
-def test_integers(tmp_path):
-    data = np.ones((24, 24), np.int8)
-    path = with_tensors(tmp_path, lambda c: c.update({"blk.0.attn_q.weight": (data, None)}))
-    assert "holds I8 (integers)" in refusal(path)
+    assert f"blk.0.attn_q.weight {message}" in refusal(path)
 
 
 def with_kind(tmp_path: pathlib.Path, kind: int) -> pathlib.Path:
@@ -191,16 +176,14 @@ def with_kind(tmp_path: pathlib.Path, kind: int) -> pathlib.Path:
     ("kind", "message"),
     [
         (36, "type 36, which the package gguf does not know"),
-        (4, "type 4, which the package gguf does not know"),
-        (2**31, "does not know"),
         (int(Kind.Q4_0), "rows of 24 numbers, which blocks of 32 (Q4_0) do not divide"),
     ],
 )
-def test_types_of_numbers(kind, message, tmp_path):
+def test_unknown_type_of_numbers_is_refused(kind, message, tmp_path):
     assert message in refusal(with_kind(tmp_path, kind))
 
 
-def test_a_type_that_the_package_cannot_dequantise(tmp_path, monkeypatch):
+def test_type_without_dequantisation_is_refused(tmp_path, monkeypatch):
     from dms_jax.checkpoint.gguf.weights import package
 
     data = encode(np.ones((24, 32)), Kind.Q5_1)
@@ -215,7 +198,7 @@ def test_a_type_that_the_package_cannot_dequantise(tmp_path, monkeypatch):
     assert "quantised as Q5_1, which the package gguf cannot" in refusal(path)
 
 
-def test_a_file_cut_short_at_any_place(tmp_path):
+def test_file_cut_short_anywhere_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     convert(LLAMA, path, extra=TOKENIZER_OF_61)
     data = path.read_bytes()
@@ -227,8 +210,8 @@ def test_a_file_cut_short_at_any_place(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_file_of_other_bytes(tmp_path):
-    """Nothing but an error of ours, wherever a byte is not what it was."""
+def test_changed_bytes_raise_our_errors(tmp_path):
+    """Whichever byte of the header is changed."""
     path = tmp_path / "model.gguf"
     convert(LLAMA, path, extra=TOKENIZER_OF_61)
     data = path.read_bytes()
@@ -252,11 +235,9 @@ def test_a_file_of_other_bytes(tmp_path):
     ("header", "message"),
     [
         (b"GGUF" + struct.pack("<I", 1), "version 1 of GGUF"),
-        (b"GGUF" + struct.pack("<I", 4), "version 4 of GGUF"),
         (b"GGUF" + struct.pack(">I", 3), "big-endian"),
         (b"GGML" + struct.pack("<I", 3), "does not begin with GGUF"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "cut short"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "cut short"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "cut short"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 99), "type 99"),
         (
@@ -278,13 +259,20 @@ def test_a_file_of_other_bytes(tmp_path):
         ),
     ],
 )
-def test_headers(header, message, tmp_path):
+def test_damaged_header_is_refused(header, message, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(header)
     assert message in refusal(path)
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_list_of_too_many_texts_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    convert(LLAMA, path, extra=TOKENIZER)
+    monkeypatch.setattr(file, "_MAX_STRINGS", 5)
+    assert "tokenizer.ggml.tokens is a list of 261 texts" in refusal(path)
+
+
+def test_pipe_and_text_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="no GGUF"):
         load(tmp_path / "model.gguf")
@@ -293,7 +281,7 @@ def test_what_is_no_regular_file(tmp_path):
         load(tmp_path / "notes.txt")
 
 
-def test_a_directory_with_a_gguf_in_it(tmp_path):
+def test_directory_with_a_gguf_names_it(tmp_path):
     convert(LLAMA, tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match=r"give the GGUF file itself.*model\.gguf"):
         load(tmp_path)
@@ -305,29 +293,19 @@ def parts(tmp_path) -> list[pathlib.Path]:
     return sorted(tmp_path.glob("*.gguf"))
 
 
-def test_a_part_that_is_missing(parts):
-    parts[1].unlink()
-    assert "1 are not beside it: model-00002-of-00003.gguf" in refusal(parts[0])
-
-
-def test_a_part_under_another_name(parts):
-    other = parts[0].with_name("first.gguf")
-    parts[0].rename(other)
-    assert "its name does not say so" in refusal(other)
-
-
-def test_a_part_of_another_place(parts):
+def test_parts_that_are_not_of_one_model_are_refused(parts, tmp_path):
+    data = parts[1].read_bytes()
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(CheckpointError, match="should be part 1 of 3"):
         load(parts[0])
-
-
-def test_parts_of_different_models(parts, tmp_path):
     (tmp_path / "other").mkdir()
     convert(LLAMA, tmp_path / "other" / "model.gguf", split_max_tensors=9)
+    parts[1].write_bytes(data)
     parts[2].write_bytes(sorted((tmp_path / "other").iterdir())[2].read_bytes())
     with pytest.raises(CheckpointError, match=r"not of one model|in both"):
         load(parts[0])
+    parts[1].unlink()
+    assert "1 are not beside it: model-00002-of-00003.gguf" in refusal(parts[0])
 
 
 @pytest.mark.parametrize(
@@ -338,7 +316,6 @@ def test_parts_of_different_models(parts, tmp_path):
         ({"pre": None}, "does not say how text is cut into words"),
         ({"merges": None}, "lacks tokenizer.ggml.merges"),
         ({"merges": ["h e", "hello"]}, "holds 'hello' (number 1), which is no pair"),
-        ({"merges": ["h x"]}, "holds 'h x' (number 0), which is no pair"),
         ({"tokens": None}, "tokens is not a list of texts"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' twice"),
         ({"token_type": [1, 1]}, "token_type has 2 entries for 261 tokens"),
@@ -351,20 +328,16 @@ def test_parts_of_different_models(parts, tmp_path):
         ({"model": "llama", "scores": [-1000.0] * 261}, "scores are equal"),
     ],
 )
-def test_tokenizers_that_are_not_served(entries, message, tmp_path):
+def test_unserved_tokenizer_is_refused(entries, message, tmp_path):
     entries = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
     path = tmp_path / "model.gguf"
     convert(LLAMA, path, extra=TOKENIZER | entries)
     assert message in refusal(path)
 
 
-def test_a_chat_template_that_is_no_text(tmp_path):
+def test_tokenizer_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     convert(LLAMA, path, extra=TOKENIZER_OF_61 | {"tokenizer.chat_template": 3})
     assert "tokenizer.chat_template must be a text" in refusal(path)
-
-
-def test_more_tokens_than_the_embedding_has(tmp_path):
-    path = tmp_path / "model.gguf"
     convert(LLAMA, path, extra=TOKENIZER)
     assert "has 261 tokens, and token_embd.weight 61 rows" in refusal(path)

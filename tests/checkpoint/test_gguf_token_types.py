@@ -34,7 +34,7 @@ def smol(types: list[int] | None, **changes) -> dict:
 
 @pytest.mark.parametrize("turns", [NORMAL, UNUSED, None])
 @pytest.mark.parametrize("end", [None, 0])
-def test_turns_that_are_typed_as_text(turns, end, tmp_path):
+def test_turns_typed_as_text(turns, end, tmp_path):
     types = None if turns is None else [CONTROL, turns, turns, NORMAL, NORMAL, NORMAL]
     entries = smol(types)
     first = len(entries["tokens"]) - len(TURNS)
@@ -46,12 +46,12 @@ def test_turns_that_are_typed_as_text(turns, end, tmp_path):
     assert [ids[0], ids[-1]] == [first + 1, first + 2]
     assert set(defaults.eos_token_ids) == {first, first + 2}
     assert tokenizer.decode(ids) == "user\nHello"
-    # What is neither declared nor in the template stays as it is typed.
+    # Tokens that are neither declared nor in the template keep their type.
     assert len(tokenizer.encode("<b>", add_special_tokens=False)) == 3
 
 
 def test_no_template_and_no_declaration(tmp_path):
-    """What always ends an answer is enough, as in llama.cpp."""
+    """Tokens that always end an answer are control tokens, as in llama.cpp."""
     entries = smol([NORMAL] * len(TURNS), chat_template=None)
     for key in ("bos_token_id", "eos_token_id", "chat_template"):
         del entries[key]
@@ -62,7 +62,7 @@ def test_no_template_and_no_declaration(tmp_path):
     assert tokenizer.encode("a<|im_end|>", add_special_tokens=False)[-1] == first + 2
 
 
-def test_what_belongs_to_the_answer_stays_in_it(tmp_path):
+def test_think_tokens_are_decoded(tmp_path):
     entries = smol([CONTROL] * 3 + [NORMAL] * 3, chat_template=CHATML + "<think>")
     with pytest.warns(UserWarning, match="'<think>'"):
         tokenizer, _ = read(tmp_path, **entries)
@@ -71,14 +71,14 @@ def test_what_belongs_to_the_answer_stays_in_it(tmp_path):
     assert tokenizer.decode(ids) == "<think>Hello"
 
 
-def test_right_types_are_left_alone(tmp_path):
+def test_correct_types_are_unchanged(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokenizer, _ = read(tmp_path, **smol([CONTROL] * 3 + [USER_DEFINED, UNUSED, NORMAL]))
     assert len(tokenizer.encode("[PAD]<b>", add_special_tokens=False)) > 2
 
 
-def test_a_token_that_merges_make_is_text(tmp_path):
+def test_token_made_by_merges_is_text(tmp_path):
     entries = smol([CONTROL] * 3 + [NORMAL] * 3, chat_template=CHATML + "<b>")
     entries["tokens"] = [*entries["tokens"], "<b"]
     entries["token_type"] = [*entries["token_type"], NORMAL]

@@ -78,8 +78,8 @@ def test_sentencepiece_ids_are_those_of_the_reference(kind, tmp_path):
     assert (defaults.bos_token_id, defaults.eos_token_ids) == (1, (2, *turn))
 
 
-def test_a_file_that_types_its_unknown_token_as_control_names_it_beside(tmp_path):
-    """As those of Gemma do."""
+def test_unknown_token_typed_as_control(tmp_path):
+    """As in files of Gemma."""
     model = sentencepiece.parse((GOLDEN / "stories260k" / "tokenizer.model").read_bytes())
     types = [int(kind) for kind in model.types]
     types[model.unknown_id] = int(sentencepiece.PieceType.CONTROL)
@@ -120,14 +120,14 @@ def words(tmp_path, pre: str, text: str) -> list[str]:
         ("deepseek-coder", "a b1 中文\nc", ["a", " b", "1", " ", "中文", "\n", "c"]),
     ],
 )
-def test_how_text_is_cut_into_words(pre, text, cut, tmp_path):
+def test_text_is_split_into_words(pre, text, cut, tmp_path):
     assert words(tmp_path, pre, text) == cut
 
 
 @pytest.mark.parametrize(
     ("pre", "ids"), [("llama-bpe", True), ("tekken", True), ("gpt-4o", True), ("gpt-2", False)]
 )
-def test_a_word_that_is_a_token_needs_no_merges(pre, ids, tmp_path):
+def test_word_that_is_a_token_needs_no_merges(pre, ids, tmp_path):
     tokenizer, _ = read(
         tmp_path, model="gpt2", pre=pre, tokens=[*LETTERS, "he", "hey"], merges=["h e"]
     )
@@ -155,7 +155,7 @@ def test_end_tokens(tmp_path):
     assert plain.eos_token_ids == (size - 1, size - 2)
 
 
-def test_the_end_of_a_message_of_harmony_ends_no_answer(tmp_path):
+def test_harmony_message_end_does_not_end_an_answer(tmp_path):
     ends = ["<|return|>", "<|call|>", "<|end|>"]
     entries = dict(model="gpt2", pre="gpt-4o", merges=["h e"], tokens=[*LETTERS, "he", *ends])
     size = len(LETTERS) + 1
@@ -164,7 +164,7 @@ def test_the_end_of_a_message_of_harmony_ends_no_answer(tmp_path):
     assert defaults.eos_token_ids == (size, size + 1)
 
 
-def test_special_tokens_are_found_in_text_and_left_out_of_it(tmp_path):
+def test_special_tokens_are_encoded_and_skipped_in_decoding(tmp_path):
     types = [1] * (len(VOCABULARY) - 2) + [4, 3]
     tokenizer, _ = read(tmp_path, **(without("") | {"token_type": types}))
     assert tokenizer is not None
@@ -174,10 +174,16 @@ def test_special_tokens_are_found_in_text_and_left_out_of_it(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "he<|end|>he<|turn|>"
 
 
-@pytest.mark.parametrize(("begin", "end"), [(True, False), (False, True), (True, True)])
-def test_ends_of_a_sequence(begin, end, tmp_path):
-    entries = without("") | {"bos_token_id": 7, "add_bos_token": begin, "add_eos_token": end}
-    tokenizer, defaults = read(tmp_path, **entries)
+@pytest.mark.parametrize(
+    ("fields", "begin"),
+    [
+        ({"add_bos_token": True, "add_eos_token": True}, True),
+        ({"add_bos_token": False, "add_eos_token": True}, False),
+        ({"pre": "llama-bpe"}, True),  # by default
+    ],
+)
+def test_ends_of_a_sequence(fields, begin, tmp_path):
+    tokenizer, defaults = read(tmp_path, **(without("") | {"bos_token_id": 7} | fields))
     assert tokenizer is not None
     ids = tokenizer.encode("h")
     assert (ids[0] == 7, ids[-1] == len(VOCABULARY) - 2) == (begin, False)
@@ -186,13 +192,6 @@ def test_ends_of_a_sequence(begin, end, tmp_path):
     again = Tokenizer.from_directory(tmp_path)
     assert again is not None
     assert again.encode("he llo<|turn|>") == tokenizer.encode("he llo<|turn|>")
-
-
-def test_a_text_begins_as_the_kind_of_vocabulary_says(tmp_path):
-    entries = without("") | {"bos_token_id": 7, "pre": "llama-bpe"}
-    tokenizer, _ = read(tmp_path, **entries)
-    assert tokenizer is not None
-    assert tokenizer.encode("h")[0] == 7
 
 
 def test_chat_templates(tmp_path):

@@ -35,7 +35,7 @@ def write_shards(directory, content, most):
     return len(shards)
 
 
-def test_what_maxtext_writes_of_gemma_3(tmp_path):
+def test_maxtext_export_of_gemma_3(tmp_path):
     """Names of transformers with the parts of a model that reads images, no generation config."""
     usual = load(copy("families/gemma3", tmp_path / "usual"))
     directory = copy("families/gemma3", tmp_path / "maxtext")
@@ -58,7 +58,7 @@ def test_what_maxtext_writes_of_gemma_3(tmp_path):
     chex.assert_trees_all_equal(parameters(model), parameters(usual))
 
 
-def test_what_tunix_writes_beside_the_index_of_its_base(tmp_path):
+def test_tunix_export_beside_an_old_index(tmp_path):
     usual = load(copy("families/qwen3", tmp_path / "usual"))
     directory = copy("families/qwen3", tmp_path / "tunix")
     content = tensors(directory)

@@ -1,4 +1,4 @@
-"""Tokenizers in every layout in which they are published, against what transformers reads there."""
+"""Tokenizers in every published layout, against what transformers reads from them."""
 
 import functools
 import json
@@ -14,12 +14,12 @@ from tests.checkpoint import tokenizer_layouts as layouts
 
 @functools.cache
 def recorded(version: int) -> dict[str, Any]:
-    """What a version of transformers made of the layouts (`tests/golden/make_layouts.py`)."""
+    """The results of a version of transformers (`tests/golden/make_layouts.py`)."""
     return json.loads((layouts.GOLDEN / f"layouts_{version}.json").read_text())
 
 
 def read(directory: pathlib.Path, texts: list[str], *, pieces: bool) -> dict[str, Any]:
-    """What this library makes of a directory, as it is recorded of transformers."""
+    """The results of this library, in the form of `recorded`."""
     tokenizer = Tokenizer.from_directory(directory)
     assert tokenizer is not None
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -42,7 +42,7 @@ def read(directory: pathlib.Path, texts: list[str], *, pieces: bool) -> dict[str
 def differences(
     layout: tuple[list[str], dict[str, Any]], directory: pathlib.Path, expected: list[Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What neither version of transformers reads there, and the warnings."""
+    """Results that differ from both versions of transformers, and the warnings."""
     copied, written = layout
     layouts.write(directory, copied, written)
     with warnings.catch_warnings(record=True) as said:

@@ -1,7 +1,6 @@
-"""Loading: what is read, and every kind of damage named."""
+"""Loading: formats, the hub, dtypes, meshes, and every kind of damage."""
 
 import json
-import os
 import pathlib
 import shutil
 import struct
@@ -40,7 +39,7 @@ def parameters(model) -> dict:
     return {path: param.get_value() for path, param in state}
 
 
-def test_every_problem_in_one_message(llama):
+def test_one_message_names_every_problem(llama):
     content = tensors(llama)
     del content["model.layers.1.mlp.up_proj.weight"], content["model.norm.weight"]
     content["model.layers.0.self_attn.extra.weight"] = np.zeros(3, np.float32)
@@ -58,56 +57,24 @@ def test_every_problem_in_one_message(llama):
     assert "mis-shaped: lm_head.weight is [60, 24], the config asks for [61, 24]" in message
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, 20_000, -4])
-def test_a_file_cut_short(llama, keep):
-    file = llama / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:keep])
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        load(llama)
-
-
-def test_a_header_that_claims_too_much(llama):
-    file = llama / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", 2**62) + file.read_bytes()[8:])
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        load(llama)
-
-
 @pytest.mark.parametrize(
-    "name",
-    ["/etc/passwd", "../other/model.safetensors", "a/../../model.safetensors", "..\\m", "m\0"],
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:100],
+        lambda data: data[:-4],
+        lambda data: struct.pack("<Q", 2**62) + data[8:],
+    ],
 )
-def test_a_shard_name_that_leaves_the_directory(sharded, name):
-    index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = name
-    (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="leaves the checkpoint directory"):
-        load(sharded)
+def test_damaged_safetensors_file_is_refused(llama, damage):
+    file = llama / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load(llama)
 
 
-@pytest.mark.parametrize("folder", ["llama", "qwen3"])
-def test_a_link_that_leaves_the_directory(tmp_path, folder):
-    directory = copy(
-        {"llama": "families/llama31", "qwen3": "families/qwen3"}[folder], tmp_path / folder
-    )
-    file = sorted(directory.glob("*.safetensors"))[0]
-    outside = tmp_path / "outside.safetensors"
-    file.rename(outside)
-    file.symlink_to(outside)
-    with pytest.raises(CheckpointError, match="link that leaves the checkpoint directory"):
-        load(directory)
-
-
-def test_links_of_a_hub_cache_are_followed(llama, tmp_path):
-    repository = tmp_path / "models--owner--name"
-    snapshot = repository / "snapshots" / "0123abcd"
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    for file in llama.iterdir():
-        file.rename(repository / "blobs" / file.name)
-        (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", file.name))
-    assert load(snapshot).config.num_layers == 2
+def index_of(name) -> str:
+    return json.dumps({"weight_map": {"model.norm.weight": name}})
 
 
 @pytest.mark.parametrize(
@@ -116,27 +83,31 @@ def test_links_of_a_hub_cache_are_followed(llama, tmp_path):
         ("[]", "not a JSON object"),
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": {"a": 3}}', "must be a text"),
-        ('{"weight_map": {"a": ""}}', "must be a text"),
-        ('{"weight_map": {"a": "absent.safetensors"}}', "lacks 1 of 1 files"),
+        (index_of(3), "must be a text"),
+        (index_of(""), "must be a text"),
+        (index_of("absent.safetensors"), "lacks 1 of 1 files"),
+        *(
+            (index_of(name), "leaves the checkpoint directory")
+            for name in ("/etc/passwd", "../model.safetensors", "a/../../model", "..\\m", "m\0")
+        ),
     ],
 )
-def test_a_damaged_index(sharded, content, message):
+def test_damaged_index_is_refused(sharded, content, message):
     (sharded / INDEX).write_text(content)
     with pytest.raises(CheckpointError, match=message):
         load(sharded)
 
 
-def test_a_tensor_in_two_shards(sharded):
+def test_tensor_in_two_shards_is_refused(sharded):
     first, second = sorted(sharded.glob("*.safetensors"))
     second.write_bytes(first.read_bytes())
     with pytest.raises(CheckpointError, match="is in both"):
         load(sharded)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_numbers_that_are_none(llama, value, dtype):
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_nan_and_infinity_are_refused(llama, value, dtype):
     content = {name: x.astype(dtype) for name, x in tensors(llama).items()}
     rewrite(llama, content)
     assert load(llama).dtype == dtype
@@ -146,7 +117,7 @@ def test_numbers_that_are_none(llama, value, dtype):
         load(llama)
 
 
-def test_numbers_too_large_for_the_dtype(llama):
+def test_overflow_of_the_dtype_is_refused(llama):
     content = tensors(llama)
     content["model.embed_tokens.weight"][0, 0] = 1e5
     rewrite(llama, content)
@@ -166,7 +137,7 @@ def test_numbers_too_large_for_the_dtype(llama):
         b"[1, 2]",
     ],
 )
-def test_a_garbage_config(llama, content):
+def test_garbage_config_is_refused(llama, content):
     (llama / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError) as refusal:
         load(llama)
@@ -174,13 +145,7 @@ def test_a_garbage_config(llama, content):
     assert len(str(refusal.value)) < 500
 
 
-def test_an_unknown_architecture(llama):
-    edit_config(llama, model_type="mixtral", architectures=["MixtralForCausalLM"])
-    with pytest.raises(ConfigError, match="MixtralForCausalLM"):
-        load(llama)
-
-
-def test_nothing_there(tmp_path):
+def test_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no directory"):
         load(tmp_path / "absent")
     (tmp_path / "file").write_text("")
@@ -191,7 +156,7 @@ def test_nothing_there(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["model", "training/model"])
-def test_the_folder_of_a_run_is_told_where_its_model_is(place, tmp_path):
+def test_folder_of_a_run_names_its_model(place, tmp_path):
     below = tmp_path / place
     below.mkdir(parents=True)
     (below / "dms_adapter.json").write_text("{}")
@@ -204,13 +169,19 @@ def test_the_folder_of_a_run_is_told_where_its_model_is(place, tmp_path):
         load(tmp_path)
 
 
-def test_weights_of_another_kind_are_named(llama):
+def test_unknown_architecture_is_refused(llama):
+    edit_config(llama, model_type="mixtral", architectures=["MixtralForCausalLM"])
+    with pytest.raises(ConfigError, match="MixtralForCausalLM"):
+        load(llama)
+
+
+def test_pickled_weights_are_refused(llama):
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
         load(llama)
 
 
-def test_a_quantized_tensor_is_refused(llama):
+def test_quantized_tensor_is_refused(llama):
     content = tensors(llama)
     name = "model.layers.0.mlp.gate_proj.weight"
     content[name] = content[name].astype(np.int8)
@@ -243,56 +214,36 @@ def test_from_the_hub(llama, monkeypatch):
     ("path", "kind"),
     [
         ("models/missing.gguf", "file"),
-        ("models/Missing.GGUF", "file"),
         ("models/model.safetensors", "file"),
         ("/models/missing", "directory or file"),
         ("./missing", "directory or file"),
-        ("../models/missing.gguf", "file"),
         ("~/missing", "directory or file"),
         (pathlib.Path("models/missing"), "directory or file"),
     ],
 )
-def test_what_is_plainly_a_path_is_not_asked_of_the_hub(path, kind, monkeypatch):
+def test_path_is_not_looked_up_on_the_hub(path, kind, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     absolute = pathlib.Path(path).expanduser().absolute()
     with pytest.raises(CheckpointError) as refused:
         load(path)
-    what, _, hint = str(refused.value).partition("; ")
-    assert what == f"there is no {kind} {absolute}"
-    # A repository may have the name of a file.
-    named = isinstance(path, str) and path[0].isalpha()
-    meant = f"if a repository on the hub has this name, give its revision: {path}@main"
-    assert hint == (meant if named else "")
+    assert str(refused.value) == f"there is no {kind} {absolute}"
 
 
-@pytest.mark.parametrize("name", ["owner/Model-7B.gguf", "owner/model.safetensors"])
-def test_a_repository_with_the_name_of_a_file_is_called_with_its_revision(
-    name, llama, monkeypatch, tmp_path
-):
-    asked = []
-
-    def download(name, *, revision, **options):
-        asked.append((name, revision))
-        return str(llama)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert load(f"{name}@main").config.num_layers == 2
-    assert asked == [(name, "main")]
-    # What is there is what is meant, whatever its name.
+def test_local_directory_takes_precedence_over_the_hub(llama, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(llama, name)
-    assert load(name).config.num_layers == 2
-    assert len(asked) == 1
+    shutil.copytree(llama, "owner/Model-7B.gguf")
+    assert load("owner/Model-7B.gguf").config.num_layers == 2
 
 
-def test_an_address_is_told_as_it_was_given():
+def test_message_quotes_an_address_as_given():
     """As a path it would have one slash."""
     with pytest.raises(CheckpointError, match=r"file https://huggingface\.co/owner/name, and"):
         load("https://huggingface.co/owner/name")
 
 
-def test_a_repository_of_gguf_files(tmp_path, monkeypatch):
-    """They are not among what is fetched: one repository has a model many times."""
+def test_gguf_repository_says_how_to_fetch_a_file(tmp_path, monkeypatch):
+    """GGUF files are not fetched: a repository holds a model many times."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path))
     with pytest.raises(CheckpointError, match=r"owner/name holds no config\.json.* FILE\.gguf"):
         load("owner/name@main")
@@ -323,20 +274,8 @@ def test_tied_embeddings_with_an_output_matrix(tmp_path):
 
 def test_adapter_tensors_without_a_policy(tmp_path):
     directory = copy("dms/adapter", tmp_path / "adapter")
-    edit_config(
-        directory,
-        **dict.fromkeys(
-            json.loads((directory / "config.json").read_text()).keys()
-            & {
-                "dms_window_size",
-                "dms_separate_alpha",
-                "dms_alpha_scale",
-                "dms_initial_alpha_offset",
-                "dms_alpha_per",
-                "dms_tau",
-            }
-        ),
-    )
+    fields = json.loads((directory / "config.json").read_text())
+    edit_config(directory, **{name: None for name in fields if name.startswith("dms_")})
     with pytest.raises(CheckpointError, match="are a DMS adapter: set dms_window_size"):
         load(directory)
     edit_config(directory, cache_policy={"name": "TOVA", "budget": 8})
@@ -345,7 +284,7 @@ def test_adapter_tensors_without_a_policy(tmp_path):
     assert model.transformer.has_adapter
 
 
-def test_an_adapter_that_is_not_there(tmp_path):
+def test_missing_adapter_tensors_are_named(tmp_path):
     directory = copy("dms/query_neuron", tmp_path / "neuron")
     edit_config(directory, dms_separate_alpha=True)
     with pytest.raises(CheckpointError) as refusal:
@@ -365,7 +304,7 @@ def test_end_tokens(llama):
         load(llama)
 
 
-def test_what_a_plain_checkpoint_gives(llama):
+def test_plain_checkpoint(llama):
     model = load(str(llama))
     assert model.policy == Vanilla()
     assert model.tokenizer is None
@@ -373,7 +312,7 @@ def test_what_a_plain_checkpoint_gives(llama):
 
 
 @pytest.mark.parametrize("source", ["families/qwen3", "families/llama_biases", "dms/adapter"])
-def test_straight_to_the_shards_of_a_mesh(source, tmp_path):
+def test_load_onto_a_mesh(source, tmp_path):
     directory = copy(source, tmp_path / "checkpoint")
     mesh = sharding.make_mesh(4, 2)
     whole, spread = load(directory), load(directory, mesh=mesh)
@@ -389,7 +328,7 @@ def test_straight_to_the_shards_of_a_mesh(source, tmp_path):
     assert {shard.data.shape[2] for shard in qkv.addressable_shards} == {expected}
 
 
-def test_nothing_is_read_twice(sharded, monkeypatch):
+def test_no_tensor_is_read_twice(sharded, monkeypatch):
     read, taken = Weights.read, {}
 
     def record(self, name, index=(), dtype=None):

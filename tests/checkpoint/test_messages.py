@@ -1,4 +1,4 @@
-"""Messages are read in one way, and what no template can write is refused."""
+"""Normalising chat messages, and rendering tool calls."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_parts_are_joined():
     assert render_chat(PLAIN, messages=[{"role": "user", "content": parts}]) == "<s>user: Now?</s>"
 
 
-def test_fields_that_are_null_are_not_there():
+def test_null_fields_are_removed():
     """A template that asks `'tool_calls' in message` would go through them."""
     (read,) = read_messages([{"role": "user", "content": "x", "tool_calls": None, "name": None}])
     assert read == {"role": "user", "content": "x"}
@@ -45,17 +45,14 @@ def test_fields_that_are_null_are_not_there():
         ({}, r"turn 1 \(assistant\) has no content"),
         ({"content": None, "tool_calls": []}, "has no content"),
         ({"content": 5}, "content must be a text, or parts of type text, got 5"),
-        ({"content": True}, "got True"),
         ({"content": {"type": "text", "text": "x"}}, "content must be a text"),
         ({"content": ["x"]}, "got 'x'"),
         ({"content": [{"text": "x"}]}, "content must be a text"),
         ({"content": []}, r"got \[\]"),
         ({"content": [{"type": "image_url", "image_url": {}}]}, "got {'type': 'image_url'"),
         ({"content": [{"type": "text", "text": None}]}, "content must be a text"),
-        ({"content": [None]}, "got None"),
         ({"content": "x", "function_call": {"name": "f"}}, "write it as tool_calls"),
         ({"content": None, "tool_calls": {"name": "f"}}, "tool_calls must be a list"),
-        ({"content": None, "tool_calls": ["f"]}, "a tool call is"),
         ({"content": None, "tool_calls": [{"function": {"arguments": "{}"}}]}, "a tool call is"),
     ],
 )
@@ -65,14 +62,14 @@ def test_other_content_is_refused(fields, message):
 
 
 @pytest.mark.parametrize("turns", ["text", {"role": "user"}, [3], [{"content": "x"}], None])
-def test_what_is_no_conversation_is_refused(turns):
+def test_malformed_conversation_is_refused(turns):
     with pytest.raises(DataError, match=r"a chat message is a dict|a list of messages"):
         read_messages(turns)
 
 
 @pytest.mark.parametrize("content", [None, "", "I look."])
 @pytest.mark.parametrize("arguments", [{"city": "Bonn"}, '{"city": "Bonn"}'])
-def test_tool_calls_are_written_as_the_template_does(content, arguments):
+def test_tool_calls(content, arguments):
     """Arguments are data to templates, and OpenAI's clients send them as a JSON text."""
     calls = [{"function": {"name": "weather", "arguments": arguments}}]
     text = render_chat(CALLING, messages=assistant(content=content, tool_calls=calls))
@@ -82,36 +79,34 @@ def test_tool_calls_are_written_as_the_template_does(content, arguments):
     )
 
 
-def test_a_template_that_joins_texts_gets_arguments_as_a_text():
+def test_template_that_needs_arguments_as_text():
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c."
     template += "function.arguments }}{% endfor %}{% endfor %}"
     text = render_chat(template, messages=assistant(content=None, tool_calls=[CALL]))
     assert text == 'weather{"city": "Bonn"}'
 
 
-def test_null_is_never_the_word_none():
+def test_null_content_is_not_written_as_none():
     template = CALLING.replace("{% if m.content %}{{ m.content }}{% endif %}", "{{ m.content }}")
     text = render_chat(template, messages=assistant(content=None, tool_calls=[CALL]))
     assert "None" not in text
     assert "<s>assistant: <call>weather" in text
 
 
-def test_a_template_that_asks_whether_content_is_null_is_told():
-    template = (
-        "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}"
-    )
-    template += "{% endif %}{% endfor %}"
+def test_template_can_ask_for_null_content():
+    template = "{% for m in messages if m.content is none %}{{ m.tool_calls[0].function.name }}"
+    template += "{% endfor %}"
     text = render_chat(template, messages=assistant(content=None, tool_calls=[CALL]))
     assert text == "weather"
 
 
 @pytest.mark.parametrize("content", [None, "I look."])
-def test_a_template_without_tool_calls_is_named(content):
+def test_template_without_tool_calls_is_refused(content):
     with pytest.raises(DataError, match=r"leaves out the tool calls of turn 1 \(weather\)"):
         render_chat(PLAIN, messages=assistant(content=content, tool_calls=[CALL]))
 
 
-def test_messages_as_a_json_text():
+def test_messages_as_json_text():
     turns = assistant(content="Yes.")
     assert messages_in(json.dumps(turns)) == turns
     for text in ("Once upon", "[1, 2]", "[]", "[", '[{"content": "x"}]', '{"role": "user"}'):

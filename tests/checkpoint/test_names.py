@@ -1,4 +1,4 @@
-"""The layout of a parameter in a Hugging Face tensor: there and back, and slice by slice."""
+"""The layout of a parameter in a Hugging Face tensor: round trips and slices."""
 
 import math
 
@@ -28,7 +28,7 @@ def layouts(draw):
 
 
 @given(layouts())
-def test_there_and_back(case):
+def test_round_trip(case):
     groups, shape, _ = case
     layout = Layout("x", groups)
     parameter = np.arange(math.prod(shape)).reshape(shape)
@@ -39,7 +39,7 @@ def test_there_and_back(case):
 
 
 @given(layouts())
-def test_a_slice_read_from_the_file_is_the_slice(case):
+def test_slices(case):
     groups, shape, index = case
     layout = Layout("x", groups)
     parameter = np.arange(math.prod(shape)).reshape(shape)
@@ -65,7 +65,7 @@ def test_heads_are_cut_in_the_file():
         ((0, slice(-1, None)), slice(3, 6), slice(2, 3), slice(0, 1)),
     ],
 )
-def test_what_of_a_piece_lies_in_a_part_of_a_parameter(part, index, there, own):
+def test_overlap_of_a_piece_and_a_part(part, index, there, own):
     """Experts are pieces of one parameter, along an axis that a mesh may split."""
     piece, shape = Piece(Layout("x", ((0,), (1,))), (part,)), (6, 5)
     found = piece.within((index, slice(2, 4)), shape)

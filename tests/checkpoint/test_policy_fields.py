@@ -1,4 +1,4 @@
-"""A policy in config.json: NVIDIA's fields, our key, and what is wrong with a declaration."""
+"""Policies in config.json: NVIDIA's fields, our key, malformed declarations."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_fields_that_are_absent_have_nvidias_defaults():
         ({"dms_separate_alpha": True}, False, "adapter"),
     ],
 )
-def test_where_the_decisions_come_from(fields, has_adapter, source):
+def test_source_of_decisions(fields, has_adapter, source):
     policy = policy_from_hf({"dms_window_size": 16} | fields, has_adapter=has_adapter)
     assert policy == DMS(window=16, source=source)
 
@@ -52,7 +52,7 @@ def test_nothing_declared():
     ],
 )
 @pytest.mark.parametrize("has_adapter", [False, True])
-def test_there_and_back(policy, has_adapter):
+def test_round_trip(policy, has_adapter):
     assert (
         policy_from_hf(policy_to_hf(policy, has_adapter=has_adapter), has_adapter=has_adapter)
         == policy
@@ -80,7 +80,7 @@ def test_vanilla_is_declared_beside_an_adapter():
         ({"cache_policy": {"name": "TOVA", "budget": 8}, "dms_window_size": 8}, "two policies"),
     ],
 )
-def test_a_malformed_declaration(fields, message):
+def test_malformed_declaration_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         policy_from_hf(fields, has_adapter=False)
 

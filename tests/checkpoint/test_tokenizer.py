@@ -65,7 +65,7 @@ def test_bytes_of_tokens_are_the_text(kind):
     assert b"".join(parts).removeprefix(b" ").decode() == text
 
 
-def test_bytes_of_special_tokens_and_of_none():
+def test_bytes_of_special_and_unknown_tokens():
     tokenizer = Tokenizer.from_directory(GOLDEN / "mistral")
     assert tokenizer.bytes_of(tokenizer.bos_token_id) == b"<s>"
     assert tokenizer.bytes_of(tokenizer.vocab_size) == b""
@@ -82,7 +82,7 @@ def test_saved_as_tokenizer_json(kind, tmp_path):
         assert again.encode(text) == tokenizer.encode(text)
 
 
-def test_the_shipped_tokenizer_is_the_converted_one():
+def test_shipped_tokenizer():
     shipped = Tokenizer.from_directory(assets.path("stories260k"))
     assert (shipped.bos_token_id, shipped.eos_token_id, shipped.vocab_size) == (1, 2, 512)
     ids = shipped.encode("Once upon a time, Lily")
@@ -106,19 +106,6 @@ def test_ends_of_a_sequence(stories, fields, text_ids):
     assert Tokenizer.from_directory(stories).encode("") == text_ids
 
 
-def test_added_tokens_get_their_ids(stories):
-    size = Tokenizer.from_directory(stories).vocab_size
-    token = {"content": "<|im_end|>", "special": True}
-    write_config(stories, added_tokens_decoder={str(size): token}, eos_token="<|im_end|>")
-    tokenizer = Tokenizer.from_directory(stories)
-    assert tokenizer.eos_token_id == size
-    assert tokenizer.encode("Lily<|im_end|>")[-1] == size
-    assert tokenizer.decode(tokenizer.encode("Lily<|im_end|>")) == "Lily"
-    write_config(stories, added_tokens_decoder={str(size + 7): token})
-    with pytest.raises(CheckpointError, match=f"should have id {size + 7}"):
-        Tokenizer.from_directory(stories)
-
-
 def test_truncation_and_padding_of_training_are_dropped(stories, tmp_path):
     tokenizer = Tokenizer.from_directory(stories)
     tokenizer.backend.enable_truncation(3)
@@ -139,6 +126,7 @@ def test_no_tokenizer_at_all(tmp_path):
         ("tokenizer.json", b"{", "tokenizer.json cannot be read"),
         ("tokenizer.model", b"not a model at all", "not a sentencepiece model"),
         ("tokenizer.model", b"", "not a sentencepiece model"),
+        ("tokenizer.model", None, "not a sentencepiece model"),  # cut short
         ("tokenizer_config.json", b"[1]", "not a JSON object"),
         ("tokenizer_config.json", b"\xff\xfe", "cannot be read as JSON"),
         ("tokenizer_config.json", b'{"eos_token": 3}', "eos_token must be a text"),
@@ -146,20 +134,14 @@ def test_no_tokenizer_at_all(tmp_path):
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template"),
     ],
 )
-def test_damage_is_named(stories, name, content, message):
-    (stories / name).write_bytes(content)
+def test_damaged_file_is_named(stories, name, content, message):
+    file = stories / name
+    file.write_bytes(file.read_bytes()[:-40] if content is None else content)
     with pytest.raises(CheckpointError, match=message):
         Tokenizer.from_directory(stories)
 
 
-def test_a_model_cut_short_is_refused(stories):
-    file = stories / "tokenizer.model"
-    file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match="not a sentencepiece model"):
-        Tokenizer.from_directory(stories)
-
-
-def test_an_unknown_way_of_cutting_words_is_refused(tmp_path):
+def test_vocabulary_of_unknown_class_is_refused(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(GOLDEN / "gpt2" / name, tmp_path)
     with pytest.raises(CheckpointError, match="are not served"):
@@ -200,7 +182,7 @@ def test_named_templates(stories):
     assert tokenizer.apply_chat_template([], tools=[{}]) == "tools"
 
 
-def test_the_template_of_a_processor(stories):
+def test_template_of_a_processor(stories):
     (stories / "chat_template.json").write_text('{"chat_template": "pictures"}')
     assert Tokenizer.from_directory(stories).chat_template == "pictures"
     write_config(stories, chat_template="text")
@@ -211,31 +193,12 @@ def test_the_template_of_a_processor(stories):
         Tokenizer.from_directory(stories)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{% for i in range(10**9) %}x{% endfor %}",
-        "{% if %}",
-        "{{ undefined_function() }}",
-    ],
-)
-def test_a_template_cannot_reach_out_or_change_what_it_is_given(stories, source):
-    write_config(stories, chat_template=source)
-    tokenizer = Tokenizer.from_directory(stories)
-    messages = [{"role": "user", "content": "x"}]
-    with pytest.raises(DataError, match="chat template"):
-        tokenizer.apply_chat_template(messages)
-    assert len(messages) == 1
-
-
 def test_no_chat_template(stories):
     with pytest.raises(DataError, match="no chat template"):
         Tokenizer.from_directory(stories).apply_chat_template([])
 
 
-def test_special_tokens_that_are_to_be_read_are_shown():
+def test_shown_special_tokens_are_decoded():
     tokenizer = Tokenizer.from_directory(GOLDEN / "qwen2")
     texts = ["<|call|>", "<|end|>"]
     tokenizer.backend.add_special_tokens(texts)

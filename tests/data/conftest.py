@@ -1,4 +1,4 @@
-"""What tests of long texts share."""
+"""Fixtures of tests of long texts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of a record is no text is read as it is meant, or refused with its file and line."""
+"""Content that is not a text: read as it is meant, or refused with its file and line."""
 
 import json
 
@@ -30,18 +30,15 @@ def test_messages_may_be_a_json_text(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": "Hi"}, "'messages' must be a list of messages"),
         ({"messages": "[1, 2]"}, "'messages' must be a list of messages"),
-        ({"messages": assistant(content=None)}, r"turn 1 \(assistant\) has no content"),
         ({"messages": assistant(content=5)}, "must be a text, or parts of type text, got 5"),
         ({"messages": json.dumps(assistant(content=None))}, "has no content"),
         ({"prompt": assistant(content=None), "response": "x"}, "has no content"),
-        ({"prompt": "x", "response": None}, "'response': content must be a text"),
         ({"prompt": "x", "response": 5}, "'response': content must be a text"),
         ({"prompt": None, "response": "x"}, "'prompt' must be a text or a list of messages"),
     ],
 )
-def test_content_that_is_no_text_names_its_line(tmp_path, record, message):
+def test_content_that_is_not_text_is_refused_with_its_line(tmp_path, record, message):
     with pytest.raises(DataError, match=rf"data.jsonl, line 2: .*{message}"):
         read(tmp_path, {"messages": assistant(content="Yes.")}, record)[1]
 
@@ -68,7 +65,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("content", [None, "I look."])
-def test_tool_calls_are_what_an_answer_teaches(tokenizer, content):
+def test_tool_calls_belong_to_the_answer(tokenizer, content):
     ids, answer = encode_answers(assistant(content=content, tool_calls=[CALL]), tokenizer)
     text = tokenizer.decode(np.asarray(ids)[answer].tolist(), skip_special_tokens=False)
     assert text.strip() == f'{content or ""}<call>weather {{"city": "Bonn"}}</call></s>'

@@ -1,4 +1,4 @@
-"""Packing against examples by hand, with documents of any length."""
+"""Packing against worked examples, with documents of any length."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
 BATCH, LENGTH = 2, 32
 
 
-def test_concatenate_cuts_the_stream():
+def test_concatenate():
     drawn = draw(DOCUMENTS)
     assert tokens_of(drawn) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert all(batch["loss_mask"].all() for batch in drawn)
@@ -26,12 +26,12 @@ def test_concatenate_cuts_the_stream():
     chex.assert_type(drawn[0]["tokens"], np.int32)
 
 
-def test_concatenate_whole_starts_every_sequence_with_a_document():
+def test_concatenate_whole():
     drawn = draw(DOCUMENTS, packing="concatenate_whole")
     assert tokens_of(drawn) == [[1, 2, 3, 4], [7, 8, 9, 10]]
 
 
-def test_first_fit_keeps_documents_apart():
+def test_first_fit():
     drawn = draw(DOCUMENTS, packing="first_fit")
     rows = {}
     for batch in drawn:
@@ -46,13 +46,13 @@ def test_first_fit_keeps_documents_apart():
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", *further("first_fit")])
-def test_documents_without_a_token_never_end_in_waiting(packing):
+def test_empty_documents_do_not_hang(packing):
     options = dict(packing=packing, seed=3)
     for empty in ([[], []], np.zeros((3, 0), np.int32)):
         with pytest.raises(DataError, match="hold no token"):
             draw(empty, 1, repeat=True, **options)
         assert draw(empty, 1, repeat=False, **options) == []
-    # The only document with tokens is found, wherever the shuffles of two epochs put it.
+    # The only non-empty document is found, wherever two epochs shuffle it.
     for seed in range(2):
         lone = [*[[]] * 9, [1, 2, 3, 4]]
         drawn = draw(lone, 4, repeat=True, packing=packing, seed=seed)
@@ -63,8 +63,8 @@ def test_documents_without_a_token_never_end_in_waiting(packing):
         batches((document for document in DOCUMENTS), batch_size=1, length=4)
 
 
-def test_a_state_within_a_document_that_is_shorter_now_is_refused():
-    """No sequence would ever be full, and memory would be, of empty parts."""
+def test_state_in_a_document_that_became_shorter_is_refused():
+    """Otherwise the packer would collect empty parts until memory is full."""
     options = dict(batch_size=1, length=4, seed=None)
     iterator = batches([[1, 2, 3, 4, 5, 6, 7, 8, 9], [10]], **options)
     next(iterator)
@@ -75,7 +75,7 @@ def test_a_state_within_a_document_that_is_shorter_now_is_refused():
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
-def test_every_packing_carries_the_mask(packing):
+def test_every_packing_keeps_the_mask(packing):
     """Answers are the numbers from 50 on."""
     random = np.random.default_rng(0)
     documents = [
@@ -95,7 +95,7 @@ def test_every_packing_carries_the_mask(packing):
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
-def test_long_documents_are_packed_as_others_are_and_resumed(packing, monkeypatch):
+def test_long_documents_are_packed_in_chunks_and_resumed(packing, monkeypatch):
     monkeypatch.setattr(tokenization, "CHUNK", 200)
     own = Tokenizer.from_directory(assets.path("stories260k"))
     documents = assets.stories("valid")[:5]

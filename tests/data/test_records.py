@@ -1,4 +1,4 @@
-"""Records to documents: forms, OpenR1 rows, templates, and what is left out."""
+"""Records to documents: forms, OpenR1 rows, templates, tables, records that are left out."""
 
 import bz2
 import gzip
@@ -57,7 +57,7 @@ def test_open_r1_rows_give_the_last_correct_generation(tmp_path):
         Exchange("3 + 3?", "\\boxed{6}"),
     ]
     assert source.where(1) == f"{path}, line 3"
-    assert JsonLines(path, "solution")[1] == "4"
+    assert JsonLines(path, Fields("solution"))[1] == "4"
     plain = [{"problem": "1 + 1?", "solution": "2"}]
     assert JsonLines(write_lines(tmp_path / "b.jsonl", plain))[0] == Exchange("1 + 1?", "2")
 
@@ -116,7 +116,7 @@ def test_tables_hold_what_lines_hold(tmp_path):
     assert not list(tmp_path.glob("*.arrow"))
 
 
-def test_every_source_leaves_malformed_records_out_up_to_a_share(tmp_path):
+def test_every_source_leaves_out_malformed_records_up_to_a_share(tmp_path):
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}]
     lines = tmp_path / "a.jsonl.gz"
     lines.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
@@ -132,7 +132,7 @@ def test_every_source_leaves_malformed_records_out_up_to_a_share(tmp_path):
         assert len(as_source(path)) == 2
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path):
+def test_byte_order_mark_is_skipped(tmp_path):
     """UTF-8 as Excel, PowerShell and some editors write it."""
     lines, text = tmp_path / "a.jsonl", tmp_path / "a.txt"
     lines.write_text('{"text": "one"}\r\n{"text": "two \ufeff"}\r\n', encoding="utf-8-sig")
@@ -145,7 +145,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path):
         as_source(text)
 
 
-def test_packed_files_are_unpacked(tmp_path):
+def test_gzip_files_are_read(tmp_path):
     lines = tmp_path / "a.jsonl.gz"
     lines.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
     source = as_source(str(lines))
@@ -173,17 +173,9 @@ def test_packed_files_are_unpacked(tmp_path):
         ("a.json", b"ARROW1\x00\x00 rows", "an Arrow file"),
         ("a.txt", b"PK\x03\x04 files", "a zip archive"),
     ],
-    ids=[
-        "xz",
-        "bzip2",
-        "zstd",
-        "gzip",
-        "Parquet packed by gzip",
-        "Arrow",
-        "zip",
-    ],  # gzip has a date
+    ids=lambda value: value if isinstance(value, str) else "",  # gzip has a date
 )
-def test_what_is_no_text_is_told_by_its_content(tmp_path, name, content, kind):
+def test_file_that_is_not_text_is_refused(tmp_path, name, content, kind):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"{re.escape(name)} holds {kind}, and no text"):
@@ -193,7 +185,7 @@ def test_what_is_no_text_is_told_by_its_content(tmp_path, name, content, kind):
         assert everything(as_source(tmp_path / "b.txt")) == [text]
 
 
-def test_what_is_no_table_is_told(tmp_path):
+def test_malformed_table_is_refused(tmp_path):
     folder = tmp_path / "none"
     folder.mkdir()
     with pytest.raises(DataError, match="folder without a dataset"):
@@ -208,7 +200,7 @@ def test_what_is_no_table_is_told(tmp_path):
         as_source([tmp_path / "bad.parquet", tmp_path / "a.jsonl"])
 
 
-def test_wrong_fields_are_told_at_once_from_line_1_with_what_is_accepted(tmp_path):
+def test_missing_fields_are_reported_at_once(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"body": "x"}] * 3)
     message = r"line 1: there is no field 'text'; fields: body. Accepted are text, messages, .*Open"
     with pytest.raises(DataError, match=message):
@@ -218,7 +210,7 @@ def test_wrong_fields_are_told_at_once_from_line_1_with_what_is_accepted(tmp_pat
 
 
 class Template:
-    """A tokenizer whose template joins what it is given."""
+    """A tokenizer whose template joins the contents."""
 
     bos_token_id = eos_token_id = chat_template = None
 
@@ -237,7 +229,7 @@ class Template:
         {"messages": [{"role": "user", "content": "\ud83d"}]},
     ],
 )
-def test_half_a_surrogate_pair_is_named_with_its_line(tmp_path, row):
+def test_half_a_surrogate_pair_is_refused(tmp_path, row):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "fine"}, row])
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: .*half of a surrogate pair"):
         everything(as_source(path))

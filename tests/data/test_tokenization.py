@@ -1,4 +1,4 @@
-"""Documents to token ids: answers, long texts in chunks, and what cannot be encoded."""
+"""Documents to token ids: answers, long texts in chunks, documents that cannot be encoded."""
 
 import itertools
 import json
@@ -8,8 +8,8 @@ import chex
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
-import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import (
@@ -67,7 +67,7 @@ class Chat(Plain):
 
 
 class Forgetful(Chat):
-    """Drops what it said before, as templates of reasoning models do."""
+    """Drops earlier answers, as templates of reasoning models do."""
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
         last = len(messages) - 1
@@ -83,7 +83,7 @@ def turns(*contents):
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def test_texts_begin_with_the_begin_token():
+def test_text_begins_with_the_begin_token():
     tokenizer = Tokenizer.from_directory(assets.path("stories260k"))
     story = assets.stories("valid")[0]
     ids = encode_document(story, tokenizer)
@@ -95,7 +95,7 @@ def test_texts_begin_with_the_begin_token():
     chex.assert_trees_all_equal(batch["tokens"], np.array([[*ids, *ids]]))
 
 
-def test_texts_end_with_the_end_token_where_none_begins_them():
+def test_text_ends_with_the_end_token_without_a_begin_token():
     chex.assert_trees_all_equal(encode_document("12", Plain()), np.array([1, 2, 9]))
 
 
@@ -111,7 +111,7 @@ def test_texts_end_with_the_end_token_where_none_begins_them():
         (turns("1", "2", "3"), Chat(), "719829739", "000011000"),
     ],
 )
-def test_answers_are_told_apart(document, tokenizer, tokens, answers):
+def test_encode_answers(document, tokenizer, tokens, answers):
     found, counts = encode_answers(document, tokenizer)
     assert "".join(map(str, found)) == tokens
     assert "".join(map(str, counts.astype(int))) == answers
@@ -135,13 +135,13 @@ def test_answers_are_told_apart(document, tokenizer, tokens, answers):
         (Exchange([0.5], [1]), None, "expected a text"),
     ],
 )
-def test_what_has_no_answers_is_told(document, tokenizer, message):
+def test_document_without_answers_is_refused(document, tokenizer, message):
     with pytest.raises(DataError, match=message):
         encode_answers(document, tokenizer)
 
 
 @pytest.mark.nightly
-def test_the_loss_is_of_answers_alone():
+def test_loss_counts_only_answers():
     """A prompt that cannot be foreseen costs nothing, and an answer always does."""
     random = np.random.default_rng(1)
     documents = [Exchange(random.integers(0, 15, 6).tolist(), [20] * 6) for _ in range(32)]
@@ -198,7 +198,7 @@ def test_chunks_are_the_whole(short_chunks, name, breaks):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2"])
-def test_long_turns_and_responses_are_tokenized_in_chunks_too(short_chunks, name, encoded_sizes):
+def test_long_turns_and_responses_are_tokenized_in_chunks(short_chunks, name, encoded_sizes):
     """A reasoning trace of megabytes is an answer, and took as long as a text of them."""
     own, end = named(name), {"gpt2": "<|endoftext|>", "mistral": "</s>", "qwen2": "<|im_end|>"}
     own.chat_template = (
@@ -215,14 +215,14 @@ def test_long_turns_and_responses_are_tokenized_in_chunks_too(short_chunks, name
     assert own.decode(answers[counts]) == own.decode(own.encode(f"Yes.\n{long}{end[name]}", False))
 
 
-def test_a_text_without_a_place_to_cut_stays_whole(short_chunks):
+def test_text_without_a_place_to_cut_stays_whole(short_chunks):
     own = named("stories260k")
     tokens, ends = in_chunks("x" * 1000, own)
     assert tokens == own.encode("x" * 1000, add_special_tokens=False)
     assert len(ends) == 2
 
 
-def test_a_document_of_megabytes_is_neither_tokenized_at_once_nor_in_the_state(
+def test_long_document_is_tokenized_on_demand_and_not_in_the_state(
     tmp_path, encoded_sizes, monkeypatch
 ):
     """Ten megabytes took minutes, gigabytes of memory and a state of 17 MB."""
@@ -241,44 +241,28 @@ def test_a_document_of_megabytes_is_neither_tokenized_at_once_nor_in_the_state(
 
 
 @pytest.mark.parametrize("name", ["stories260k", "gpt2", "qwen2", "mistral"])
-def test_a_run_of_letters_is_cut_where_its_tokens_stay_the_same(name, monkeypatch):
-    monkeypatch.setattr(tokenization, "CHUNK", 100)
-    own = Tokenizer.from_directory(
-        assets.path("stories260k") if name == "stories260k" else f"tests/golden/tokenizers/{name}"
-    )
-    assert own is not None
-    text = "Tom said: " + "".join(map("{:x}".format, range(2000)))
-    tokens, ends = [], [0]
-    while ends[-1] < len(text):
-        part, end = encode_chunk(text, ends[-1], own)
-        tokens += part
-        ends.append(end)
-    assert max(b - a for a, b in itertools.pairwise(ends)) <= 9 * 100
+def test_run_of_letters_is_cut_where_its_tokens_stay_the_same(short_chunks, name):
+    own = named(name)
+    text = "Tom said: " + "".join(map("{:x}".format, range(4000)))
+    tokens, ends = in_chunks(text, own)
+    assert max(np.diff(ends)) <= 9 * 200
     assert tokens == own.encode(text, add_special_tokens=False)
 
 
-def test_a_run_that_no_place_is_right_for_is_cut_all_the_same(monkeypatch):
-    """Tokens of seven letters, and 48 letters on either side: no cut leaves them as they are."""
-    import tokenizers
-
-    monkeypatch.setattr(tokenization, "CHUNK", 100)
+def test_run_without_a_matching_cut_is_cut_anyway(short_chunks):
+    """Tokens of seven letters, and 48 letters on either side: every cut changes them."""
     vocabulary = {"a" * length: length for length in (1, 2, 3, 7)} | {"<unk>": 0, "\n": 4}
     model = tokenizers.models.WordPiece(
         vocabulary, unk_token="<unk>", max_input_chars_per_word=10**6
     )
-    own = Tokenizer(tokenizers.Tokenizer(model))
-    text, end, tokens = "a" * 5000, 0, 0
-    while end < len(text):
-        start = end
-        part, end = encode_chunk(text, start, own)
-        tokens += len(part)
-        assert 0 < end - start <= 900
-    assert tokens < 5000
+    tokens, ends = in_chunks("a" * 10_000, Tokenizer(tokenizers.Tokenizer(model)))
+    assert max(np.diff(ends)) <= 9 * 200
+    assert len(tokens) < 10_000
 
 
-def test_a_letter_a_million_times_is_tokenized_in_chunks(encoded_sizes):
+def test_run_of_one_letter_is_tokenized_in_chunks(encoded_sizes):
     """A megabyte of one letter was tokenized whole, for every stream, in minutes."""
-    own = Tokenizer.from_directory(assets.path("stories260k"))
+    own = named("stories260k")
     first = TokenizedDocuments(Documents(["a" * 4_000_000]), own, None)[0]
     assert 0 < first["next"] <= 8 * tokenization.CHUNK
     assert max(encoded_sizes) <= 8 * tokenization.CHUNK
@@ -287,8 +271,7 @@ def test_a_letter_a_million_times_is_tokenized_in_chunks(encoded_sizes):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    backend = dms_jax.load(dms_jax.assets.path("stories260k")).tokenizer.backend
-    return Tokenizer(backend, chat_template=TEMPLATE)
+    return Tokenizer(named("stories260k").backend, chat_template=TEMPLATE)
 
 
 def chat(*roles):
@@ -299,7 +282,7 @@ def everything(source):
     return [source[index] for index in range(len(source))]
 
 
-def test_what_the_template_refuses_is_counted_with_what_is_malformed(tmp_path, tokenizer):
+def test_conversations_that_the_template_refuses_count_as_malformed(tmp_path, tokenizer):
     good, bad = chat("user", "assistant"), chat("assistant", "user")
     lines = [json.dumps({"messages": each}) for each in (good, bad, good, bad)]
     path = tmp_path / "a.jsonl"
@@ -321,7 +304,7 @@ def test_what_the_template_refuses_is_counted_with_what_is_malformed(tmp_path, t
     assert source.refused == 1
 
 
-def test_without_a_share_nothing_is_read_beforehand(tokenizer):
+def test_nothing_is_read_in_advance_without_a_share(tokenizer):
     source = Documents([chat("assistant")])
     assert keep_encodable(source, tokenizer, 512) is source
     with pytest.raises(DataError, match=r"document 0: .*roles must alternate"):
@@ -348,7 +331,7 @@ def test_tokens_outside_the_vocabulary_are_left_out(tokenizer):
     assert everything(left) == texts[:1]
 
 
-def test_texts_are_tokenized_only_where_that_could_say_something(tokenizer, monkeypatch):
+def test_check_does_not_tokenize_if_the_vocabularies_are_equal(tokenizer, monkeypatch):
     def refused(*_, **__):
         raise AssertionError("a text was tokenized")
 
@@ -358,7 +341,7 @@ def test_texts_are_tokenized_only_where_that_could_say_something(tokenizer, monk
     assert keep_encodable(source, tokenizer, tokenizer.vocab_size) is source
 
 
-def test_of_answers_those_without_one_are_left_out_too(tokenizer):
+def test_documents_without_answers_are_left_out(tokenizer):
     rows = [chat("user", "assistant"), chat("user"), "no answer at all"]
     with pytest.warns(UserWarning, match=r"2 of 3 .*document 1: .*no turn of the assistant"):
         left = keep_encodable(AnswersOnly(Documents(rows, malformed=0.7)), tokenizer, 512)
@@ -376,8 +359,8 @@ def spoilt(rows):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be encoded")
-def test_every_process_leaves_out_the_same():
-    """The rows of two processes are those of one, and those of the documents that are left."""
+def test_processes_leave_out_the_same_documents():
+    """Two processes draw the rows of one process, and of the remaining documents alone."""
 
     def drawn(rows, data):
         source = keep_encodable(data, None, VOCABULARY)
@@ -402,7 +385,7 @@ def test_every_process_leaves_out_the_same():
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*cannot be encoded")
-def test_a_run_goes_on_in_the_same_order(tmp_path):
+def test_resumed_run_keeps_the_order(tmp_path):
     model = language_model()
     options = dict(recipe=recipe(Stage("train", 4, 1e-2), loss="language_modeling"), progress=False)
     bad = Documents(spoilt(documents()), malformed=0.5)

@@ -1,4 +1,4 @@
-"""What only looks different, and where an answer ends and a remark begins."""
+"""Normalising written answers, and finding where an answer ends and a remark begins."""
 
 import time
 
@@ -51,7 +51,7 @@ def test_stated(text, answer):
     assert stated(text) == answer
 
 
-def test_what_is_open():
+def test_is_open():
     several = ["28 or 29", "28-29", "28 to 29", "not 29", "between 28 and 29", "at least 29"]
     assert all(map(is_open, several))
     assert not any(map(is_open, ["29", "29 (or 30 with tips)", "29 minutes, or 0.48 hours"]))

@@ -47,7 +47,6 @@ _KINDS = {
     "imatrix": "an importance matrix, not a model",
     "vocab": "a vocabulary without a model",
 }
-_VISION = ("clip", "mllama", "qwen2vl", "qwen3vl", "qwen3vlmoe", "mmproj")
 
 # Entries that are read below, or that do not affect what is computed.
 _KNOWN = {
@@ -189,7 +188,7 @@ def _config(
 
 
 def _windows(metadata: "_Metadata", num_layers: int, window: int, *, every: int) -> dict[str, Any]:
-    """Returns the layers' kinds of attention; without a word each `every`-th has no window."""
+    """Returns window and layer types; by default each `every`-th layer has full attention."""
     every = metadata.get("attention.sliding_window_pattern", CountOnDevice, every)
     if not window or every == 1:
         raise ConfigError(
@@ -203,8 +202,8 @@ def _windows(metadata: "_Metadata", num_layers: int, window: int, *, every: int)
 def _gemma3(
     metadata: "_Metadata", num_layers: int, head_dim: int, hidden_size: int, num_heads: int
 ) -> dict[str, Any]:
-    """Returns what files of Gemma 3 leave to llama.cpp: the rope of windows, and the scale."""
-    # Of the sizes of the family the scale of the largest alone is not that of a head.
+    """Returns what files of Gemma 3 leave out: the rope of sliding layers, the attention scale."""
+    # Only the largest model (62 layers) does not scale by its head size.
     scale = (hidden_size / num_heads) ** -0.5 if num_layers == 62 else None
     return dict(
         local_rope=Rope(theta=metadata.get("rope.freq_base_swa", Number, 10_000.0)),
@@ -230,16 +229,9 @@ def _architecture(files: GgufFiles) -> str:
         raise CheckpointError(f"{files.name} holds general.type {plain(repr(kind))}: {what}")
     architecture = files.metadata.get("general.architecture")
     if architecture not in tuple(ARCHITECTURES):
-        what = plain(repr(architecture))
-        if architecture in _VISION:
-            what += " (images or sound)"
-        elif isinstance(architecture, str) and architecture.startswith("bitnet"):
-            what += " (ternary weights with layers of their own)"
-        elif isinstance(architecture, str) and "moe" in architecture:
-            what += " (a mixture of experts)"
         raise CheckpointError(
-            f"{files.name} holds the architecture {what}, which is not served; served: "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{files.name} holds the architecture {plain(repr(architecture))}, which is not "
+            f"served; served: {', '.join(ARCHITECTURES)}"
         )
     return architecture
 
@@ -352,25 +344,18 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
 def _llama3(name: str, factors: np.ndarray, theta: float, original: int) -> Rope:
     """Recover the parameters of Llama 3's scaling from its factors.
 
-    Llama's own bounds, 1 and 4, are tried first: with them, one factor between 1 and F gives the
-    original length. Otherwise two such factors are needed: s is linear in 1 / wavelength, and its
-    slope original / (high - low) and intercept -low / (high - low) determine the three parameters
-    up to a common scale, which has no effect.
+    The bounds are Llama's, 1 and 4. If the metadata do not give the original length, any factor
+    between 1 and F does.
     """
+    low, high = 1.0, 4.0
     turns = theta ** (-np.arange(len(factors)) / len(factors)) / (2 * math.pi)  # 1 / wavelength
     largest = float(str(np.float32(factors.max())))
-    length = original or 8192
-    candidates = [(length, 1.0, 4.0)]
+    lengths = [original or 8192]
     between = (factors > 1.001) & (factors < 0.999 * largest)
-    smooth = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
     if between.any():
-        candidates.append((round(float(np.median((3 * smooth + 1) / turns[between]))), 1.0, 4.0))
-    if between.sum() >= 2:
-        slope, intercept = np.polyfit(turns[between], smooth, 1)
-        if slope > 0 > intercept:
-            low, width = -intercept * length / slope, length / slope
-            candidates.append((length, float(low), float(low + width)))
-    for length, low, high in candidates:
+        smooth = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
+        lengths.append(round(float(np.median(((high - low) * smooth + low) / turns[between]))))
+    for length in lengths:
         smooth = np.clip((length * turns - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - smooth) / largest + smooth), factors, rtol=1e-5, atol=0):
             return Rope(

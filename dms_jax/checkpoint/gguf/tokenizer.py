@@ -2,8 +2,8 @@
 
 `tokenizer.ggml.model` is its kind: "gpt2" for byte-level byte-pair encoding, with the pre-tokenizer
 that `tokenizer.ggml.pre` names; "llama" for a sentencepiece model, whose pieces are merged by
-score. Each token has a type, numbered as in sentencepiece; what is plainly no text, although its
-type says so, is a control token all the same (`_Vocabulary`).
+score. Each token has a type, numbered as in sentencepiece; some files type control tokens as text,
+which is corrected here (`_Vocabulary`).
 """
 
 import dataclasses
@@ -107,8 +107,8 @@ _ENDS = (
 )
 # Tokens of harmony, in which <|end|> ends a message, and the answer may have another one.
 _HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
-# What looks like no text: <|im_start|>, <start_of_turn>, [INST], </s>; and of these what stands for
-# the structure of a conversation. The others (<think>, <tool_call>) belong to what is said.
+# Marks: <|im_start|>, <start_of_turn>, [INST], </s>; and those that structure a conversation. The
+# others (<think>, <tool_call>) are part of what is said.
 _MARK = re.compile(r"<\S+>|\[/?[A-Z_]+\]")
 _STRUCTURE = re.compile(r"<([|\uff5c]).*\1>|</?s>|<(start|end)_of_\w+>|\[/?[A-Z_]+\]")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -184,11 +184,11 @@ def read_tokenizer(
 class _Vocabulary:
     """The tokens of a file.
 
-    Converters often type a token that ends a turn as text, and then it would be cut to pieces in
-    every prompt and end no answer. So, as in llama.cpp, these are control tokens whatever their
-    type says: those that always end an answer (`_ENDS`), those that the metadata name as begin, end
-    or padding, and those that the chat template spells, if they look like no text and no merges
-    make them.
+    Converters often type a token that ends a turn as text; it would then be cut to pieces in every
+    prompt and never end an answer. So, as in llama.cpp, these are control tokens whatever their
+    type: tokens that always end an answer (`_ENDS`), tokens that the metadata name as begin, end or
+    padding, and tokens that the chat template contains, if they look like marks and no merges make
+    them.
 
     Attributes:
         tokens: text of every token.
@@ -227,7 +227,7 @@ class _Vocabulary:
         self._retype("\n".join(named))
 
     def _retype(self, template: str) -> None:
-        """Type as control tokens what is typed as text and is none."""
+        """Correct the type of control tokens that are typed as text."""
         merges = self.get("merges", list, None) or []
         made = {merge.replace(" ", "", 1) for merge in merges if isinstance(merge, str)}
         declared = {self._metadata.get(_KEY + name) for name in _SPECIAL_IDS}
@@ -278,7 +278,7 @@ class _Vocabulary:
 
 
 def _guessed(token: str) -> int:
-    """The type of a token where a file gives none: text, but for what sentencepiece always has."""
+    """The type of a token if the file has no types: text, except for sentencepiece's own tokens."""
     if _BYTE.fullmatch(token):
         return int(PieceType.BYTE)
     return int(PieceType.UNKNOWN if token == "<unk>" else PieceType.NORMAL)

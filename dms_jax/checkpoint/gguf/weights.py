@@ -62,7 +62,7 @@ _EXPERTS = {
     for part in ("weight", "bias")
     for name in ("gate", "up", "down")
 }
-# What the tensors of an architecture are where others have them differently or not at all.
+# Tensors that an architecture names differently, or that others lack.
 _OWN = {
     "gemma3": {
         "post_attention_norm.weight": "post_attention_layernorm.weight",
@@ -169,7 +169,7 @@ class GgufWeights(Tensors):
         rows = range(info.shape[0])[index[0]]
         if order is None or not rows:
             return self._rows(stored, info, slice(rows.start, rows.stop), index[1], dtype)
-        # The range that has all of them, then in order.
+        # Read the range that holds all chosen rows, then pick them in order.
         chosen = order[rows.start : rows.stop]
         first, last = int(chosen.min()), int(chosen.max()) + 1
         tensor = self._rows(stored, info, slice(first, last), index[1], dtype)
@@ -317,13 +317,6 @@ def _row_bytes(package: ModuleType, info: TensorInfo) -> int:
 def _unknown(name: str, tensors: list[str]) -> CheckpointError:
     listed = ", ".join(plain(tensor) for tensor in sorted(tensors)[:20])
     more = f" and {len(tensors) - 20} more" if len(tensors) > 20 else ""
-    why = ""
-    if any("_exps" in tensor or "ffn_gate_inp" in tensor for tensor in tensors):
-        why = ": a mixture of experts"
-    elif any(tensor.startswith(("v.", "mm.", "a.")) for tensor in tensors):
-        why = ": a part for images or sound"
-    elif any("_sub_norm" in tensor or tensor.endswith(".scale") for tensor in tensors):
-        why = ": a BitNet model, or one with scales beside its weights"
     return CheckpointError(
-        f"{name} holds {len(tensors)} tensors that no served model has{why} ({listed}{more})"
+        f"{name} holds {len(tensors)} tensors that no served model has ({listed}{more})"
     )

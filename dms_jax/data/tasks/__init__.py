@@ -2,7 +2,7 @@
 
 from dms_jax.data.tasks.base import SPLITS, Problem, Split, Task, split_of
 from dms_jax.data.tasks.reasoning import Arithmetic, LinearEquation, Reasoning, WordChain
-from dms_jax.data.tasks.retrieval import Needle, Retrieval, VariableTracking, fitted
+from dms_jax.data.tasks.retrieval import Needle, Retrieval, VariableTracking
 
 __all__ = [
     "SPLITS",
@@ -16,6 +16,5 @@ __all__ = [
     "Task",
     "VariableTracking",
     "WordChain",
-    "fitted",
     "split_of",
 ]

@@ -68,7 +68,7 @@ class Task(Options, abc.ABC):
         """
 
     def vote(self, answer: str) -> str:
-        """Returns what an answer votes for: a text that equal answers share, by default itself."""
+        """Returns the key under which an answer is counted in a vote; equal answers share it."""
         return answer
 
     @abc.abstractmethod

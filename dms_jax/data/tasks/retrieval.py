@@ -4,11 +4,10 @@ Source: RULER (Hsieh et al., arXiv 2404.06654), `niah` and `variable_tracking` o
 templates, needles, noise, depths (40 places from 0 to 100%), 7-digit numbers, 5-letter variables,
 and the score: the share of references that occur in the completion, ignoring case.
 
-Some things differ, because nothing is downloaded: the essays are public-domain novels, from a
-random sentence to the end of another; our rule splits sentences, and drops a quotation mark that
-closes one; adjectives and nouns come from our lists; a needle may come after the last line of
-noise; several chains are spread over the noise independently; and there is no worked example before
-the question (zero-shot).
+Differences, because nothing is downloaded: the essays are public-domain novels, cut at sentences; a
+regular expression splits sentences, and drops a closing quotation mark; adjectives and nouns come
+from our lists; a needle may come after the last line of noise; several chains are spread over the
+noise independently; and there is no worked example before the question (zero-shot).
 """
 
 import bisect
@@ -18,7 +17,6 @@ import itertools
 import random
 import re
 import string
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from dms_jax import assets
@@ -45,34 +43,6 @@ class Retrieval(Task):
     def score(self, problem: Problem, completion: str) -> float:
         text = completion.strip().lower()
         return sum(answer.lower() in text for answer in problem.answers) / len(problem.answers)
-
-
-def fitted[Sized: "Retrieval"](
-    task: Sized, length: Callable[[str], int], *, max_tokens: int, room: int, probes: int = 8
-) -> Sized:
-    """Returns the task with the largest haystack that fits a number of tokens.
-
-    Args:
-      task: a needle or tracking task.
-      length: function that returns the number of tokens of a text.
-      max_tokens: the most tokens of a prompt and its answer together.
-      room: tokens for the answer (RULER: 128 for needles, 30 for tracking).
-      probes: problems of the validation split that must all fit.
-
-    Raises:
-      ConfigError: not even the smallest haystack fits.
-    """
-
-    def fits(size: int) -> bool:
-        sized = dataclasses.replace(task, size=size)
-        prompts = (problem.prompt for problem in sized.problems("validation", probes))
-        return max(map(length, prompts)) + room <= max_tokens
-
-    if not fits(1):
-        raise ConfigError(f"{task} does not fit {max_tokens} tokens with {room} for the answer.")
-    sizes = range(1, max_tokens + 1)  # a word or a repetition is at least one token
-    last = bisect.bisect_left(sizes, True, key=lambda size: not fits(size))
-    return dataclasses.replace(task, size=sizes[last - 1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,16 +194,14 @@ MUTANTS = [
         "dms_jax/data/packing.py",
         'if self._offset > len(chunk["tokens"]):',
         "if False:",
-        (
-            "tests/data/test_packing.py::test_a_state_within_a_document_that_is_shorter_now_is_refused",
-        ),
+        ("tests/data/test_packing.py::test_state_in_a_document_that_became_shorter_is_refused",),
     ),
     Mutant(
         "streams: a row takes the stream of its place among the rows of its process",
         "dms_jax/data/batches.py",
         "for row in self._assignment.rows]\n        self._first",
         "for row in range(len(self._assignment.rows))]\n        self._first",
-        ("tests/data/test_batches.py::test_the_rows_are_the_same_however_they_are_split",),
+        ("tests/data/test_batches.py::test_rows_do_not_depend_on_the_processes",),
     ),
     Mutant(
         "training: a split that is refused has made its directory before",
