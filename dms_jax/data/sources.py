@@ -3,7 +3,8 @@
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
 `{"role": ..., "content": ...}`), a prompt with its response, or an array of token ids. Files are
 indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
-memory of its index. Files that end in .gz are unpacked into a temporary file first.
+memory of its index. Files that end in .gz are unpacked into a temporary file first, up to a size
+(`decompression`).
 
 A run must be resumed with the data that it began with: their `fingerprint` is one of its settings.
 """
@@ -13,20 +14,18 @@ import array
 import bisect
 import codecs
 import dataclasses
-import gzip
 import hashlib
 import json
 import mmap
 import pathlib
 import re
-import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from dms_jax.data.decompression import DAMAGED, gunzip
 from dms_jax.data.documents import Documents, Source
 from dms_jax.data.records import Fields, Records
 from dms_jax.data.tables import Tables, is_table
@@ -107,13 +106,13 @@ def _mapped(path: pathlib.Path) -> mmap.mmap:
         if path.suffix != ".gz":
             with path.open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with gzip.open(path) as packed, tempfile.TemporaryFile() as unpacked:
-            shutil.copyfileobj(packed, unpacked)
+        with tempfile.TemporaryFile() as unpacked:
+            unpacked.writelines(gunzip(path))
             unpacked.flush()
             return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise DataError(f"{path} is empty.") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except DAMAGED as error:
         raise DataError(f"{path} is no whole gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error

@@ -2,7 +2,7 @@
 
 Both are read through Arrow (pip install 'dms-jax[data]'), memory-mapped: a table larger than memory
 takes only its pages that are in use. Parquet is compressed, so a copy of it that is not is written
-to a temporary file while it is used.
+to a temporary file while it is used, up to a size (`decompression`).
 """
 
 import bisect
@@ -11,6 +11,7 @@ import pathlib
 import tempfile
 from typing import Any
 
+from dms_jax.data.decompression import SizeLimit
 from dms_jax.data.records import Fields, Records
 from dms_jax.errors import ConfigError, DataError
 
@@ -80,10 +81,11 @@ class Tables(Records):
         import pyarrow.parquet
 
         pyarrow = _pyarrow()
-        file = pyarrow.parquet.ParquetFile(path)
+        file, limit = pyarrow.parquet.ParquetFile(path), SizeLimit(path)
         with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
             with pyarrow.ipc.new_stream(copy.name, file.schema_arrow) as writer:
                 for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
+                    limit.count(batch.nbytes)
                     writer.write_batch(batch)
             # The mapping keeps the file's content once its name is gone.
             return pyarrow.ipc.open_stream(pyarrow.memory_map(copy.name)).read_all()

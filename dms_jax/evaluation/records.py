@@ -9,14 +9,13 @@ in the order of their names.
 
 import csv
 import dataclasses
-import gzip
 import json
 import pathlib
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dms_jax.checks import is_whole, show
+from dms_jax.data.decompression import DAMAGED, gunzip
 from dms_jax.errors import DataError
 from dms_jax.evaluation.extras import import_extra
 
@@ -171,8 +170,8 @@ def _unpacked(path: pathlib.Path) -> bytes:
     if not path.name.endswith(_PACKED):
         return path.read_bytes()
     try:
-        return gzip.decompress(path.read_bytes())
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        return b"".join(gunzip(path))
+    except DAMAGED as error:
         raise DataError(f"{path} is not a whole gzip file: {error}.") from error
 
 
