@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def described(module: ModuleType) -> str:
     """The docstring of a command, with the policies where it takes any of them."""
     text = (module.__doc__ or "").strip()
-    if not any(field.name in ("options", "systems") for field in dataclasses.fields(module.Config)):
+    types = {field.name: field.type for field in dataclasses.fields(module.Config)}
+    if types.get("policy") != str | None and "systems" not in types:
         return text
     from dms_jax.command_line import policy_options
 

@@ -38,11 +38,9 @@ def main(config: Config) -> None:
         stories.main(config.quickstart)
     if config.only == "quickstart":
         return
-    needed = zip(problems.MODELS, (config.solve.dense, config.solve.compressed), strict=True)
     try:
-        for name, given in needed:
-            if given is None:
-                shipped(name)
+        for name in problems.MODELS.values():
+            shipped(name)
     except DataError as error:
         if config.only == "solve":
             raise

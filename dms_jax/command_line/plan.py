@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 from importlib import metadata
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 
@@ -24,11 +24,11 @@ import dms_jax
 from dms_jax.checkpoint import gguf
 from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, provenance, read_file, write_json
-from dms_jax.command_line.retrofitting import UPDATES
-from dms_jax.command_line.retrofitting import Config as Retrofit
+from dms_jax.command_line.retrofitting import RecipeName, Training
 from dms_jax.command_line.shapes import LENGTHS, SHAPES, Shape, cache_sizes
 from dms_jax.config import ModelConfig
-from dms_jax.model.rematerialisation import Remat
+from dms_jax.policies import Policy
+from dms_jax.training import Recipe
 from dms_jax.training.planning import find_machine, plan
 
 # What the figures of a plan depend on.
@@ -42,64 +42,27 @@ NO_TPU = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Print what a retrofit takes on some machine."""
+class Planned:
+    """What is planned for."""
 
     model: str = "llama-3.2-1b"
     """A shape by name (those of the models page, such as llama-3.2-1b, qwen3-30b-a3b, gpt-oss-20b),
     a model that ships, a GGUF file, or a directory with a config.json."""
     machine: tuple[str, ...] = ("8xh200",)
-    """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan."""
-    model_shards: int = 1
-    """Devices along which heads and feed-forward are split; the others split sequences."""
-    expert_shards: int = 1
-    """Devices along which heads and whole experts are split, for mixtures of experts."""
-    sequence_shards: int = 1
-    """Devices along which the tokens of each sequence are split."""
+    """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan. Devices
+    that the shards below leave split sequences."""
     here: bool = False
     """Whether the machine is this one: its own compiler is asked, and nothing runs on it."""
-
-    recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "paper"
-    """This and the options down to --remat are those of dms-jax retrofit."""
-    paper_model: str | None = None
-    """A row of a paper's tables ("qwen-r1-7b"), or "text" for 100 steps a unit of ratio."""
-    compression_ratio: float | None = None
-    """Compression ratio at which the training ends. The recipe's own unless given."""
-    policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
-    """What is learned. The recipe's own unless given."""
-    source: Literal["adapter", "query_neuron"] | None = None
-    """Who decides under DMS. The recipe's own unless given."""
-    trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
-    """What is trained: the adapter alone, low-rank updates of attention with it, or all."""
-    rank: int = UPDATES.rank
-    """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
-    steps: int | None = None
-    """Optimizer steps of the whole run."""
-    tokens: int | None = None
-    """Tokens of the whole run, in place of steps."""
-    sequence_length: int | None = None
-    """Tokens a training sequence. Unless given those of the recipe, or as many as the model has
-    positions for."""
-    batch_size: int | None = None
-    """Sequences an optimizer step; the recipe's unless given."""
-    micro_batch_size: int | None = None
-    """Sequences a device passes forward and back at a time; the recipe's unless given."""
-    remat: Remat | Literal["auto"] | None = None
-    """What the backward pass computes again of each layer, from what takes the most memory to what
-    takes the least; "auto" chooses by the device's memory. The recipe's own unless given."""
-
     out: pathlib.Path | None = None
     """A JSON file for the plans, with what they were made by and when."""
 
-    def retrofit(self) -> Retrofit:
-        """The retrofit that is planned."""
-        shared = {field.name for field in dataclasses.fields(Retrofit)} - {"model", "out"}
-        told = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name in shared - {"model_shards", "expert_shards", "sequence_shards"}
-        }
-        return Retrofit(model=self.model, data=(), out=pathlib.Path("runs/plan"), **told)
+
+@dataclasses.dataclass(frozen=True)
+class Config(Training, Planned):  # --help lists the fields of the last base first
+    """Print what a retrofit takes on some machine."""
+
+    recipe: RecipeName = "paper"
+    """As the options around it that of dms-jax retrofit, with another default."""
 
 
 def shape_of(model: str) -> ModelConfig:
@@ -129,7 +92,8 @@ def main(config: Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         for name, value in NO_TPU.items():
             os.environ.setdefault(name, value)
-    shape, chosen = shape_of(config.model), config.retrofit()
+    shape = shape_of(config.model)
+    policy, recipe = config.make_policy(), config.make_recipe(shape.max_position_embeddings)
     if config.out is not None:
         make_place("--out", config.out)
     for machine in config.machine:  # all of them, before the first is compiled for
@@ -140,8 +104,8 @@ def main(config: Config) -> None:
         print(f"Compiling for {machine}, which takes minutes ...", file=sys.stderr)
         made = plan(
             shape,
-            chosen.make_policy(),
-            recipe=chosen.make_recipe(shape.max_position_embeddings),
+            policy,
+            recipe=recipe,
             machine=machine,
             model_shards=config.model_shards,
             expert_shards=config.expert_shards,
@@ -152,12 +116,11 @@ def main(config: Config) -> None:
         if config.out is not None:  # each as it comes: compiling the next may take long
             plans.append({"model": config.model, **made.figures()})
             write_json(config.out, told | {"plans": plans})
-    print(caches(shape, chosen))
+    print(caches(shape, policy, recipe))
 
 
-def caches(shape: ModelConfig, chosen: Retrofit) -> str:
+def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
     """What a sequence's cache takes by length, before the retrofit and after it."""
-    policy, recipe = chosen.make_policy(), chosen.make_recipe(shape.max_position_embeddings)
     lines = [f"Cache of a sequence, and under {policy} at {recipe.compression_ratio:g}x:"]
     for tokens in LENGTHS:
         if tokens <= shape.max_position_embeddings:

@@ -131,7 +131,9 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return FAILED if isinstance(error, _OF_THE_RUN) else WRONG_CALL
     except KeyboardInterrupt as stopped:
-        print(". ".join(filter(None, (str(stopped), interrupted))), file=sys.stderr)
+        why = str(stopped)
+        said = (why[:1].upper() + why[1:], interrupted)
+        print(". ".join(filter(None, said)), file=sys.stderr)
         return INTERRUPTED
     return status if isinstance(status, int) else 0
 

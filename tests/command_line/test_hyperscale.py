@@ -10,7 +10,6 @@ import pytest
 import dms_jax
 from dms_jax.command_line import hyperscale
 from dms_jax.evaluation import Chat, System
-from dms_jax.training.parameters import add_adapter
 
 
 @pytest.fixture
@@ -24,30 +23,19 @@ def test_systems_as_they_are_written(stories, declared):
         return {"plain": stories, "mine": declared}[adapter or name]
 
     read = functools.partial(hyperscale.read_system, default="plain", load=load)
-    assert read("Vanilla") == System("Vanilla", None, stories)  # as the checkpoint declares
+    assert read("Vanilla") == System("Vanilla", dms_jax.Vanilla(), stories)
     assert read("TOVA,compression_ratio=4,name=cut") == System(
         "cut", dms_jax.TOVA(compression_ratio=4), stories
     )
-    # A checkpoint's own policy, unless another or other options are asked for.
-    assert read("DMS,model=mine,ratio=8") == System("DMS", None, declared, 8)
+    # What is left out is as the checkpoint has it.
+    assert read("DMS,model=mine,ratio=8") == System("DMS", declared.policy, declared, 8)
     assert read("TOVA,model=mine") == System("TOVA", dms_jax.TOVA(), declared)
-    assert read("DMS,adapter=mine,ratio=8") == System("DMS", None, declared, 8)
-    assert read("DMS,model=mine,window=5").policy == dms_jax.DMS(window=5)
+    assert read("DMS,adapter=mine,ratio=8") == System("DMS", declared.policy, declared, 8)
+    assert read("DMS,model=mine,window=5").policy == dms_jax.DMS(window=5, alpha_offset=0.0)
     with pytest.raises(dms_jax.ConfigError, match="TOWA"):
         read("TOWA")
     with pytest.raises(dms_jax.ConfigError, match="name=value"):
         read("TOVA,4")
-
-
-def test_an_adapter_is_loaded_beside_its_base(tmp_path):
-    base = dms_jax.load(dms_jax.assets.path("stories260k"))
-    policy = dms_jax.DMS(window=10, source="adapter")
-    trained = dataclasses.replace(base, transformer=add_adapter(base.transformer))
-    dms_jax.save(trained, policy, tmp_path / "own", adapter_only=True)
-    load = functools.partial(hyperscale.load_model, dtype=None)
-    system = hyperscale.read_system(f"DMS,adapter={tmp_path / 'own'}", "stories260k", load)
-    assert (system.policy, system.model.policy) == (None, policy)
-    assert hyperscale.read_system("Vanilla", "stories260k", load).model.policy != policy
 
 
 def test_problems_are_asked_in_a_chat(monkeypatch):

@@ -88,9 +88,6 @@ class SelfTaught:
     tokens later queries need: 0.2 in recipes.dms_warm_up."""
     answers_only: bool = False
     """Leave the prompts out of the loss."""
-    packing: Literal["first_fit", "concatenate", "concatenate_whole"] = "first_fit"
-    """How answers become sequences: first_fit puts whole ones together, concatenate cuts their
-    stream anywhere, concatenate_whole starts every sequence with an answer."""
     sequence_length: int = RECIPE.sequence_length
     """Tokens of a training sequence."""
     batch_size: int = RECIPE.batch_size
@@ -159,7 +156,6 @@ class SelfTaught:
         changes: dict[str, Any] = dict(
             snapshots=tuple(sorted(self.ratios)),
             low_rank=LowRank(self.rank, self.alpha),
-            packing=self.packing,
             answers_only=self.answers_only,
             compute_dtype=self.compute_dtype,
         )
