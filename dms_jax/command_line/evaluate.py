@@ -147,18 +147,14 @@ class Config:
     out: pathlib.Path | None = None
     """JSON file for the figures, with device, versions, date and command."""
 
-    def make_serving(self) -> Serving:
-        """The cache."""
-        return Serving(lanes=self.lanes, page_size=self.page_size)
-
     def make_sampling(self) -> dms_jax.Sampling:
-        """How answers are drawn."""
+        """Returns the sampling options."""
         return dms_jax.Sampling(
             temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens
         )
 
     def make_chat(self) -> Chat | None:
-        """Returns the chat template's form of a question; None to ask in plain text."""
+        """Returns how questions go through the chat template; None to ask in plain text."""
         return read_chat(asked=self.chat, system=self.system, template=self.template)
 
 
@@ -177,7 +173,8 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
     policy = read_policy(config.policy, config.options)
     options = read_options(config.options)
     one = Candidate(config.task, policy, options, config.model, config.adapter)
-    result = measure(load(config, one), one, config.answers)
+    model = load_model(config.model, config.adapter, config.dtype)
+    result = measure(model, one, config.answers)
     describe(config, result)
     if config.out is not None:
         write_json(
@@ -187,10 +184,10 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
 
 
 def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
-    """Evaluates several policies one after the other; one that cannot run is named at the end.
+    """Evaluates policies one after the other, and names those that failed at the end.
 
     Raises:
-      ConfigError: one policy is given as well, or the first of them cannot run.
+      ConfigError: --policy or --options is given as well.
     """
     if config.policy is not None or config.options:
         raise dms_jax.ConfigError(
@@ -206,7 +203,9 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
         try:
             if (each.model, each.adapter) not in models:
                 models.clear()  # before the next one is read: both may not fit a device
-                models[each.model, each.adapter] = load(config, each)
+                models[each.model, each.adapter] = load_model(
+                    each.model, each.adapter, config.dtype
+                )
             answers = None if config.answers is None else config.answers / each.name
             model = models[each.model, each.adapter]
             results[each.name] = measure(model, each, answers)
@@ -225,7 +224,7 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
 
 
 def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]) -> dict[str, Any]:
-    """Returns what --out holds of several policies."""
+    """Returns the JSON data of several policies for --out."""
     first = next(iter(results.values()))
     rows = [
         {"name": name, **data(config, each), "change": change(each, first).to_list()}
@@ -235,18 +234,13 @@ def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]
     return {**provenance(config), "model": config.model, "systems": rows}
 
 
-def load(config: Config, candidate: Candidate) -> dms_jax.LanguageModel:
-    """Reads the model of a row, which takes long: options are read before."""
-    return load_model(candidate.model, candidate.adapter, config.dtype)
-
-
 def read_task(config: Config) -> Measure:
-    """Returns what evaluates a model on the task of the settings.
+    """Returns a function that evaluates a model on the task.
 
     Raises:
       ConfigError: there is no such task, or an option means nothing to it.
     """
-    serving = config.make_serving()
+    serving = Serving(lanes=config.lanes, page_size=config.page_size)
     if config.task not in CHOICES and config.task != TEXT:
         return answered(config, serving)
     words = ("chat", "chains", "temperature", "top_p", "max_new_tokens", "answers")
@@ -271,7 +265,7 @@ def read_task(config: Config) -> Measure:
 
 
 def predicted(config: Config, serving: Serving) -> Measure:
-    """Returns what measures the loss of a model on a text."""
+    """Returns a function that measures the loss of a model on a text."""
     refuse(config, ("problems",), "tasks that have problems")
     fields = read_options(config.task_options, "--task-options")
     check_names("--task-options", fields, _TEXT_OPTIONS)
@@ -293,7 +287,7 @@ def predicted(config: Config, serving: Serving) -> Measure:
 
 
 def answered(config: Config, serving: Serving) -> Measure:
-    """Returns what evaluates a model on a task that is answered in words or by programs."""
+    """Returns a function that scores answers in words or programs."""
     chat, sampling = config.make_chat(), config.make_sampling()
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
 
@@ -319,11 +313,7 @@ def answered(config: Config, serving: Serving) -> Measure:
 
 
 def refuse(config: Config, names: Sequence[str], those: str) -> None:
-    """Refuses options that would change nothing.
-
-    Raises:
-      ConfigError: one of them is not as it is unless given.
-    """
+    """Raises ConfigError if an option is given that this task does not use."""
     defaults = Config()
     for name in names:
         if getattr(config, name) != getattr(defaults, name):
@@ -334,7 +324,7 @@ def refuse(config: Config, names: Sequence[str], those: str) -> None:
 
 
 def data(config: Config, result: Evaluated) -> dict[str, Any]:
-    """Returns what --out holds of a result."""
+    """Returns the JSON data of a result for --out."""
     match result:
         case Result():
             return result.to_dict(problems=bool(config.policies), samples=config.samples)

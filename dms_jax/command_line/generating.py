@@ -1,4 +1,4 @@
-"""What `dms-jax generate`, `dms-jax chat` and `dms-jax serve` can all be told."""
+"""The options that `dms-jax generate`, `chat` and `serve` share."""
 
 import dataclasses
 import inspect
@@ -24,7 +24,7 @@ CALL = {
 
 @dataclasses.dataclass(frozen=True)
 class Generating:
-    """A model, its cache, and how tokens are drawn."""
+    """A model, its cache, and its sampling."""
 
     model: str = SHIPPED[0]
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
@@ -67,32 +67,32 @@ class Generating:
 
     @property
     def own_adapter(self) -> str | None:
-        """The adapter that is part of the model."""
+        """The adapter to load with the model."""
         return self.adapter
 
     def load(self) -> dms_jax.LanguageModel:
-        """The model."""
+        """Loads the model."""
         variables = read_options(self.template, "--template")
         model = load_model(self.model, self.own_adapter, self.dtype)
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:
-        """The policy that is named; on a model that declares the same kind, with its options."""
+        """Returns the named policy; given a model, options left out are those that it declares."""
         policy = read_policy(self.policy, self.options)
         if model is None:
             return policy
         return on_checkpoint(policy, read_options(self.options), model.policy)
 
     def make_sampling(self, **more: Any) -> dms_jax.Sampling:
-        """How tokens are drawn."""
+        """Returns the sampling options."""
         names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "seed")
         return dms_jax.Sampling(**{name: getattr(self, name) for name in names} | more)
 
     def cache(self) -> dict[str, Any]:
-        """The cache's keyword arguments of `generate`, `Conversation` and `Service`.
+        """Returns the cache's keyword arguments of `generate`, `Conversation` and `Service`.
 
         Raises:
-          ConfigError: one is malformed, which is said before a model is loaded.
+          ConfigError: one is malformed; checked here, before a model is loaded.
         """
         memory = None if self.memory_gb is None else self.memory_gb * 1e9
         cache: dict[str, Any] = dict(

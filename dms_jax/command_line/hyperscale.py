@@ -97,7 +97,7 @@ class Config:
 
 
 def main(config: Config) -> Hyperscaling:
-    """Compares, prints the tables, writes the files."""
+    """Compares the systems, prints the tables, and writes the files."""
     if config.out is not None:
         make_folder("--out", config.out)
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)

@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 from importlib import metadata
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -25,15 +25,15 @@ from dms_jax.checkpoint import gguf
 from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, provenance, read_file, write_json
 from dms_jax.command_line.retrofitting import RecipeName, Training
-from dms_jax.command_line.shapes import LENGTHS, SHAPES, Shape, cache_sizes
+from dms_jax.command_line.shapes import LENGTHS, SHAPES, cache_sizes
 from dms_jax.config import ModelConfig
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
 from dms_jax.training.planning import find_machine, plan
 
-# What the figures of a plan depend on.
+# Packages on which the figures of a plan depend.
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
-# Without a TPU, libtpu is not to look for one, nor to lock it against other processes that compile.
+# Keep libtpu from looking for a TPU and from locking it against other processes that compile.
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -66,9 +66,9 @@ class Config(Training, Planned):  # --help lists the fields of the last base fir
 
 
 def shape_of(model: str) -> ModelConfig:
-    """The shape of a name, of a model that ships, of a GGUF file, or of a directory."""
+    """Returns the shape of a known name, a shipped model, a GGUF file, or a directory."""
     if model in SHAPES:
-        return SHAPES[cast(Shape, model)]
+        return SHAPES[model]
     path = pathlib.Path(find_model(model)).expanduser()
     if gguf.is_gguf(path):
         return gguf.read_model(gguf.GgufFiles(path))[0]
@@ -85,7 +85,7 @@ def shape_of(model: str) -> ModelConfig:
 
 
 def main(config: Config) -> None:
-    """Prints the plan of each machine that was named."""
+    """Prints a plan for each machine."""
     if config.here:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
@@ -96,7 +96,7 @@ def main(config: Config) -> None:
     policy, recipe = config.make_policy(), config.make_recipe(shape.max_position_embeddings)
     if config.out is not None:
         make_place("--out", config.out)
-    for machine in config.machine:  # all of them, before the first is compiled for
+    for machine in config.machine:  # all are checked before the first compiles
         find_machine(machine)
     told = {} if config.out is None else made_by(config)
     plans: list[dict[str, Any]] = []
@@ -113,14 +113,14 @@ def main(config: Config) -> None:
             here=config.here,
         )
         print(f"{made}\n", flush=True)
-        if config.out is not None:  # each as it comes: compiling the next may take long
+        if config.out is not None:  # at once: the next may take long to compile
             plans.append({"model": config.model, **made.figures()})
             write_json(config.out, told | {"plans": plans})
     print(caches(shape, policy, recipe))
 
 
 def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
-    """What a sequence's cache takes by length, before the retrofit and after it."""
+    """Returns the size of a sequence's cache by length, before and after the retrofit."""
     lines = [f"Cache of a sequence, and under {policy} at {recipe.compression_ratio:g}x:"]
     for tokens in LENGTHS:
         if tokens <= shape.max_position_embeddings:
@@ -130,7 +130,7 @@ def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
 
 
 def made_by(config: Config) -> dict[str, Any]:
-    """How, when and by which compilers plans were made."""
+    """Returns how, when and by which compilers plans were made."""
     where = {} if config.here else {"device": "none: compiled ahead of time"}
     versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     found = {name: versions[name] for name in COMPILERS if name in versions}

@@ -97,7 +97,7 @@ PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
 
 @contextlib.contextmanager
 def spelled_as_options() -> Iterator[None]:
-    """Errors of the library that name its arguments name the options of this command.
+    """Rewrites errors that name arguments of the library to name options of this command.
 
     # In: "... (`batch_size` 4, not 2), policy (`window` 8, not 9) ... restart_from=6"
     # Out: "... (--batch-size 4, not 2), policy (--options window=8, not 9) ... --restart-from 6"
@@ -118,13 +118,13 @@ def spelled_as_options() -> Iterator[None]:
 
 
 def main(config: Config | SelfTaught) -> None:
-    """Runs a retrofit from the starting point whose settings were given."""
+    """Runs a retrofit, and names the options of this command in its errors."""
     with spelled_as_options():
         run(config)
 
 
 def run(config: Config | SelfTaught) -> None:
-    """Runs it, with errors that name arguments of the library."""
+    """Runs a retrofit; errors name arguments of the library."""
     if isinstance(config, SelfTaught):
         self_taught(config)
         return
@@ -137,7 +137,7 @@ def run(config: Config | SelfTaught) -> None:
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
     processes.check_mesh(mesh)
-    # Options that belong together are looked at before anything is loaded; the length is not known.
+    # Checks the options before anything is loaded; the model's positions are not known yet.
     asked = dataclasses.replace(config, steps=None, tokens=None).make_recipe()
     policy = config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:

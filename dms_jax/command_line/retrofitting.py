@@ -1,4 +1,4 @@
-"""What `dms-jax retrofit` can be told; `dms-jax plan` takes the part that is about training."""
+"""The options of `dms-jax retrofit`; `dms-jax plan` shares those of training."""
 
 import dataclasses
 import inspect
@@ -92,7 +92,7 @@ class Training:
     for long sequences, of which there are fewer than devices."""
 
     def make_policy(self) -> Policy:
-        """The cache policy to retrofit for."""
+        """Returns the cache policy to retrofit for."""
         own, options = MADE_FOR[self.recipe], read_options(self.options)
         named = dms_jax.policies.from_dict({**options, "name": self.policy or own.name})
         policy = on_checkpoint(named, options, own)
@@ -100,11 +100,11 @@ class Training:
         return policy
 
     def make_recipe(self, positions: int | None = None) -> Recipe:
-        """The recipe with what was changed.
+        """Returns the recipe with the changes of the options.
 
         Args:
-          positions: tokens that the model has positions for, if it is known: the recipe's sequences
-            are cut to so many, unless a length was asked for.
+          positions: the model's positions, if known: the recipe's sequences are cut to them unless
+            a length is given.
         """
         told = dict(compression_ratio=self.compression_ratio, model=self.paper_model)
         given: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
@@ -208,12 +208,12 @@ class Config(Training, Files):  # --help lists the fields of the last base first
     """Order of the data and noise of the training."""
 
     def make_data(self) -> Any:
-        """Returns the documents to train on, as the files named by `--data` hold them."""
+        """Returns the documents of --data."""
         fields = Fields(self.field, self.prompt, self.response, self.malformed, self.longest)
         return as_source(list(self.data), fields)
 
     def make_mesh(self) -> Mesh | None:
-        """The devices to train on; None for one."""
+        """Returns the mesh of the shards; None for one device."""
         shards = self.data_shards
         others = self.model_shards * self.expert_shards * self.sequence_shards
         if shards == "all":

@@ -106,7 +106,7 @@ class Config(Generating):
 
     @property
     def own_adapter(self) -> str | None:
-        """The adapter that has no name."""
+        """Returns the adapter without a name."""
         own = [each for each in self.adapter if split_adapter(each)[0] is None]
         if len(own) > 1:
             raise dms_jax.ConfigError(
@@ -165,7 +165,7 @@ def main(config: Config) -> None:
 
 
 def make_access(config: Config) -> Access:
-    """Returns who may use the server.
+    """Returns the keys, hosts and origins of those who may use the server.
 
     Raises:
       ConfigError: a key cannot be read, or a name is malformed.
@@ -183,7 +183,7 @@ def make_access(config: Config) -> Access:
 
 
 def make_service(config: Config) -> Service:
-    """Returns a service of the model that has not started."""
+    """Returns a service of the model, not yet started."""
     config.make_policy()  # first, because its errors come before a long load
     adapters = find_adapters(config)
     policies = [read_adapter(place).policy for place in adapters.values()]
@@ -206,10 +206,10 @@ def make_service(config: Config) -> Service:
 
 
 def find_adapters(config: Config) -> dict[str, str | pathlib.Path]:
-    """Returns the adapters that have names.
+    """Returns the named adapters.
 
     Raises:
-      ConfigError: two have one name, or that of the model; or a name is malformed.
+      ConfigError: a name is malformed, given twice, or the model's.
     """
     found: dict[str, str | pathlib.Path] = {}
     for given in config.adapter:
@@ -249,7 +249,7 @@ def name_of(config: Config) -> str:
 
 
 def call_format_of(config: Config, model: dms_jax.LanguageModel) -> str | None:
-    """Returns the name of the form in which the model writes calls; None if it is not known."""
+    """Returns the name of the model's format of tool calls; None if it is unknown."""
     if config.tool_calls is not None or model.tokenizer is None:
         return config.tool_calls
     return format_of(template_text(model.tokenizer.chat_template), name_of(config))

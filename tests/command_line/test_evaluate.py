@@ -1,7 +1,6 @@
-"""The evaluation script: what it prints and writes, and what it says to mistakes."""
+"""`dms-jax evaluate`: what it prints and writes, and its errors."""
 
 import dataclasses
-import inspect
 import json
 import pathlib
 
@@ -93,7 +92,7 @@ def test_tasks_on_files(tmp_path, capsys):
         (dict(task="piqa", answers=pathlib.Path("a")), "--answers is for tasks that are answered"),
     ],
 )
-def test_options_that_would_change_nothing_are_refused(given, message):
+def test_options_that_a_task_does_not_use_are_refused(given, message):
     with pytest.raises(dms_jax.ConfigError, match=message):
         evaluate.main(evaluate.Config(model=MODEL, **given))
 
@@ -154,17 +153,3 @@ def test_rulers_tasks_by_name(tmp_path):
         options.read_tasks("ruler", ["size=3"])
     with pytest.raises(dms_jax.ConfigError, match="RULER has no option size"):
         options.read_tasks("ruler", ["task=vt", "size=3"])
-
-
-def test_what_is_not_said_is_as_the_library_has_it():
-    config = evaluate.Config()
-    library = inspect.signature(dms_jax.evaluation.evaluate).parameters
-    for name in ("problems", "chains", "split", "seed"):
-        assert getattr(config, name) == library[name].default
-    assert config.make_serving() == dms_jax.evaluation.Serving()
-    assert config.make_sampling() == dms_jax.evaluation.SAMPLING
-
-
-def test_fewer_completions_than_none_are_refused():
-    with pytest.raises(dms_jax.ConfigError, match=r"--samples must be at least 0, got -1\."):
-        evaluate.main(evaluate.Config(model="no model is read", samples=-1))

@@ -1,8 +1,7 @@
-"""The script of hyper-scaling: systems as they are written, tables, files, and going on."""
+"""`dms-jax hyperscale`: systems, tables, files, and resuming."""
 
 import dataclasses
 import functools
-import inspect
 import json
 
 import pytest
@@ -88,10 +87,3 @@ def test_tables_files_and_going_on(tmp_path, capsys):
     assert len(sizes) == 4  # of each system the greedy chains and the others
     assert hyperscale.main(config).table() == result.table()
     assert {path: path.stat().st_size for path in tmp_path.rglob("answers.jsonl")} == sizes
-
-
-def test_what_is_not_said_is_as_the_library_has_it():
-    config, library = hyperscale.Config(), inspect.signature(dms_jax.hyperscale).parameters
-    for name in ("problems", "split", "seeds"):
-        assert getattr(config, name) == library[name].default
-    assert config.temperatures == (dms_jax.evaluation.SAMPLING.temperature,)

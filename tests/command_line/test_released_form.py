@@ -1,4 +1,4 @@
-"""NVIDIA's released form from end to end: two documented commands on a tiny random checkpoint."""
+"""Documented commands on a tiny random checkpoint of NVIDIA's released form."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory):
 
 
 def of_page(script: str, checkpoint, page=PAGE, **other: str) -> list[str]:
-    """The arguments of a command of the page that names NVIDIA's model, with some of our own."""
+    """Returns the arguments of a page's command on NVIDIA's model, some of them replaced."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     line = re.search(rf"dms-jax {script} (--model nvidia/.*)", text)[1]
     arguments = shlex.split(line, comments=True)

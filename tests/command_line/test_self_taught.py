@@ -14,12 +14,10 @@ import dms_jax
 from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import main, retrofit
 from dms_jax.command_line.retrofit import PRESETS
-from dms_jax.command_line.running import run
 from dms_jax.command_line.self_taught import questions as reading
 from dms_jax.command_line.self_taught import stages
 from dms_jax.command_line.self_taught.answering import choose
 from dms_jax.command_line.self_taught.measuring import HeldOut
-from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
@@ -184,7 +182,7 @@ def test_the_page_has_figures_and_commands(stopped_and_run):
 @pytest.mark.nightly
 def test_other_settings_are_refused(stopped_and_run, monkeypatch):
     before = (stopped_and_run.out / "results.json").read_text()
-    with pytest.raises(dms_jax.ConfigError, match="of a run with another seed, window"):
+    with pytest.raises(dms_jax.ConfigError, match=r"--seed 0, not 1, --window 8, not 9"):
         retrofit.main(dataclasses.replace(stopped_and_run, seed=1, window=9))
     monkeypatch.setattr(dms_jax, "retrofit", lambda *args, **more: pytest.fail("it trained again"))
     retrofit.main(stopped_and_run)  # nothing is left to do
@@ -335,9 +333,7 @@ def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
         (dict(window=31), "No token leaves a window of 31 in sequences of 32 tokens"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_it_is_sampled(
-    tmp_path, monkeypatch, changes, told
-):
+def test_impossible_training_is_refused_before_sampling(tmp_path, monkeypatch, changes, told):
     monkeypatch.setattr(stages, "sample", lambda *_: pytest.fail("it sampled"))
     with pytest.raises(dms_jax.ConfigError, match=told):
         retrofit.main(dataclasses.replace(TINY, out=tmp_path / "run", **changes))
@@ -345,29 +341,25 @@ def test_what_cannot_be_trained_is_refused_before_it_is_sampled(
 
 
 @pytest.mark.parametrize(
-    "row",
-    [{"messages": "Tell"}, {"messages": ["Tell"]}, {"messages": {"role": "user"}}, {"prompt": [1]}],
-    ids=["text", "texts", "object", "numbers"],
+    ("row", "told"),
+    [
+        ({"messages": "Tell"}, "must be a list of messages"),
+        ({"messages": ["Tell"]}, "must be a list of messages"),
+        ({"prompt": [1]}, "must be a list of messages"),
+        ({"messages": [{"role": "user", "content": "Tell"}]}, "no chat template"),
+    ],
+    ids=["text", "texts", "numbers", "no template"],
 )
-def test_a_conversation_that_is_none_is_named_by_its_line(stories, tmp_path, row):
+def test_a_malformed_conversation_is_named_by_its_line(stories, tmp_path, row, told):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "Tell"}}\n{json.dumps(row)}\n')
     config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
-    with pytest.raises(dms_jax.DataError, match=r"p.jsonl, line 2: .*must be a list of messages"):
-        reading.read_questions(config, stories)
-
-
-def test_a_conversation_without_a_template_is_named_by_its_line(stories, tmp_path):
-    path = tmp_path / "p.jsonl"
-    row = {"messages": [{"role": "user", "content": "Tell"}]}
-    path.write_text(f'{{"prompt": "Tell"}}\n{json.dumps(row)}\n')
-    config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
-    with pytest.raises(dms_jax.DataError, match=r"p.jsonl, line 2: .*no chat template"):
+    with pytest.raises(dms_jax.DataError, match=rf"p.jsonl, line 2: .*{told}"):
         reading.read_questions(config, stories)
 
 
 @pytest.mark.nightly
-def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_path, monkeypatch):
+def test_a_wrong_first_call_leaves_the_directory_free(stories, tmp_path, monkeypatch):
     right = dataclasses.replace(TINY, out=tmp_path / "run")
     wrong = dataclasses.replace(right, prompts=tmp_path / "missing.jsonl")
     with pytest.raises(dms_jax.ConfigError, match=r"--prompts .*No such file"):
@@ -383,7 +375,7 @@ def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_pa
         retrofit.main(right)
     with pytest.raises(Killed):  # what changes no figure may change: here memory ran out
         retrofit.main(dataclasses.replace(right, lanes=4, checkpoint_every=5))
-    with pytest.raises(dms_jax.ConfigError, match="of a run with another window"):
+    with pytest.raises(dms_jax.ConfigError, match="--window 8, not 9"):
         retrofit.main(dataclasses.replace(right, window=9))
 
 
@@ -401,13 +393,3 @@ def test_the_defaults_are_the_recipe():
     assert dataclasses.replace(custom, from_attention=0.2).make_recipe() == first
     low = dataclasses.replace(custom, rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
-
-
-def test_it_is_a_command_beside_the_presets(tmp_path):
-    seen = []
-    arguments = ["self-taught", "--model", "m.gguf", "--prompts", "q.jsonl", "--out", str(tmp_path)]
-    assert run(seen.append, PRESETS, description="", arguments=arguments) == 0
-    (config,) = seen
-    assert isinstance(config, SelfTaught)
-    assert (config.model, config.out) == ("m.gguf", tmp_path)
-    assert config.prompts == pathlib.Path("q.jsonl")

@@ -1,4 +1,4 @@
-"""The main job on real input: retrofit a small pretrained Llama, then decode from a small cache.
+"""Retrofit a small pretrained Llama, then decode from a small cache.
 
 Takes two to three minutes on two CPU cores. stories260K (a Llama of 260,032 parameters that ships
 with the library) first decodes held-out stories with its whole cache, then learns Dynamic Memory
@@ -88,7 +88,7 @@ class Row:
 
 
 class Bench:
-    """Decodes the held-out sequences under one policy after another."""
+    """Decodes the held-out sequences under each policy."""
 
     def __init__(self, sequences: np.ndarray, page_size: int, report: Callable[[Row], None]):
         self.sequences, self.page_size, self.report = sequences, page_size, report
@@ -180,7 +180,7 @@ def compare_choices(bench: Bench, base: dms_jax.LanguageModel, row: Row, window:
 def retrofit(
     config: Config, base: dms_jax.LanguageModel, tell: Callable[[str], None]
 ) -> tuple[dms_jax.LanguageModel, dms_jax.LanguageModel, float]:
-    """Trains a DMS model; returns it, the one on the way to it, and the seconds that it took."""
+    """Trains a DMS model; returns it, the one at EARLY_RATIO, and the seconds it took."""
     on_the_way: dict[float, dms_jax.LanguageModel] = {}
     start = time.perf_counter()
 
@@ -203,7 +203,7 @@ def retrofit(
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    """Prints the table, which fits 80 columns, and, from it, what it says."""
+    """Prints the table, in 80 columns, and what follows from it."""
     title = "Held-out text, decoded token by token from the paged cache"
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What `dms-jax retrofit self-taught` can be told."""
+"""The options of `dms-jax retrofit self-taught`."""
 
 import dataclasses
 import json
@@ -127,20 +127,20 @@ class SelfTaught:
 
     @property
     def adapter_only(self) -> bool:
-        """Whether the result is an adapter for the model, and not a model."""
+        """Whether the result is an adapter and not a whole model."""
         return self.trainable != "all"
 
     def load(self, adapter: pathlib.Path | None = None) -> dms_jax.LanguageModel:
-        """The base, alone or with an adapter."""
+        """Loads the base, alone or with an adapter."""
         path = find_model(self.model)
         return dms_jax.load(path, dtype=self.dtype, adapter=adapter)
 
     def make_policy(self) -> DMS:
-        """The policy to retrofit for."""
+        """Returns the policy to retrofit for."""
         return DMS(window=self.window, shift=self.shift, source="adapter")
 
     def make_recipe(self) -> Recipe:
-        """The recipe with what was changed."""
+        """Returns the recipe with the changes of the options."""
         recipe = recipes.dms_self_taught(
             max(self.ratios),
             trainable=self.trainable,
@@ -164,20 +164,19 @@ class SelfTaught:
         return dataclasses.replace(recipe, **changes)
 
     def make_chat(self, model: dms_jax.LanguageModel) -> Chat | None:
-        """Returns the chat template's form of a question; None to ask in plain text.
+        """Returns how prompts go through the chat template; None to ask in plain text.
 
         Raises:
-          ConfigError: something of a chat is given, and there is none.
+          ConfigError: --system or --template is given, and there is no chat.
         """
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
         asked = self.chat == "yes" or (self.chat == "auto" and has_template)
         return read_chat(asked=asked, system=self.system, template=self.template)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that a directory is for, as JSON data.
+        """Returns the settings that must not change between calls, as JSON data.
 
-        Where it lies is none of them, nor how much is done at a time or how often it is saved: who
-        ran out of memory goes on with fewer lanes.
+        After running out of memory a run can go on with fewer lanes, for example.
         """
         free = ("out", "lanes", "checkpoint_every")
         fields = {name: value for name, value in vars(self).items() if name not in free}
