@@ -129,7 +129,7 @@ def test_biases_of_llama_and_qwen3():
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
 
 
-def test_silence_means_what_transformers_assumes():
+def test_missing_fields_have_the_defaults_of_transformers():
     llama = ModelConfig.from_hf(
         {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
     )
@@ -228,7 +228,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case):
+def test_unsupported_models_are_refused_by_name(case):
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(SMALL | changes)
@@ -271,13 +271,13 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_garbage_is_refused_in_few_words(case):
+def test_malformed_fields_are_refused_briefly(case):
     with pytest.raises(ConfigError) as refusal:
         ModelConfig.from_hf(SMALL | MALFORMED[case])
     assert len(str(refusal.value)) < 400
 
 
-def test_what_a_family_cannot_express_is_not_written():
+def test_to_hf_refuses_what_the_family_lacks():
     config = ModelConfig.from_hf(SMALL | {"model_type": "qwen2"})
     assert config.qkv_bias
     biased = ModelConfig(**{**vars(config), "model_type": "mistral"})
@@ -334,7 +334,7 @@ def test_scaled_ropes_add_positions(fields, positions):
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 @pytest.mark.parametrize("positions", [1, 100, 512])
-def test_saved_again_and_again_it_has_the_same_positions(kind, positions):
+def test_positions_survive_saving_twice(kind, positions):
     original = 512 if kind == "yarn" else None
     rope = Rope(kind=kind, factor=3.0, original_max_position_embeddings=original)
     config = dataclasses.replace(
@@ -357,7 +357,7 @@ def test_saved_again_and_again_it_has_the_same_positions(kind, positions):
         {"layer_types": None, "pretraining_tp": None, "num_experts": None, "hidden_act": None},
     ],
 )
-def test_fields_that_say_nothing_are_no_reason_to_refuse(fields):
+def test_empty_fields_are_accepted(fields):
     assert ModelConfig.from_hf(SMALL_512 | fields).max_position_embeddings == 512
 
 

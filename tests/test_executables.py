@@ -37,7 +37,7 @@ SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
-    """Has executables kept in a directory of the test; gives it."""
+    """Keeps executables in a directory of the test, and yields it."""
     monkeypatch.setenv(compilation.SWITCH, "")
     monkeypatch.setattr(executables, "_BEGUN", math.inf)  # whenever the source was changed
     source = executables._source
@@ -55,13 +55,13 @@ def kept(monkeypatch, tmp_path):
 
 
 def function() -> types.FunctionType:
-    """Returns a function of the library as a new process has it: jax has not seen it."""
+    """Returns a copy of a library function, which jax has not seen."""
     known = inspect.unwrap(programs.keep_hidden)
     return types.FunctionType(known.__code__, known.__globals__, known.__name__)
 
 
 def process() -> Program:
-    """Returns the program of a new process: nothing of it was traced or read."""
+    """Returns a program as in a new process: neither traced nor read."""
     return Program(function(), donate_argnums=0)
 
 
@@ -70,7 +70,7 @@ def zeros() -> jax.Array:
 
 
 def prepare(program: Program, *args) -> tuple[int, int]:
-    """Has a program read or compiled; returns how many were compiled and read."""
+    """Prepares a program; returns how many were compiled and how many read."""
     with compilation.watched() as made:
         program.prepare(*args)
     return made.compiled, made.read
@@ -102,12 +102,12 @@ def test_a_new_process_runs_what_an_earlier_one_compiled(written):
 
 
 def flipped(content: bytes) -> bytes:
-    """One bit of the executable is another."""
+    """Flips a bit of the executable."""
     return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
 
 
 def signed(content: bytes, payload: bytes) -> bytes:
-    """Another content with a digest that fits."""
+    """Returns another content with its correct digest."""
     key = content[len(executables._FORMAT) :][:64].decode()
     return executables._header(key, payload) + payload
 
@@ -133,7 +133,7 @@ def test_a_damaged_file_counts_as_missing(written, damage):
 
 
 class Evil:
-    """Its pickle writes a file where it is read."""
+    """Its pickle creates a file when it is loaded."""
 
     def __init__(self, file: pathlib.Path):
         self._file = file
@@ -373,7 +373,7 @@ def test_keys_are_those_of_another_process(kept):
 @pytest.mark.parametrize(
     "mesh", [None, pytest.param((2, 2), marks=pytest.mark.nightly)], ids=["device", "mesh"]
 )
-def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatch, mesh, grammar):
+def test_compiled_and_read_programs_answer_alike(kept, monkeypatch, mesh, grammar):
     held = None if grammar is None else Grammar.regex(grammar)
     sampling = dataclasses.replace(SHORT, grammar=held)
     place = None if mesh is None else dms_jax.make_mesh(*mesh)

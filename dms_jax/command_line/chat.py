@@ -34,9 +34,9 @@ class Config(Generating):
     """Talk with a model whose turns share one small cache."""
 
     system: str | None = None
-    """What the model is told before the first turn; needs a chat template."""
+    """System prompt; needs a chat template."""
     max_tokens: int | None = None
-    """Tokens of all turns together; the model's positions unless given."""
+    """Most tokens of all turns together; by default the model's positions."""
 
 
 def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]:

@@ -89,8 +89,7 @@ class Config:
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
     stories260k, reasoner-11m, reasoner-11m-dms."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model, or one that ships:
-    smollm2-135m-instruct-dms."""
+    """An adapter of the model: a directory, or one that ships (smollm2-135m-instruct-dms)."""
     task: str = "reasoning"
     """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; ruler:
     all tasks of RULER whose data is given, or the one that task= names; from a file and answered
@@ -104,15 +103,13 @@ class Config:
     allow_code: bool = False
     """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
     chat: bool = False
-    """Ask through the model's chat template; what the model thinks before it answers is not
-    judged."""
+    """Ask through the model's chat template; thoughts before the answer are not judged."""
     system: str | None = None
     """System prompt of the chat."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false)."""
     policy: str | None = None
-    """Cache policy by name, of those listed above; the one that the checkpoint declares unless
-    given."""
+    """Name of a cache policy, of those above; by default the one that the checkpoint declares."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     policies: tuple[str, ...] = ()
@@ -120,7 +117,7 @@ class Config:
     are compared with. Beside the policy's own options model=, adapter= (as --model and --adapter),
     kv_dtype= (float8_e4m3 or int4) and name= (of its row)."""
     problems: int | None = CALL["problems"]
-    """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
+    """Problems to answer; by default all of a file, and 200 of those made from seeds."""
     chains: int = CALL["chains"]
     """Answers to each problem; more than one are also put to the vote."""
     split: Split = CALL["split"]
@@ -132,20 +129,20 @@ class Config:
     max_new_tokens: int = SAMPLING.max_new_tokens
     """Longest answer; the model's positions may end it earlier."""
     seed: int = CALL["seed"]
-    """Seed of the draws: the same answers again, or others."""
+    """Seed of the sampling: the same seed gives the same answers."""
     lanes: int = SERVING.lanes
     """Sequences in the cache at a time."""
     page_size: int = SERVING.page_size
-    """Tokens a page of the cache; 16 for Quest as published."""
+    """Tokens of a page of the cache; 16 for Quest as published."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights and the cache; that of the files unless given."""
+    """Type of the weights and the cache; by default that of the files."""
     answers: pathlib.Path | None = None
-    """Folder for every answer as it ends, with one for each of --policies; the same call goes on
-    after those that are in it."""
+    """Folder for the answers, one below it for each of --policies; the same call resumes from
+    it."""
     samples: int = 3
-    """Completions to keep in the file."""
+    """Completions to keep in the file of --out."""
     out: pathlib.Path | None = None
-    """JSON file for the figures, with device, versions, date and command."""
+    """JSON file for the results, with device, versions, date and command."""
 
     def make_sampling(self) -> dms_jax.Sampling:
         """Returns the sampling options."""

@@ -45,14 +45,14 @@ class Config(Generating):
     """Complete prompts from a small cache, streamed, and show what each answer used."""
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """What to complete; each is a sequence of its own."""
+    """Texts to complete."""
     file: pathlib.Path | None = None
-    """More prompts, one a line; empty lines are left out."""
+    """A file of more prompts, one a line; empty lines are skipped."""
     chat: bool = False
-    """Write each prompt as a user's message, with the checkpoint's chat template. That is done
-    where there is a template, and said, unless --plain is given."""
+    """Send each prompt as a user's message through the chat template. This is the default if the
+    checkpoint has one."""
     plain: bool = False
-    """Give each prompt to the model as it is, although the checkpoint has a chat template."""
+    """Give each prompt to the model as it is, even if the checkpoint has a chat template."""
     samples: int = 1
     """Answers to each prompt; they differ unless the temperature is 0."""
 
@@ -81,8 +81,8 @@ def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -
         return list(texts)
     if not config.chat:
         print(
-            "Each prompt is a user's message through the checkpoint's chat template (--plain: the "
-            "prompt as it is).",
+            "Each prompt goes through the checkpoint's chat template as a user's message (--plain: "
+            "the prompt as it is).",
             file=sys.stderr,
         )
     return [[{"role": "user", "content": text}] for text in texts]

@@ -75,23 +75,23 @@ class Config:
     chains: tuple[int, ...] = (1, 3, 9)
     """W, answers to each problem; odd, since two chains that differ settle nothing by a vote."""
     problems: int | None = CALL["problems"].default
-    """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
+    """Problems to answer; by default all of a file, and 200 of those made from seeds."""
     seeds: tuple[int, ...] = CALL["seeds"].default
-    """Seeds of the draws; each draws new chains for the same problems."""
+    """Seeds of the sampling; each samples new chains for the same problems."""
     split: Split = CALL["split"].default
     """Part of a task made from seeds that the problems are of; files are taken as they are."""
     method: Method = "vote"
-    """What the frontiers and gains are of."""
+    """How chains become an answer, for frontiers and gains."""
     temperatures: tuple[float, ...] = (SAMPLING.temperature,)
-    """Of the sampled chains. One greedy chain of every length is always a point, too."""
+    """Temperatures of the sampled chains; a greedy chain of every length is measured too."""
     top_p: float = SAMPLING.top_p
     """Keep the most likely tokens until their probability reaches this."""
     lanes: int = SERVING.lanes
     """Sequences in the cache at a time."""
     page_size: int = SERVING.page_size
-    """Tokens a page of the cache; 16 for Quest as published."""
+    """Tokens of a page of the cache; 16 for Quest as published."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights and the cache; that of the files unless given."""
+    """Type of the weights and the cache; by default that of the files."""
     out: pathlib.Path | None = None
     """Folder for the answers, results.json, table.md and figure.png."""
 

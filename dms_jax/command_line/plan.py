@@ -52,9 +52,9 @@ class Planned:
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan. Devices
     that the shards below leave split sequences."""
     here: bool = False
-    """Whether the machine is this one: its own compiler is asked, and nothing runs on it."""
+    """Compile for the devices of this machine, with its own compiler; nothing runs on them."""
     out: pathlib.Path | None = None
-    """A JSON file for the plans, with what they were made by and when."""
+    """A JSON file for the plans, with versions and date."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Config(Training, Planned):  # --help lists the fields of the last base fir
     """Print what a retrofit takes on some machine."""
 
     recipe: RecipeName = "paper"
-    """As the options around it that of dms-jax retrofit, with another default."""
+    """As in dms-jax retrofit, which has the same options from --policy on; the default differs."""
 
 
 def shape_of(model: str) -> ModelConfig:

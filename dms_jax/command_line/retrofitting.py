@@ -36,60 +36,60 @@ class Training:
     """What is trained, by which recipe, and how it is spread over devices."""
 
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
-    """What to learn: to evict, to merge, or to live with the averages of a fixed number. The
-    recipe's own unless given."""
+    """What to learn: to evict tokens, to merge them, or to do with averages of a fixed number of
+    them. The recipe's own unless given."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object; those of the recipe
     unless given. dms-jax policies DMS DMC FixedPooling explains them."""
     recipe: RecipeName = "published"
-    """NVIDIA's released recipe (adapter alone), the DMS paper's, or the demo's (all weights); the
-    DMC paper's, or one for the demo's model."""
+    """DMS: NVIDIA's released recipe (adapter alone), the paper's, or the demo's (all weights). DMC:
+    the paper's, or the demo's."""
     paper_model: str | None = None
     """A paper's recipe: a row of its tables ("qwen-r1-7b", ...; "llama-2-7b-dms-paper" is DMC as
     the DMS paper trained it), or "text" for 100 steps a unit. The recipe's own unless given."""
     compression_ratio: float | None = None
-    """1 / share of tokens that stay after the window; a cache with its window saves less. The
-    recipe's own unless given."""
+    """1 / the share of tokens kept beyond the window; the whole cache, with its window, shrinks less.
+    The recipe's own unless given."""
     snapshots: tuple[float, ...] = ()
-    """Compression ratios on the way at which the model is written to out/snapshots."""
+    """Compression ratios at which to write the model to out/snapshots during training."""
     trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
-    """What is trained: the adapter alone, low-rank updates of attention (LoRA) with it, or all."""
+    """What to train: the adapter alone, low-rank updates of attention (LoRA) too, or everything."""
     rank: int = UPDATES.rank
     """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     alpha: float = UPDATES.alpha
     """Scale of the low-rank updates of attention, which are multiplied by alpha / rank."""
     steps: int | None = None
-    """Optimizer steps of the whole run: every stage of the recipe is scaled in proportion."""
+    """Optimizer steps of the whole run; every stage of the recipe is scaled in proportion."""
     tokens: int | None = None
     """Tokens of the whole run, in place of steps."""
     sequence_length: int | None = None
-    """Tokens a training sequence. Unless given those of the recipe, or as many as the model has
-    positions for."""
+    """Tokens of a training sequence; the recipe's, or the model's positions if those are fewer,
+    unless given."""
     batch_size: int | None = None
-    """Sequences an optimizer step; the recipe's unless given."""
+    """Sequences of an optimizer step; the recipe's unless given."""
     micro_batch_size: int | None = None
-    """Sequences a device passes forward and back at a time; the recipe's unless given."""
+    """Sequences that a device processes at a time; the recipe's unless given."""
     remat: Remat | Literal["auto"] | None = None
-    """What the backward pass computes again of each layer, from what takes the most memory to what
-    takes the least; "auto" chooses by the device's memory. The recipe's own unless given."""
+    """What the backward pass recomputes, from the most memory to the least; "auto" chooses by the
+    device's memory. The recipe's own unless given."""
     learning_rate: float | None = None
-    """Constant rate of everything that is trained, in every stage; the recipe's unless given."""
+    """Constant learning rate of all trained weights, in every stage; the recipe's unless given."""
     distillation_temperature: float | None = None
-    """Divides the logits of student and teacher before they are compared: above 1 unlikely tokens
-    count more. The recipe's own unless given, which is 1."""
+    """Divides the logits of student and teacher before they are compared; above 1, unlikely tokens
+    count more. The recipe's own, 1, unless given."""
     answers_only: bool = False
-    """Leave everything but answers out of the loss. The published recipes learn from whole
-    conversations, the user's turns too, and so does every other one unless this is given."""
+    """Train on answers alone. By default every recipe learns from whole conversations, the user's
+    turns too."""
     compute_dtype: Literal["recipe", "bfloat16", "float32"] = "recipe"
     """Type of the passes. Parameters and optimizer state are in float32 in any case."""
     model_shards: int = 1
-    """Devices along which heads and feed-forward are spread."""
+    """Devices over which heads and feed-forward are split."""
     expert_shards: int = 1
-    """Devices along which heads and whole experts are spread, for mixtures of experts; with
-    model_shards each expert is spread too."""
+    """Devices over which heads and whole experts are split, for mixtures of experts; with
+    model_shards each expert is split too."""
     sequence_shards: int = 1
-    """Devices along which the tokens of each sequence are spread, with shards of every parameter:
-    for long sequences, of which there are fewer than devices."""
+    """Devices over which the tokens of each sequence, and every parameter, are split: for batches
+    with fewer sequences than devices."""
 
     def make_policy(self) -> Policy:
         """Returns the cache policy to retrofit for."""
@@ -156,12 +156,11 @@ class Files:
     data: tuple[pathlib.Path, ...]
     """JSON lines, Parquet files or folders of saved Hugging Face datasets, with "messages",
     "prompt" and "response", OpenR1's columns, "problem" and "solution", or "text"; or texts with
-    <|endoftext|> in between. Each file can be packed (.gz)."""
+    <|endoftext|> in between. Files may be compressed (.gz)."""
     out: pathlib.Path
-    """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
+    """Directory of the run: checkpoints, log.jsonl, model. An existing run is resumed."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model, or one that ships, to be trained
-    further."""
+    """An adapter of the model to train further: a directory, or one that ships."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,43 +168,42 @@ class Config(Training, Files):  # --help lists the fields of the last base first
     """Train a checkpoint to run with a small cache."""
 
     data_shards: int | Literal["all"] = 1
-    """Devices along which sequences, and a shard of every parameter, are spread; "all" for those of
-    all hosts that the others leave."""
+    """Devices over which sequences, and every parameter, are split; "all" for all that the other
+    shards leave, on all hosts."""
     malformed: float = 0.0
-    """Share of the records that may be malformed; they are counted and left out."""
+    """Share of records that may be malformed; those are left out and counted."""
     field: str | None = None
-    """Field of the records that holds the text or the messages, if it has another name."""
+    """Name of the field that holds the text or the messages, if it is another."""
     prompt: str | None = None
     """Template of prompts, with fields in braces: "Solve: {problem}". Takes --response too."""
     response: str | None = None
     """Template of responses, with fields in braces: "{solution}". Takes --prompt too."""
     template: tuple[str, ...] = ()
-    """Variables of the chat template that writes conversations, as name=value
-    (enable_thinking=false)."""
+    """Variables of the chat template, as name=value (enable_thinking=false)."""
     longest: int | None = None
     """Leave out documents of more characters."""
     adapter_only: bool = CALL["adapter_only"]
-    """Write what was trained beside frozen weights alone, to be loaded with the model: where the
-    weights are frozen, or have low-rank updates."""
+    """Write only what was trained, as an adapter to load with the model. Needs frozen weights or
+    low-rank updates."""
     coordinator: str | None = None
-    """host:port of process 0, for several processes that the environment does not describe."""
+    """host:port of process 0, if the environment does not describe the processes."""
     processes: int | None = None
-    """Number of processes, where the environment does not tell it."""
+    """Number of processes, if the environment does not describe them."""
     process: int | None = None
-    """Number of this process, from 0, where the environment does not tell it."""
+    """Number of this process, from 0, if the environment does not describe them."""
     tensorboard: bool = False
-    """Write every record for TensorBoard too, into out/tensorboard."""
+    """Write every record for TensorBoard too, to out/tensorboard."""
     checkpoint_every: int = CALL["checkpoint_every"]
     """Steps between checkpoints to resume from. Ctrl-C and SIGTERM write one too."""
     checkpoint_minutes: float | None = CALL["checkpoint_minutes"]
-    """Minutes after which there is one in any case."""
+    """Most minutes between checkpoints."""
     keep_checkpoints: int = CALL["keep_checkpoints"]
-    """How many of the newest checkpoints are kept."""
+    """How many checkpoints to keep, the newest ones."""
     restart_from: int | None = None
-    """Step of the checkpoint to go on from with another recipe, such as lower rates after a
-    divergence; later ones are removed. 0 starts again."""
+    """Step of a checkpoint to go on from with another recipe, such as lower rates after the run
+    diverged; later checkpoints are removed. 0 starts again."""
     seed: int = CALL["seed"]
-    """Order of the data and noise of the training."""
+    """Seed of the order of the data and of the noise of training."""
 
     def make_data(self) -> Any:
         """Returns the documents of --data."""

@@ -60,40 +60,39 @@ class Config(Generating):
     """Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a time."""
 
     adapter: Adapters = ()  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Directory of an adapter that was trained on the model, or one that ships; or name=directory,
-    once for each of several adapters that requests choose by name. One without a name is part of
-    the model."""
+    """An adapter of the model: a directory, or one that ships; or name=directory, once for each of
+    several adapters that requests choose by name. One without a name is part of the model."""
     allow_adapter_changes: bool = False
-    """Whether clients may replace an adapter by that of another directory of this machine
+    """Let clients load an adapter from another directory of this machine
     (POST /v1/load_lora_adapter with lora_name and lora_path)."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 for every one of this machine."""
+    """Address to listen at; 0.0.0.0 for all addresses of this machine."""
     port: int = 8000
-    """Port to listen at; 0 takes one that is free."""
+    """Port to listen at; 0 takes a free one."""
     name: str | None = None
-    """Name of the model in requests; the last part of --model unless given."""
+    """Name of the model in requests; by default the last part of --model."""
     tool_calls: (
         Literal["hermes", "qwen3-coder", "llama3", "mistral", "mistral-args", "harmony"] | None
     ) = None
-    """How the model writes calls of tools; its chat template or its name tells unless given."""
+    """Format of the model's tool calls; by default found from its chat template or its name."""
     lanes: int = 8
-    """Most answers that are generated at a time."""
+    """Most answers at a time."""
     max_tokens: int | None = None
-    """Most tokens of a prompt and its answer; the model's positions unless given."""
+    """Most tokens of a prompt and its answer; by default the model's positions."""
     max_waiting: int = 256
     """Most answers that wait for a lane; clients of more get a 429 with Retry-After."""
     max_new_tokens: int = 1024
-    """Longest answer of requests that give none, as far as there is room."""
+    """Longest answer of requests that set no limit, if there is room."""
     chunk: int = 8
     """Decode steps between two polls: text arrives, and requests join, this often."""
     prefill_tokens: int = 8192
-    """Most tokens of prompts that are read between two chunks of steps: no answer pauses for more.
-    With fewer, answers flow more evenly, and prompts wait longer while others decode."""
+    """Most prompt tokens that are prefilled between two chunks of steps. With fewer, answers flow
+    more evenly, and prompts wait longer."""
     prefix_cache: str = "4GB"
-    """Host memory for the beginnings of prompts that were read before, beside what requests leave
-    of the cache: bytes (500MB, 4GB); off to keep none."""
+    """Host memory for prefixes of earlier prompts, beside the free part of the cache: bytes (500MB,
+    4GB), or off to keep none."""
     drain_seconds: float = 30.0
-    """Seconds that running requests may take when the server is told to end."""
+    """Seconds that running requests have when a signal ends the server."""
     api_key: str | None = None
     """File of API keys, one per line; the variable DMS_JAX_API_KEY has one, too. A request sends
     one of them (Authorization: Bearer KEY). Without keys, requests need none."""

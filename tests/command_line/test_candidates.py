@@ -1,4 +1,4 @@
-"""Several policies on the same problems or text: what runs, what is paired, what is written."""
+"""`dms-jax evaluate --policies`: which policies run, paired differences, and the report."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ def candidates(*texts, model="stories260k", adapter=None):
     return read_candidates(texts, model=model, adapter=adapter)
 
 
-def test_candidates_as_they_are_written():
+def test_reading_candidates():
     plain, tova, few, named = candidates(
         "Vanilla", "TOVA,budget=64", "Vanilla,kv_dtype=int4", "DMS,adapter=a/b,model=m,name=mine"
     )
@@ -129,7 +129,7 @@ def failing(monkeypatch, errors):
     return evaluate.Config(model="stories260k", task="text", policies=policies), ran
 
 
-def test_a_policy_that_cannot_run_is_named_and_the_others_run(tmp_path, capsys, monkeypatch):
+def test_a_failed_policy_is_named_and_the_others_run(tmp_path, capsys, monkeypatch):
     error = NotImplementedError("the kernel does not serve this")
     config, _ = failing(monkeypatch, {"H2O": error})
     out = tmp_path / "text.json"

@@ -1,4 +1,4 @@
-"""Talking: turns share a cache, text is streamed, mistakes and interrupts lose nothing."""
+"""`dms-jax chat`: turns share a cache, text is streamed, errors and interrupts lose nothing."""
 
 import dataclasses
 import re
@@ -53,7 +53,7 @@ def test_messages_go_through_the_template(monkeypatch):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_what_is_typed_is_read_until_the_input_ends(stories, monkeypatch):
+def test_lines_are_read_until_the_input_ends(stories, monkeypatch):
     lines = iter(["Once", "upon"])
 
     def typed(*args):
@@ -86,7 +86,7 @@ def test_wrong_settings_are_refused_before_a_line_is_read(wrong, stories, monkey
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_thoughts_are_shown_on_a_terminal_and_not_told_again(form, monkeypatch, capsys):
+def test_thoughts_are_shown_and_then_dropped(form, monkeypatch, capsys):
     model = thinking_model(form)
     read, texts = [], iter([ANSWERS[form], ANSWERS[form].replace("4", "6"), "No."])
 
@@ -125,7 +125,7 @@ def test_thoughts_are_shown_on_a_terminal_and_not_told_again(form, monkeypatch, 
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_turn_that_is_cut_off_is_not_told_again(monkeypatch):
+def test_an_interrupted_turn_is_forgotten(monkeypatch):
     model, said = thinking_model("channels"), []
 
     class Talk(dms_jax.Conversation):

@@ -1,4 +1,4 @@
-"""What holds for every command of `dms-jax`: how it is called, how it ends, where it writes."""
+"""Every command of `dms-jax`: options, exit status, errors, and where it writes."""
 
 import ast
 import dataclasses
@@ -29,12 +29,12 @@ def module_of(name):
 
 
 def typed(name, *options):
-    """A command as it is typed, with these options."""
+    """Returns the arguments of a command with these options."""
     return [name, *FIRST.get(name, ()), *options]
 
 
 def settings_of(name):
-    """The settings that a command starts from, as instances or their dataclass."""
+    """Returns the settings of a command's starting points, or their dataclass."""
     module = module_of(name)
     presets = getattr(module, "PRESETS", {})
     return [config for _, config in presets.values()] or [module.Config]
@@ -55,7 +55,7 @@ def test_the_list_of_commands(capsys):
 
 
 def test_it_runs_as_a_module_too():
-    """The one process that these tests start: what it prints, and its exit status."""
+    """The only process that these tests start."""
     done = subprocess.run(
         [sys.executable, "-m", "dms_jax.command_line", "--version"],
         cwd=ROOT,
@@ -156,7 +156,7 @@ def test_help_explains_every_option_and_others_exit_2(name, monkeypatch, capsys)
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_goes_to_runs_and_unwritable_output_exits_2(name, capsys, tmp_path):
-    """A folder below a file is none."""
+    """A folder cannot be made below a file."""
     for config in settings_of(name):
         for place in ("out", "save", "answers"):
             path = getattr(config, place, None)
@@ -198,7 +198,7 @@ def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
 
 
 def test_options_without_a_starting_point_are_of_custom(monkeypatch, capsys):
-    """What a reader types who has not seen that a name comes first."""
+    """As someone types it who has not seen the names."""
     retrofit = module_of("retrofit")
     begun = []
     monkeypatch.setattr(retrofit, "main", begun.append)
@@ -277,7 +277,7 @@ def test_how_a_policy_takes_a_prompt(policy, prompts):
     assert policy_options.prompts(policy) == prompts
 
 
-def test_a_model_that_the_wheel_lacks_is_fetched_when_it_is_used(capsys, tmp_path, monkeypatch):
+def test_models_outside_the_wheel_are_fetched_on_use(capsys, tmp_path, monkeypatch):
     fetching.listed()  # is read before the files go
     monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -290,7 +290,7 @@ def test_a_model_that_the_wheel_lacks_is_fetched_when_it_is_used(capsys, tmp_pat
     assert capsys.readouterr().err == ""
 
 
-def test_a_report_tells_the_command_without_its_folder(monkeypatch):
+def test_a_report_has_the_command_without_its_paths(monkeypatch):
     arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "hyperscale", *arguments])
     told = running.command(without=("--out", "--save"))
@@ -334,7 +334,7 @@ SLIPS = {
 
 @pytest.mark.parametrize("typed", SLIPS)
 def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch):
-    """A real one takes minutes to load; and ./nowhere is a path, which no hub is asked for."""
+    """A real model takes minutes to load. No hub is asked for ./nowhere, which is a path."""
     monkeypatch.chdir(tmp_path)
     assert main([*typed.split(), "--model", "./nowhere"]) == 2
     assert SLIPS[typed] in capsys.readouterr().err
@@ -342,7 +342,7 @@ def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch)
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
 def test_a_report_replaces_files_alone(tmp_path):
-    """Root's --out /dev/null would otherwise leave a file there, for every program."""
+    """Otherwise root's --out /dev/null would replace the device by a file."""
     pipe = tmp_path / "null"
     os.mkfifo(pipe)
     with pytest.raises(dms_jax.ConfigError, match="null: this is no file; name one"):

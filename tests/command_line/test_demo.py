@@ -33,7 +33,7 @@ def test_parts_by_name(arguments, expected, ran):
     assert ran == expected
 
 
-def test_the_first_part_is_all_where_models_cannot_be_fetched(ran, monkeypatch, capsys):
+def test_only_the_first_part_runs_offline(ran, monkeypatch, capsys):
     """It was an error, after two minutes in which the first part had gone well."""
 
     def offline(name):

@@ -22,7 +22,7 @@ MODEL = str(assets.path("stories260k"))
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
+def test_out_holds_figures_and_provenance(tmp_path, capsys):
     config = evaluate.Config(
         model="stories260k",
         task="reasoning",
@@ -110,7 +110,7 @@ def test_tasks_by_name():
 
 
 @pytest.mark.parametrize("name", ["humaneval", "livecodebench"])
-def test_code_is_run_only_where_it_is_allowed(name, tmp_path):
+def test_code_runs_only_with_allow_code(name, tmp_path):
     records = {"humaneval": HUMANEVAL, "livecodebench": LIVECODEBENCH}[name]
     path = f"path={lines(tmp_path / 'a.jsonl', records)}"
     with pytest.raises(dms_jax.ConfigError, match=rf"--task {name} .*with --allow-code"):

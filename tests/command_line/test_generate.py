@@ -1,4 +1,4 @@
-"""`dms-jax generate`: what it shows, and what it says to mistakes."""
+"""`dms-jax generate`: what it shows, and its errors."""
 
 import dataclasses
 import io
@@ -21,7 +21,7 @@ QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "-
 
 
 def call(arguments: list[str]) -> int:
-    """What the command does with a command line; its exit status."""
+    """Runs the command and returns its exit status."""
     return run(generate.main, generate.Config, description=generate.__doc__, arguments=arguments)
 
 
@@ -36,7 +36,7 @@ def test_one_answer_and_its_usage(capsys):
 
 @pytest.mark.usefixtures("fakes")
 def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
-    """Lines of a terminal's width would be lines that the model did not write."""
+    """Wrapped lines would have breaks that the model did not write."""
     monkeypatch.setenv("COLUMNS", "20")
     prompt = "Once upon a time, there was a girl and a boy and"
     quick = dict(max_new_tokens=12, temperature=0.0, page_size=16, chunk=8)
@@ -106,7 +106,7 @@ def test_a_prompt_is_a_message_where_there_is_a_template(capsys):
     model = mock.Mock(spec=dms_jax.LanguageModel, tokenizer=tokenizer)
     message = [[{"role": "user", "content": "Hi"}]]
     assert read() == message
-    assert "through the checkpoint's chat template (--plain" in capsys.readouterr().err
+    assert "chat template as a user's message (--plain" in capsys.readouterr().err
     assert read(chat=True) == message
     assert read(plain=True) == ["Hi"]
     assert capsys.readouterr().err == ""

@@ -17,7 +17,7 @@ def declared(stories):
     return dataclasses.replace(stories, policy=dms_jax.DMS(window=10, alpha_offset=0.0))
 
 
-def test_systems_as_they_are_written(stories, declared):
+def test_reading_systems(stories, declared):
     def load(name, adapter=None):
         return {"plain": stories, "mine": declared}[adapter or name]
 
@@ -61,7 +61,7 @@ def test_problems_are_asked_in_a_chat(monkeypatch):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_tables_files_and_going_on(tmp_path, capsys):
+def test_tables_files_and_resuming(tmp_path, capsys):
     config = hyperscale.Config(
         model="stories260k",
         systems=("Vanilla", "TOVA,budget=20,ratio=3"),

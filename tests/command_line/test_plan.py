@@ -1,4 +1,4 @@
-"""`dms-jax plan`: whose shape, which retrofit, and the file that it writes."""
+"""`dms-jax plan`: the shape, the retrofit, and the file."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_a_shape_is_that_of_a_directory(tmp_path):
         plan.shape_of(str(tmp_path))
 
 
-def test_all_machines_are_known_before_the_first_is_compiled_for(monkeypatch, capsys):
+def test_machines_are_checked_before_compiling(monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **__: pytest.fail("compiled"))
     with pytest.raises(dms_jax.ConfigError, match="There is no machine"):
         plan.main(plan.Config(machine=("8xh200", "9xh900")))

@@ -1,4 +1,4 @@
-"""The self-taught retrofit from end to end in a tiny setting, its stages, and what it refuses."""
+"""The self-taught retrofit, end to end in a tiny setting, and stage by stage."""
 
 import copy
 import dataclasses
@@ -126,7 +126,7 @@ def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
 
 
 @pytest.mark.nightly
-def test_what_is_held_out_is_measured_on_the_answers_alone_too():
+def test_held_out_loss_of_answers_and_of_whole_sequences():
     base = TINY.load()
     tokens = np.asarray(base.tokenizer.encode("Once upon a time there was a girl."), np.int32)
     short, long = (Exchange(tokens[:end], tokens[end:]) for end in (2, len(tokens) - 3))
@@ -153,7 +153,7 @@ def test_the_result_is_a_small_adapter(stopped_and_run):
 
 
 @pytest.mark.nightly
-def test_what_it_left_generates_and_is_compared(stopped_and_run, tmp_path, capsys):
+def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsys):
     """The commands of the documentation's first minutes, at a small size."""
     training = stopped_and_run.out / "training"
     adapter = ["--adapter", str(training / "model")]
@@ -202,7 +202,7 @@ def problems(path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("all", 3), ("ended", 2), ("correct", 1)])
-def test_what_is_kept(stories, tmp_path, keep, kept):
+def test_keep_filters_answers(stories, tmp_path, keep, kept):
     config = dataclasses.replace(
         TINY, prompts=problems(tmp_path / "p.jsonl"), keep=keep, questions=None, held_out=1
     )
@@ -281,7 +281,7 @@ def test_prompts_of_every_form(stories, tmp_path):
 
 
 def test_prompts_that_are_held_out_are_not_trained_on(stories, tmp_path):
-    """The same words come again further up in the file, and texts begin alike."""
+    """The same words occur earlier in the file, and texts begin alike."""
     path = tmp_path / "p.jsonl"
     rows = ["One day", "Ask me", "One day", "Tell me", "So it was", "Ask me", "One day"]
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
@@ -296,7 +296,7 @@ def test_prompts_that_are_held_out_are_not_trained_on(stories, tmp_path):
         reading.read_questions(config, stories)
 
 
-def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
+def test_wrong_settings_are_refused(stories, tmp_path, capsys):
     _, custom = PRESETS["self-taught"]
     with pytest.raises(dms_jax.ConfigError, match="give --model and --prompts"):
         retrofit.main(custom)

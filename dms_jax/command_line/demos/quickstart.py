@@ -55,13 +55,13 @@ class Config:
     sequences: int = 64
     """Held-out sequences of 512 tokens to decode; 64 make 32,704 predicted tokens."""
     window: int = 32
-    """Window of the retrofit: every token stays this long."""
+    """Window of the retrofit: number of recent tokens that always stay."""
     steps_per_ratio: int = 12
     """Training steps per unit of compression ratio."""
     ratio: float = 10.5
-    """Compression ratio that the retrofit aims at; what it reaches is measured."""
+    """Target compression ratio of the retrofit; the reached one is measured."""
     seed: int = 0
-    """Order of the training text and the training noise."""
+    """Seed of the order of the data and of the noise of training."""
 
 
 @dataclasses.dataclass(frozen=True)

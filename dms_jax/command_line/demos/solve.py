@@ -53,7 +53,7 @@ class Config:
     temperature: float = 0.7
     """Sampling temperature of the answers; 0 takes the most likely token."""
     seed: int = 0
-    """Seed of the draws: the same answers again, or others."""
+    """Seed of the sampling: the same seed gives the same answers."""
 
 
 def main(config: Config) -> dict[str, Result]:
