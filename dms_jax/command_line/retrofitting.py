@@ -48,8 +48,8 @@ class Training:
     """A paper's recipe: a row of its tables ("qwen-r1-7b", ...; "llama-2-7b-dms-paper" is DMC as
     the DMS paper trained it), or "text" for 100 steps a unit. The recipe's own unless given."""
     compression_ratio: float | None = None
-    """1 / the share of tokens kept beyond the window; the whole cache, with its window, shrinks less.
-    The recipe's own unless given."""
+    """1 / the share of tokens kept beyond the window; the whole cache, with its window, shrinks
+    less. The recipe's own unless given."""
     snapshots: tuple[float, ...] = ()
     """Compression ratios at which to write the model to out/snapshots during training."""
     trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
