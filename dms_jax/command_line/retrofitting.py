@@ -16,6 +16,7 @@ from dms_jax.model.low_rank import LowRank
 from dms_jax.model.rematerialisation import Remat
 from dms_jax.policies import DMC, DMS, Policy
 from dms_jax.training import Recipe, recipes
+from dms_jax.training.parameters import Trained
 
 UPDATES = LowRank()
 # The library's own defaults.
@@ -52,8 +53,9 @@ class Training:
     less. The recipe's own unless given."""
     snapshots: tuple[float, ...] = ()
     """Compression ratios at which to write the model to out/snapshots during training."""
-    trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
-    """What to train: the adapter alone, low-rank updates of attention (LoRA) too, or everything."""
+    trainable: Trained | None = None
+    """What to train: the adapter alone, low-rank updates of attention (LoRA) too, or everything.
+    The recipe's own unless given."""
     rank: int = UPDATES.rank
     """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     alpha: float = UPDATES.alpha
@@ -80,8 +82,9 @@ class Training:
     answers_only: bool = False
     """Train on answers alone. By default every recipe learns from whole conversations, the user's
     turns too."""
-    compute_dtype: Literal["recipe", "bfloat16", "float32"] = "recipe"
-    """Type of the passes. Parameters and optimizer state are in float32 in any case."""
+    compute_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type of the passes; the recipe's unless given. Parameters and optimizer state are in float32
+    in any case."""
     model_shards: int = 1
     """Devices over which heads and feed-forward are split."""
     expert_shards: int = 1
@@ -118,8 +121,8 @@ class Training:
             "dmc_quickstart": recipes.dmc_quickstart,
         }
         recipe = make[self.recipe](**given)
-        names = ("sequence_length", "batch_size", "micro_batch_size")
-        names = (*names, "remat", "distillation_temperature")
+        names = ("sequence_length", "batch_size", "micro_batch_size", "remat", "trainable")
+        names = (*names, "compute_dtype", "distillation_temperature")
         changes: dict[str, Any] = {
             name: getattr(self, name) for name in names if getattr(self, name) is not None
         }
@@ -127,10 +130,6 @@ class Training:
             changes["sequence_length"] = min(recipe.sequence_length, positions)
         changes["low_rank"] = LowRank(self.rank, self.alpha)
         changes["answers_only"] = self.answers_only
-        if self.trainable != "recipe":
-            changes["trainable"] = self.trainable
-        if self.compute_dtype != "recipe":
-            changes["compute_dtype"] = self.compute_dtype
         stages = recipe.stages
         if self.learning_rate is not None:
             rates = dict(

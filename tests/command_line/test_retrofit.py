@@ -70,7 +70,7 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
     model = dms_jax.load(assets.path(config.model), adapter=tmp_path / "model")
     assert low_rank_of(model.transformer) == LowRank(2, 4.0)
     assert model.policy == config.make_policy()
-    whole = dataclasses.replace(config, trainable="recipe", out=tmp_path / "whole")
+    whole = dataclasses.replace(config, trainable=None, out=tmp_path / "whole")
     with pytest.raises(dms_jax.ConfigError, match=r"adapter_only .* trains all weights"):
         retrofit.main(whole)
 
