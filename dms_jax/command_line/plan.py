@@ -29,6 +29,7 @@ from dms_jax.command_line.shapes import LENGTHS, SHAPES, cache_sizes
 from dms_jax.config import ModelConfig
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
+from dms_jax.training.display import short
 from dms_jax.training.planning import find_machine, plan
 
 # Packages on which the figures of a plan depend.
@@ -121,7 +122,7 @@ def main(config: Config) -> None:
 
 def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
     """Returns the size of a sequence's cache by length, before and after the retrofit."""
-    lines = [f"Cache of a sequence, and under {policy} at {recipe.compression_ratio:g}x:"]
+    lines = [f"Cache of a sequence, and under {short(policy)} at {recipe.compression_ratio:g}x:"]
     for tokens in LENGTHS:
         if tokens <= shape.max_position_embeddings:
             sizes = cache_sizes(shape, policy, recipe.compression_ratio, tokens)

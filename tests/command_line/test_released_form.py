@@ -1,6 +1,5 @@
 """Documented commands on a tiny random checkpoint of NVIDIA's released form."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -109,9 +108,3 @@ def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch)
 
 
 _evaluate = evaluate.evaluate
-
-
-def test_variables_that_a_conversation_sets_itself_are_refused(checkpoint):
-    config = generate.Config(prompts=("a",), model=str(checkpoint))
-    with pytest.raises(dms_jax.ConfigError, match="messages cannot be given as a variable"):
-        generate.main(dataclasses.replace(config, chat=True, template=("messages=1",)))

@@ -130,7 +130,7 @@ def test_presets_make_recipes():
         (dict(recipe="paper", options=("window=7",)), dms_jax.DMS(window=7)),
         (dict(recipe="paper", options=('{"source": "adapter"}',)), dms_jax.DMS(16, "adapter")),
         # Of another kind than the recipe's, as the library has it.
-        (dict(policy="DMC", options=("offset=4",)), dms_jax.DMC(offset=4)),
+        (dict(policy="DMC", options=("offset=4.5",)), dms_jax.DMC(offset=4.5)),
         (dict(policy="DMS", recipe="dmc_paper", options=("shift=0",)), dms_jax.DMS(shift=0)),
         (dict(policy="FixedPooling", options=("every=2",)), dms_jax.FixedPooling(every=2)),
     ],
