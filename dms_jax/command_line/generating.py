@@ -24,7 +24,7 @@ CALL = {
 
 @dataclasses.dataclass(frozen=True)
 class Generating:
-    """A model, its cache, and its sampling."""
+    """A model, its cache, and how tokens are drawn."""
 
     model: str = SHIPPED[0]
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
@@ -68,7 +68,7 @@ class Generating:
         return self.adapter
 
     def load(self) -> dms_jax.LanguageModel:
-        """Loads the model."""
+        """The model."""
         variables = read_options(self.template, "--template")
         model = load_model(self.model, self.own_adapter, self.dtype)
         return model.with_template(**variables) if variables else model

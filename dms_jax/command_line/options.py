@@ -97,7 +97,7 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
 
 
 def load_model(name: str, adapter: str | None, dtype: str | None) -> dms_jax.LanguageModel:
-    """Loads --model with --adapter, and warns if either stayed short of its ratio."""
+    """Loads what --model and --adapter name; that it stayed short of its ratio is a warning."""
     found, beside = find_model(name), find_adapter(adapter)
     for each in filter(None, (found, beside)):
         tell_if_short(each)

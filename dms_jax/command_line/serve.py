@@ -86,13 +86,13 @@ class Config(Generating):
     chunk: int = 8
     """Decode steps between two polls: text arrives, and requests join, this often."""
     prefill_tokens: int = 8192
-    """Most prompt tokens that are prefilled between two chunks of steps. With fewer, answers flow
-    more evenly, and prompts wait longer."""
+    """Most tokens of prompts that are read between two chunks of steps: no answer pauses for more.
+    With fewer, answers flow more evenly, and prompts wait longer while others decode."""
     prefix_cache: str = "4GB"
-    """Host memory for prefixes of earlier prompts, beside the free part of the cache: bytes (500MB,
-    4GB), or off to keep none."""
+    """Host memory for the beginnings of prompts that were read before, beside what requests leave
+    of the cache: bytes (500MB, 4GB); off to keep none."""
     drain_seconds: float = 30.0
-    """Seconds that running requests have when a signal ends the server."""
+    """Seconds that running requests may take when the server is told to end."""
     api_key: str | None = None
     """File of API keys, one per line; the variable DMS_JAX_API_KEY has one, too. A request sends
     one of them (Authorization: Bearer KEY). Without keys, requests need none."""
