@@ -15,15 +15,15 @@ from types import ModuleType
 from dms_jax.errors import ConfigError
 
 COMMANDS = {
-    "generate": "complete prompts from a small cache, as they are written",
+    "generate": "complete prompts from a small cache, streamed",
     "chat": "talk with a model whose turns share one small cache",
     "serve": "answer requests over HTTP as OpenAI's and Anthropic's APIs do",
     "retrofit": "train a checkpoint to run with a small cache",
     "evaluate": "score answers to a task, or the loss on a text, under one or several policies",
     "hyperscale": "longer answers and more chains at equal reads and equal peak",
-    "plan": "what a retrofit takes on a machine, before it is paid for",
-    "policies": "every cache policy with its options and their defaults",
-    "demo": "retrofit a small model, watch one reason from a small cache",
+    "plan": "memory and time of a retrofit on a machine that you do not have",
+    "policies": "the cache policies, and the options of each",
+    "demo": "retrofit a small model, then watch a larger one reason; four minutes",
 }
 WRONG_CALL = 2
 

@@ -1,4 +1,4 @@
-"""What a retrofit takes before it is paid for: memory and seconds. No accelerator needed.
+"""Estimate the memory and time of a retrofit on a machine that you do not have.
 
     dms-jax plan --model llama-3.2-1b --machine 8xh200
     dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
@@ -42,7 +42,7 @@ NO_TPU = {
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What is planned for."""
+    """The model and the machine."""
 
     model: str = "llama-3.2-1b"
     """A shape by name (those of the models page, such as llama-3.2-1b, qwen3-30b-a3b, gpt-oss-20b),
@@ -56,7 +56,7 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Config(Training, Planned):  # --help lists the fields of the last base first
-    """Print what a retrofit takes on some machine."""
+    """Estimate the memory and time of a retrofit on a machine that you do not have."""
 
     recipe: RecipeName = "paper"
     """As in dms-jax retrofit, which has the same options from --policy on; the default differs."""
