@@ -1,4 +1,4 @@
-"""The one way to check an argument: its kind is an annotation, and the result is plain Python.
+"""Checking arguments: the kind is an annotation, and the result is plain Python.
 
     check("tokens", np.int64(5), Count)     # 5
     check("rate", 1.5, Share)               # ConfigError: rate must be a finite number of at least
@@ -153,14 +153,14 @@ def check_names(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
 
 
 def guess(name: str, known: Iterable[str]) -> str:
-    """What is said behind an unknown name: the known one that may have been meant, if any."""
+    """Returns " (did you mean ...?)" for an unknown name, or nothing if none is close."""
     plain = {each.lower(): each for each in known}
     meant = difflib.get_close_matches(name.lower(), plain, 1)
     return f" (did you mean {plain[meant[0]]}?)" if meant else ""
 
 
 class Options:
-    """Base class of frozen dataclasses of options, which names unknown options and wrong values.
+    """Base class of frozen dataclasses of options: unknown options and wrong values are named.
 
     The fields hold plain Python afterwards, so that equal options are equal as dataclasses, as
     JSON and as static arguments of `jit`, whatever types they were given as.
@@ -205,10 +205,10 @@ def check_keywords(what: str, function: Callable, given: Iterable[str], **within
 
     Args:
       what: the function's name, for the message.
-      function: whose keywords they are.
+      function: the function that they were given to.
       given: names of the keywords.
-      within: dataclasses of options that the keywords of these names take. Whoever gives one of
-        their fields by itself is told where it belongs.
+      within: keyword -> the dataclass of options that it takes. For one of its fields, given as a
+        keyword of its own, the message says where it belongs.
     """
     shown = inspect.signature(function).parameters.values()
     known = [each.name for each in shown if each.kind is each.KEYWORD_ONLY]

@@ -1,4 +1,4 @@
-"""Compiled programs: kept on disk between processes, and reported with the seconds that they took.
+"""The cache of compiled programs on disk, and reports of how long compiling took.
 
 A model's programs compile for seconds each, once per shape. They are kept in `~/.cache/dms_jax`
 (or `$XDG_CACHE_HOME/dms_jax`), up to 8 GB, the least recently used ones leaving first:
@@ -8,10 +8,10 @@ A model's programs compile for seconds each, once per shape. They are kept in `~
     JAX_COMPILATION_CACHE_DIR=/a/directory     jax's own switches go before ours, and so does
     JAX_ENABLE_COMPILATION_CACHE=false         jax.config.update("jax_compilation_cache_dir", ...)
 
-Programs of generation that are compiled before they are needed are kept in a form that needs no
-tracing either, in a directory of that one (`executables`).
+Programs of generation that are compiled ahead of time are kept in a subdirectory, in a form that
+needs no tracing either (`executables`).
 
-Nobody whom you do not trust may be able to write there: what is found is run.
+Let nobody whom you do not trust write there: what is found is run.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _listening = threading.Event()
 
 
 class _Program(NamedTuple):
-    """When jax began and ended to make a program, and whether it read it from the cache."""
+    """When a program was begun and ready, and whether it came from the cache."""
 
     begin: float
     end: float
@@ -58,9 +58,9 @@ class _Program(NamedTuple):
 
 _programs: list[_Program] = []  # of this process
 _lock = threading.Lock()
-_without: list[bool] = []  # of each `without_jax_cache` under way, whether jax's was enabled before
+_without: list[bool] = []  # for each `without_jax_cache` under way, jax's setting before it
 _thread = threading.local()
-_forked = threading.Event()  # set in a process that a process was forked into where jax had run
+_forked = threading.Event()  # set in a fork of a process in which jax had run
 
 
 def _note_fork() -> None:
@@ -73,9 +73,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_process() -> None:
-    """Raises ConfigError in a process in which programs of jax would hang.
+    """Raises ConfigError in a fork of a process that ran jax.
 
-    Its threads stay behind in the process that was forked.
+    jax's threads do not survive the fork, so its programs would hang.
     """
     if _forked.is_set():
         raise ConfigError(
@@ -92,25 +92,25 @@ def prepare() -> None:
       ConfigError: see `check_process`.
     """
     check_process()
-    # It adds a setting to jax on which every program depends: what was traced before this import,
-    # which tracing the kernels of a model would cause, is compiled once more when it is next used.
+    # This import adds a setting on which every program depends. Were it left to the first kernel,
+    # programs traced before would compile again.
     importlib.import_module("jax.experimental.pallas.tpu")
     _keep_compiled()
 
 
 def is_off() -> bool:
-    """Whether the user wants nothing kept; see the module."""
+    """Whether the user turned the cache off; see the module."""
     return os.environ.get(SWITCH, "").lower() in ("off", "no", "false", "0")
 
 
 def directory() -> str | None:
-    """Returns where compiled programs are kept by jax; None if they are not."""
+    """Returns the directory of jax's cache; None if it is off."""
     enabled = _without[0] if _without else jax.config.jax_enable_compilation_cache
     return jax.config.jax_compilation_cache_dir if enabled else None
 
 
 def _keep_compiled() -> None:
-    """Has jax keep compiled programs on disk, unless the user decided about it; see the module."""
+    """Turns on jax's cache unless the user configured it; see the module."""
     if is_off() or jax.config.jax_compilation_cache_dir:
         return
     if not jax.config.jax_enable_compilation_cache:
@@ -134,12 +134,12 @@ def _keep_compiled() -> None:
 
 @dataclasses.dataclass
 class Made:
-    """The programs that were made while a context ran, or run until now.
+    """The programs made in a context.
 
     Attributes:
       compiled: how many were compiled.
       read: how many were read from the cache on disk.
-      seconds: in which at least one was being compiled or read.
+      seconds: time in which at least one was being compiled or read.
     """
 
     compiled: int = 0
@@ -159,7 +159,7 @@ def _counted(number: int, unit: str = "program") -> str:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Made]:
-    """Gives what the context made; it is known when the context has ended."""
+    """Yields a `Made` that is filled in when the context ends."""
     _listen_to_jax()
     made, before = Made(), len(_programs)
     try:
@@ -172,15 +172,15 @@ def watched() -> Iterator[Made]:
 
 
 def note_read(start: float) -> None:
-    """Counts a program that was read from a cache which is not jax's, since `time.monotonic()`."""
+    """Counts a program read from a cache other than jax's; `start` is of `time.monotonic()`."""
     _programs.append(_Program(start, time.monotonic(), read=True))
 
 
 def compile_anew(lowered: Any) -> tuple[Any, bool]:
-    """Compiles a lowered program; also returns whether the compiler ran for it.
+    """Compiles a lowered program; also returns whether the compiler ran.
 
-    It does not for what jax has compiled in this process or reads from its cache. What jax reads
-    cannot be serialized a second time: on a CPU its functions are lost.
+    It does not run if jax compiled the program in this process or reads it from its cache. Such a
+    program cannot be serialized again: on a CPU its functions are lost.
     """
     _listen_to_jax()
     _thread.compiled = False
@@ -190,7 +190,7 @@ def compile_anew(lowered: Any) -> tuple[Any, bool]:
 
 @contextlib.contextmanager
 def without_jax_cache() -> Iterator[None]:
-    """While it lasts, jax reads nothing from its cache and writes nothing there, in all threads."""
+    """Turns jax's cache off in this context, for all threads."""
     with _lock:
         _without.append(jax.config.jax_enable_compilation_cache)
         if len(_without) == 1:
@@ -206,12 +206,12 @@ def without_jax_cache() -> Iterator[None]:
 
 def _enable_jax_cache(enabled: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()  # it asks once in a process whether it is enabled
+    compilation_cache.reset_cache()  # jax reads the setting once in a process
 
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Says in one line how long programs compiled inside the context, if that took long.
+    """Reports in one line how long compiling took inside the context, if it took long.
 
     The line is logged ("dms_jax", INFO), and written to standard error where that is a terminal.
     """
@@ -236,15 +236,14 @@ def reported(what: str) -> Iterator[None]:
 def counted(
     total: int, what: str = "Compiling", unit: str = "program"
 ) -> Iterator[Callable[[], None]]:
-    """Gives a function to call, from any thread, when one of `total` programs is ready.
+    """Yields a function to call, from any thread, whenever one of `total` programs is ready.
 
-    After a second, standard error says how many are, where that is a terminal; the line goes when
-    the context ends.
+    On a terminal, standard error shows the count after the first second, until the context ends.
 
     Args:
-      total: the number of programs, or of other things.
-      what: what is done with them.
-      unit: what one of them is.
+      total: number of programs, or of other units.
+      what: label of the line.
+      unit: name of a unit.
     """
     start, stream, lock = time.monotonic(), sys.stderr, threading.Lock()
     done = written = 0
@@ -269,7 +268,7 @@ def counted(
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which at least one of these spans, (beginning, end) each, was under way."""
+    """Returns the length of the union of spans, (begin, end) each, in seconds."""
     total, reached = 0.0, -math.inf
     for begin, end in sorted(spans):
         total += max(end - max(begin, reached), 0.0)

@@ -1,4 +1,4 @@
-"""Checks for `dms_jax.config`: the supported model families, and what is refused by name."""
+"""The supported model families, and checks that refuse other models by name."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _GELU = ("gelu_pytorch_tanh", "gelu_tanh")
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the models of a Hugging Face family have in common.
+    """The common properties of a Hugging Face family of models.
 
     Attributes:
       architecture: the class in transformers.
@@ -150,13 +150,13 @@ ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """A model that reads images, whose language model is one of a family here.
+    """A model that reads images, whose language model is of a supported family.
 
     Attributes:
       architecture: the class in transformers.
       family: the family of its language model.
-      defaults: defaults of transformers 4, which leaves them out of `text_config`, where they are
-        not those of the family.
+      defaults: fields that transformers 4 leaves out of `text_config`, where they differ from
+        the family's.
     """
 
     architecture: str
@@ -188,9 +188,9 @@ WRAPPERS: dict[str, Wrapper] = {
         | {"max_position_embeddings": 128000, "rope_theta": 5_000_000.0},
     ),
 }
-# Fields that count in the config of a wrapper before those of its language model.
+# Fields of a wrapper's config that override those of its language model.
 _OF_WRAPPERS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-# Where a token of an image stands in its picture; tokens of text have one position.
+# Positions of image tokens; tokens of text have one position.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 SUPPORTED = (
@@ -198,7 +198,7 @@ SUPPORTED = (
     "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3, gpt-oss; without images Mistral 3 and Qwen3-VL"
 )
 
-# Families that are refused for a reason of their own.
+# Families that are refused for a special reason.
 _REFUSED = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"),
@@ -236,10 +236,10 @@ def _why_not(model_type: Any) -> str:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config of the language model of a model that reads images; others as they are.
+    """Returns the language model's config of a model that reads images; others unchanged.
 
     Raises:
-      ConfigError: it has another architecture than its kind, or no config of a language model.
+      ConfigError: the architecture is not supported, or `text_config` is missing.
     """
     kind = config.get("model_type") if isinstance(config, Mapping) else None
     wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
@@ -340,7 +340,7 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_dense_layers(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if some layers of a mixture of experts have none."""
+    """Raises ConfigError if some layers of a mixture of experts are dense."""
     if config.get("mlp_only_layers"):
         raise ConfigError(
             f"mlp_only_layers {show(config['mlp_only_layers'])} is not supported: either all "
@@ -358,7 +358,7 @@ def layer_types_of(
 ) -> tuple[tuple[str, ...], int | None]:
     """Returns each layer's kind of attention (`ModelConfig.layer_types`), and the window.
 
-    A window that no sequence exceeds is none.
+    A window of at least `max_positions` counts as none.
     """
     about = FAMILIES[family]
     given = config.get("layer_types")

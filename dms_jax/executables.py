@@ -1,24 +1,23 @@
 """Executables on disk: compiled programs that a new process runs without tracing them.
 
-jax's own cache is asked with a program that was traced and lowered, and for a GPU Python takes a
-second or two to lower each. What is kept here is found by what tracing would have read:
+jax's own cache needs a program that was traced and lowered, and for a GPU Python takes a second or
+two to lower each. Here the key is made from everything that tracing would have read:
 
     the source        of `dms_jax` and `pallas_kernels`, and the tuned settings of the kernels
     what compiles     versions of jax, its plugins and NVIDIA's libraries, the device, XLA's flags
     the program       its function, compiler options, jax's settings, and static arguments
     the arguments     their tree, and the shape, dtype and sharding of each array; no values
 
-What is not known to be among these is not kept: a policy whose class another package defines, or a
-program of several processes. A source file that was changed since the process began is no witness
-of what it runs, and then nothing is kept or read. Whoever replaces functions of the library while
-it runs must turn this off.
+A program that depends on anything else is not kept: a policy whose class another package defines,
+or a program of several processes. If a source file has changed since the process began, nothing is
+kept or read. Turn the cache off if you replace functions of the library while it runs.
 
-A file is written beside and renamed. One that is damaged, from elsewhere, or cannot be loaded is
-skipped like one that is missing. Files are pickles (`jax.experimental.serialize_executable`), and
-an executable is code: whoever can write here decides what runs, as in jax's own cache. So the
-directory and each file must belong to the user, and nobody else may be able to write them.
+Files are written atomically. One that is damaged, foreign, or cannot be loaded counts as missing.
+Files are pickles (`jax.experimental.serialize_executable`), and an executable is code: whoever can
+write here decides what runs, as in jax's own cache. So the directory and each file must belong to
+the user, and nobody else may be able to write them.
 
-They are in a directory of jax's cache (see `compilation`); DMS_JAX_COMPILATION_CACHE=off keeps
+They are in a subdirectory of jax's cache (see `compilation`); DMS_JAX_COMPILATION_CACHE=off keeps
 none. Beyond 4 GB those used longest ago are deleted.
 """
 
@@ -51,7 +50,7 @@ MOST_BYTES = 4 * 10**9
 
 _logger = logging.getLogger("dms_jax")
 _FORMAT = b"dms_jax executable 1\n"
-# Whose names stand for what they are: their source or their version is in the key.
+# Packages whose names identify their contents: their source or version is in the key.
 _PACKAGES = {"dms_jax", "pallas_kernels", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins"}
 _VERSIONS = (
     "jax",
@@ -67,11 +66,11 @@ _VERSIONS = (
         for end in ("", "-cu12", "-cu13")
     ),
 )
-# XLA reads them once, and libraries that are imported later change them.
+# Read at import, as XLA reads them once and libraries that are imported later change them.
 _ENVIRONMENT = {
     name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 }
-# jax's settings that change no program: where it keeps them, and what it writes of them.
+# Settings of jax that change no program: caching and logging.
 _NO_SETTINGS = (
     "jax_compilation_cache_",
     "jax_enable_compilation_cache",
@@ -89,11 +88,11 @@ _PLAIN = {bool, int, float, str, bytes}
 
 
 class _UnknownError(Exception):
-    """Something that a program depends on has no description."""
+    """A program depends on something that `describe` does not know."""
 
 
 def directory() -> pathlib.Path | None:
-    """Returns where executables are kept; None if none are, or the directory is not the user's."""
+    """Returns the directory of executables; None if they are not kept or others can write it."""
     base = compilation.directory()
     if compilation.is_off() or not base or "://" in base or jax.process_count() > 1:
         return None
@@ -112,12 +111,12 @@ def directory() -> pathlib.Path | None:
 
 
 def key_of(function: Any, options: Mapping[str, Any], signature: Any) -> str | None:
-    """Returns the name of an executable's file; None if what it depends on has no description.
+    """Returns the name of an executable's file; None if `describe` does not know all of its inputs.
 
     Args:
       function: the function of the program.
-      options: compiler options, and whatever else it is compiled with.
-      signature: its arguments; see `describe`.
+      options: compiler options and other settings of the program.
+      signature: its arguments, as shapes.
     """
     source = _source()
     if source is None:
@@ -139,10 +138,10 @@ def key_of(function: Any, options: Mapping[str, Any], signature: Any) -> str | N
 
 
 def describe(x: Any) -> Any:
-    """Returns a value as JSON that is equal in every process where programs would be equal.
+    """Returns a value as JSON data that is equal in every process where programs would be equal.
 
     Raises:
-      _UnknownError: it has no such form.
+      _UnknownError: the value is of an unknown kind.
     """
     if x is None or type(x) in _PLAIN:
         return [type(x).__name__, repr(x)]
@@ -196,7 +195,7 @@ def _name(x: Any) -> str:
 
 @functools.cache
 def _source() -> str | None:
-    """Returns the digest of the library's source; None if that is not what this process runs."""
+    """Returns a digest of the library's source; None if it has changed since this process began."""
     digest, number = hashlib.sha256(), 0
     for package in ("dms_jax", "pallas_kernels"):
         spec = importlib.util.find_spec(package)
@@ -235,7 +234,7 @@ def read(key: str, tree: Any, devices: Iterable[Any]) -> Any:
     Args:
       key: see `key_of`.
       tree: the structure of its arguments.
-      devices: those that it runs on, in the order of its sharding.
+      devices: devices that it runs on, in the order of its sharding.
     """
     place, start = directory(), time.monotonic()
     if place is None:
@@ -268,17 +267,17 @@ def read(key: str, tree: Any, devices: Iterable[Any]) -> Any:
 
 
 def import_runtime(platform: str) -> None:
-    """Imports what executables of a platform are linked with when they are read."""
+    """Imports the libraries that executables of a platform need when they are loaded."""
     if platform == "gpu":  # it says where Mosaic's runtime is; tracing a kernel imports it too
         importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 def keep(key: str, compiled: Any) -> None:
-    """Writes an executable, unless that fails; deletes others if there is too much.
+    """Writes an executable if possible, and deletes the least recently used beyond the limit.
 
     Args:
       key: see `key_of`.
-      compiled: it; the compiler has just made it (see `compilation.compile_anew`).
+      compiled: fresh from the compiler (see `compilation.compile_anew`).
     """
     place = directory()
     if place is None:
@@ -305,7 +304,7 @@ def _header(key: str, payload: bytes) -> bytes:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether a file is the user's, and nobody else may write it."""
+    """Whether a file belongs to the user and nobody else may write it."""
     if not hasattr(os, "geteuid"):  # Windows keeps a home directory from other users
         return True
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022

@@ -1,7 +1,7 @@
-"""Several processes, on one host or on many, that run one program: finding each other, agreeing.
+"""Several processes of one program, on one host or many: connecting and agreeing.
 
-`connect` reads from the environment whether this process is one of several, and joins the others.
-A single process is left as it is. What says so:
+`connect` finds out from the environment whether this process is one of several, and joins the
+others. It reads:
 
     SLURM        `srun`: SLURM_STEP_NUM_TASKS above 1
     Open MPI     `mpirun`: OMPI_COMM_WORLD_SIZE above 1
@@ -10,9 +10,9 @@ A single process is left as it is. What says so:
     any other    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (of an indexed
                  job of Kubernetes JOB_COMPLETION_INDEX; under XPK NNODES and NODE_RANK)
 
-Processes agree through the coordination service of jax, over the network of the hosts, never
-through the devices: a collective operation would wait behind every step that is in flight, and
-for ever if one process has failed.
+Processes agree through jax's coordination service, over the hosts' network and never through the
+devices: a collective operation would wait behind every step in flight, and for ever if a process
+has failed.
 """
 
 import collections
@@ -33,16 +33,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dms_jax.errors import ConfigError, OtherProcessError, plain
 
-# Processes that compile or evaluate reach an agreement minutes apart.
+# Processes that compile or evaluate may reach an agreement minutes apart.
 LONGEST_WAIT_SECONDS = 3600
-# How long a process that failed waits for the others to hear of it.
+# How long a failed process waits for the others to be told.
 _FAREWELL_SECONDS = 60
-# After the last process has left, or a process is gone.
+# Timeout of the shutdown, after a process is gone.
 _SHUTDOWN_SECONDS = 60
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _TPU_DEVICES = (pathlib.Path("/dev/accel0"), pathlib.Path("/dev/vfio/0"))
 
-# Marks an error that the other processes were told of.
+# Attribute of an error that the other processes were told of.
 _TOLD = "_told_to_other_processes"
 
 _agreements = itertools.count()
@@ -53,10 +53,10 @@ def connect(
 ) -> bool:
     """Joins the processes of this program, if there are several; returns whether there are.
 
-    To be called before jax is asked for anything; again it does nothing.
+    Call it before the first use of jax; a second call does nothing.
 
     Args:
-      coordinator: host:port of process 0, where the environment does not say it.
+      coordinator: host:port of process 0, where the environment does not name it.
       count: number of processes.
       index: number of this process, from 0.
 
@@ -88,7 +88,7 @@ def connect(
 
 
 def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns what `jax.distributed.initialize` must be told; None for a single process.
+    """Returns the arguments of `jax.distributed.initialize`; None for a single process.
 
     Raises:
       ConfigError: a variable is missing, or is no number.
@@ -137,7 +137,7 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _tpu_endpoints() -> list[str]:
-    """The hosts of the pod slice that this TPU machine belongs to, by its metadata."""
+    """Returns the hosts of this machine's TPU slice, from its metadata."""
     if not any(device.exists() for device in _TPU_DEVICES):
         return []
     request = urllib.request.Request(
@@ -156,12 +156,12 @@ def several() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and shows what only one may."""
+    """Whether this is process 0, which writes and prints for all."""
     return jax.process_index() == 0
 
 
 def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
-    """Raises ConfigError if a process of several would have no part in a run on a mesh."""
+    """Raises ConfigError if the mesh leaves out the devices of a process."""
     taking_part = set() if mesh is None else {each.process_index for each in mesh.devices.flat}
     left = sorted(set(range(jax.process_count())) - taking_part)
     if several() and left:
@@ -173,10 +173,9 @@ def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
 
 
 class Agreement:
-    """What all processes decide together, again and again, in the same order in each of them.
+    """Decisions of all processes together, in the same order in each of them.
 
-    A failure of one process is raised by all others at their next agreement, so that none waits
-    for it.
+    When one process fails, the others raise at their next agreement instead of waiting for it.
     """
 
     def __init__(self):
@@ -195,13 +194,13 @@ class Agreement:
         return tuple(any(each[at] == "1" for each in told.values()) for at in range(len(wishes)))
 
     def fail(self, error: BaseException, seconds: int = _FAREWELL_SECONDS) -> None:
-        """Lets the other processes know that this one goes no further.
+        """Tells the other processes that this one failed.
 
-        An error that they were told of in another agreement is not told again: they are leaving.
+        An error that they were told of in another agreement is not told again.
 
         Args:
           error: what failed.
-          seconds: how long to wait for the others to hear of it.
+          seconds: how long to wait for the others.
         """
         if several() and not isinstance(error, OtherProcessError) and _TOLD not in vars(error):
             vars(error)[_TOLD] = True
@@ -212,15 +211,15 @@ class Agreement:
                 return
 
     def from_first(self, make: Callable[[], str]) -> str:
-        """Returns in all processes the text that process 0 makes."""
+        """Returns in every process the text that process 0 makes."""
         text = make() if is_first() else ""
         return self._exchange(text)[0] if several() else text
 
     def first_done(self, error: Exception | None) -> None:
-        """Waits until all are here, and ends in all of them if process 0 failed.
+        """Waits for all processes, and raises in the others if process 0 failed.
 
         Args:
-          error: what process 0 failed with; it is raised there by its caller.
+          error: the error of process 0, which its caller raises.
         """
         if error is not None:
             self.fail(error)
@@ -228,7 +227,7 @@ class Agreement:
             self._exchange("-")
 
     def _exchange(self, text: str, seconds: int = LONGEST_WAIT_SECONDS) -> dict[int, str]:
-        """Returns the texts of all processes; all zeros are told by saying nothing."""
+        """Returns the texts of all processes; a text of zeros is sent by sending nothing."""
         name, self._round = f"{self._name}/{self._round}", self._round + 1
         client: Any = distributed.global_state.client
         silent = not text.strip("0-")
@@ -244,7 +243,7 @@ class Agreement:
 
 
 def gather(text: str) -> list[str]:
-    """Returns the texts of all processes, in their order."""
+    """Returns the texts of all processes, by process."""
     if not several():
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
@@ -256,9 +255,9 @@ def gather(text: str) -> list[str]:
 
 
 def put(value: np.ndarray, place: Any) -> jax.Array:
-    """Places what every process has on the host, of which each takes its own devices' part.
+    """Places an array that every process has; each process transfers its own devices' part.
 
-    `jax.device_put` would first compare all of it between the processes, behind what is in flight.
+    `jax.device_put` would first compare the array between processes, behind the work in flight.
     """
     if place is None or place.is_fully_addressable:
         return jax.device_put(value, place)
@@ -266,14 +265,14 @@ def put(value: np.ndarray, place: Any) -> jax.Array:
 
 
 def is_here(value: jax.Array | np.ndarray) -> bool:
-    """Whether this process can read all of an array without the others."""
+    """Whether this process can read the whole array by itself."""
     return isinstance(value, np.ndarray) or value.is_fully_addressable or value.is_fully_replicated
 
 
 def to_host(value: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns an array that is here on the host, without the copy that jax keeps beside it.
+    """Copies an array to the host without the copy that jax would cache.
 
-    `jax.device_get` keeps one for as long as the array lives, and frozen parameters live long.
+    `jax.device_get` caches one for as long as the array lives, and frozen parameters live long.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -285,14 +284,14 @@ def to_host(value: jax.Array | np.ndarray) -> np.ndarray:
 def parts(
     asked: Iterable[tuple[jax.Array | np.ndarray, int | None, bool]],
 ) -> Iterator[np.ndarray | None]:
-    """Yields parts of arrays on the host of those processes that want them; None in the others.
+    """Yields parts of arrays on the host, in the processes that want them; None in the others.
 
-    A part of an array that is spread over processes is gathered on the devices of all of them, who
-    ask for the same parts of such arrays in the same order. Two at a time take their memory.
+    An array that is spread over processes is gathered by all of them, so they must ask for the
+    same parts in the same order. At most two gathered parts are in memory at a time.
 
     Args:
-      asked: array, place along its first axis (None for all of it), and whether this process wants
-        the part.
+      asked: (array, index along its first axis or None for all of it, whether this process wants
+        the part).
     """
     here, last = None, None
     gathered: collections.deque[tuple[jax.Array, bool]] = collections.deque()
@@ -301,7 +300,7 @@ def parts(
         part, wanted = gathered.popleft()
         if wanted:
             return np.asarray(part)
-        part.block_until_ready()  # or parts would pile up on the devices of who wants none
+        part.block_until_ready()  # or unwanted parts would pile up on the devices
         return None
 
     for value, at, wanted in asked:
@@ -325,7 +324,7 @@ def parts(
 
 @functools.cache
 def _gather(mesh: jax.sharding.Mesh) -> Any:
-    """Returns what brings a part of an array on a mesh to all of its devices."""
+    """Returns a program that gathers a part of an array on every device of a mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def take(x: jax.Array, at: int | None) -> jax.Array:

@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parent.parent
         (2**32 - 1, Seed, 2**32 - 1),
     ],
 )
-def test_what_fits_comes_back_in_plain_python(value, kind, plain):
+def test_accepted_values_become_plain_python(value, kind, plain):
     answer = check("x", value, kind)
     assert answer == plain
     assert type(answer) is type(plain)
@@ -92,12 +92,12 @@ def test_what_fits_comes_back_in_plain_python(value, kind, plain):
         (3, Sampling, "a Sampling, got 3"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(value, kind, says):
+def test_values_of_another_kind_are_refused(value, kind, says):
     with pytest.raises(ConfigError, match=f"^x must be .*{says}"):
         check("x", value, kind)
 
 
-def test_a_number_that_jax_is_tracing_has_no_value_to_check():
+def test_traced_numbers_are_refused():
     with pytest.raises(ConfigError, match="x must be a whole number"):
         jax.jit(lambda x: check("x", x, Count))(3)
 
@@ -109,7 +109,7 @@ class Cutting(Options):
     per: Literal["head", "layer"] = "head"
 
 
-def test_options_are_plain_whatever_they_were_given_as():
+def test_options_hold_plain_python():
     plain: Any = Cutting(width=7, rate=0.25)
     others: Any = ((np.int64(7), np.float32(0.25)), (jnp.asarray(7), np.asarray(0.25)))
     for width, rate in others:
@@ -135,7 +135,7 @@ def test_options_say_whose_field_is_wrong():
         dataclasses.replace(Cutting(), width=0)
 
 
-def test_a_name_that_is_not_known_is_answered_with_the_nearest():
+def test_unknown_options_name_the_nearest():
     unknown: Any = {"widht": 3}
     says = r"Cutting has no option widht \(did you mean width\?\); it has per, rate, width\."
     with pytest.raises(ConfigError, match=says):
@@ -181,7 +181,7 @@ assert len(generated.tokens[0]) == 2
 
 
 @pytest.mark.nightly
-def test_users_give_numbers_of_any_kind():
+def test_users_may_give_numpy_and_jax_numbers():
     """Runs in its own process, because only the tests check annotations at run time."""
     done = subprocess.run(
         [sys.executable, "-c", AS_A_USER], cwd=ROOT, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Compiled programs are kept where the user wants them, and their seconds are said."""
+"""The cache of compiled programs: where it is, and what is reported about compiling."""
 
 import io
 import itertools
@@ -27,7 +27,7 @@ NAMES = (
 
 @pytest.fixture
 def settings(monkeypatch, tmp_path):
-    """Has jax keep nothing, and the home directory elsewhere; restores both."""
+    """Turns jax's cache off and moves the home directory; restores the settings."""
     before = {name: getattr(jax.config, name) for name in NAMES}
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -52,18 +52,27 @@ def test_programs_are_kept_in_the_home_directory(settings, tmp_path):
     assert jax.config.jax_compilation_cache_max_size == compilation.MOST_BYTES
 
 
-@pytest.mark.parametrize("off", ["off", "OFF", "0", "no"])
-def test_one_switch_turns_it_off(settings, off):
+@pytest.mark.parametrize("place", ["elsewhere", "~/kept"])
+def test_the_switch_names_another_place(settings, tmp_path, place):
+    settings.setenv(compilation.SWITCH, place.replace("elsewhere", str(tmp_path / "elsewhere")))
+    assert pathlib.Path(kept_in() or "").parent == tmp_path / place.removeprefix("~/")
+
+
+@pytest.mark.parametrize("off", ["off", "OFF", "0", "no", "file", "/proc/self", "no home"])
+def test_nothing_is_kept(settings, tmp_path, off):
+    """Turned off, or where nothing can be written; then jax would warn about every program."""
+    (tmp_path / "file").write_text("")
+    settings.chdir(tmp_path)
     settings.setenv(compilation.SWITCH, off)
+    settings.setattr(jax, "default_backend", lambda: "gpu")  # a CPU has a directory below
+    if off == "no home":  # containers run as users whom the system does not know
+        settings.delenv(compilation.SWITCH)
+        settings.delenv("HOME")
+        settings.setattr(pwd, "getpwuid", {}.__getitem__)
     assert kept_in() is None
 
 
-def test_the_switch_names_another_place(settings, tmp_path):
-    settings.setenv(compilation.SWITCH, str(tmp_path / "elsewhere"))
-    assert pathlib.Path(kept_in() or "").parent == tmp_path / "elsewhere"
-
-
-def test_what_the_user_told_jax_stays(settings, tmp_path):
+def test_settings_of_jax_take_precedence(settings, tmp_path):
     before = jax.config.jax_compilation_cache_max_size
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     settings.setenv(compilation.SWITCH, str(tmp_path / "elsewhere"))
@@ -71,7 +80,7 @@ def test_what_the_user_told_jax_stays(settings, tmp_path):
     assert jax.config.jax_compilation_cache_max_size == before
 
 
-def test_a_user_whose_jax_keeps_nothing_is_not_told_otherwise(settings, tmp_path, caplog):
+def test_jax_with_its_cache_off_stays_off(settings, tmp_path, caplog):
     jax.config.update("jax_enable_compilation_cache", False)
     assert kept_in() is None
     caplog.set_level(logging.INFO, logger="dms_jax")
@@ -83,32 +92,7 @@ def test_a_user_whose_jax_keeps_nothing_is_not_told_otherwise(settings, tmp_path
     assert "kept" not in record.getMessage()
 
 
-def test_a_home_that_cannot_be_written_is_no_error(settings, tmp_path):
-    (tmp_path / "file").write_text("")
-    settings.setenv(compilation.SWITCH, str(tmp_path / "file"))
-    assert kept_in() is None
-
-
-def test_a_place_that_exists_and_cannot_be_written_is_not_used(settings):
-    """Otherwise jax would warn about every program that it reads or writes."""
-    settings.setattr(jax, "default_backend", lambda: "gpu")
-    settings.setenv(compilation.SWITCH, "/proc/self")  # nobody writes there, not even root
-    assert kept_in() is None
-
-
-def test_a_user_without_a_home_directory_is_no_error(settings):
-    """Containers run as users whom the system does not know."""
-    settings.delenv("HOME")
-    settings.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert kept_in() is None
-
-
-def test_a_tilde_is_the_home_directory(settings, tmp_path):
-    settings.setenv(compilation.SWITCH, "~/kept")
-    assert pathlib.Path(kept_in() or "").parent == tmp_path / "kept"
-
-
-def test_long_compilations_are_said_in_one_line(caplog, monkeypatch):
+def test_long_compilations_are_reported(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="dms_jax")
     with compilation.reported("Nothing"):
         pass
@@ -119,7 +103,7 @@ def test_long_compilations_are_said_in_one_line(caplog, monkeypatch):
     assert record.getMessage().startswith("Generation: 1 program compiled in ")
 
 
-def test_programs_that_are_read_from_the_cache_are_not_counted_as_compiled(settings, tmp_path):
+def test_programs_from_the_cache_are_counted_apart(settings, tmp_path):
     """A second process finds them, as this one does: a function anew is a program anew."""
     settings.setenv(compilation.SWITCH, str(tmp_path))
     compilation_cache.reset_cache()
@@ -140,7 +124,7 @@ def test_programs_that_are_read_from_the_cache_are_not_counted_as_compiled(setti
     assert made.seconds > 0
 
 
-def test_programs_that_compile_at_the_same_time_take_their_time_once():
+def test_overlapping_compilations_count_once():
     """Two threads that compile for 4 s each within 5 s compile for 5 s of them, not for 8."""
     assert compilation.covered([(0.0, 4.0), (1.0, 5.0)]) == 5.0
     assert compilation.covered([(6.0, 7.0), (0.0, 4.0), (1.0, 2.0)]) == 5.0

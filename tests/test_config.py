@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import pytest
 
@@ -10,294 +11,7 @@ from dms_jax.config import Experts, LayerKind, ModelConfig, Rope
 from dms_jax.errors import ConfigError
 
 # The fields that matter of released config.json files, as published (transformers 4 spelling).
-RELEASED = {
-    "Llama-2-7b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 4096,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 32,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "vocab_size": 32000,
-    },
-    "Llama-3.2-1B-Instruct": {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 8,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 32.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
-    },
-    "Qwen2.5-1.5B": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 28,
-        "model_type": "qwen2",
-        "num_attention_heads": 12,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 131072,
-        "tie_word_embeddings": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Qwen3-8B": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 36,
-        "model_type": "qwen3",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Mistral-7B-v0.3": {
-        "architectures": ["MistralForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "vocab_size": 32768,
-    },
-    "Mistral-7B-v0.1": {
-        "architectures": ["MistralForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-    },
-    "gemma-3-270m": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "attention_bias": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 640,
-        "intermediate_size": 2048,
-        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
-        "max_position_embeddings": 32768,
-        "model_type": "gemma3_text",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 18,
-        "num_key_value_heads": 1,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06,
-        "rope_local_base_freq": 10000.0,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": 512,
-        "use_bidirectional_attention": False,
-        "vocab_size": 262144,
-    },
-    "gemma-2-2b": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "attention_bias": False,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "max_position_embeddings": 8192,
-        "model_type": "gemma2",
-        "num_attention_heads": 8,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "vocab_size": 256000,
-    },
-    "Olmo-3-7B": {
-        "architectures": ["Olmo3ForCausalLM"],
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
-        "max_position_embeddings": 65536,
-        "model_type": "olmo3",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "attention_factor": 1.2079441541679836,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "yarn",
-        },
-        "rope_theta": 500000,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "vocab_size": 100278,
-    },
-    "SmolLM3-3B": {
-        "architectures": ["SmolLM3ForCausalLM"],
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "layer_types": ["full_attention"] * 36,
-        "max_position_embeddings": 65536,
-        "max_window_layers": 28,
-        "mlp_bias": False,
-        "model_type": "smollm3",
-        "no_rope_layer_interval": 4,
-        "no_rope_layers": [1, 1, 1, 0] * 9,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 5000000.0,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": 128256,
-    },
-    "phi-4": {
-        "architectures": ["Phi3ForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 5120,
-        "intermediate_size": 17920,
-        "max_position_embeddings": 16384,
-        "model_type": "phi3",
-        "num_attention_heads": 40,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 10,
-        "original_max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 250000,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "vocab_size": 100352,
-    },
-    "Qwen3-30B-A3B": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 48,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "gpt-oss-20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "experts_per_token": 4,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2880,
-        "initial_context_length": 4096,
-        "intermediate_size": 2880,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "max_position_embeddings": 131072,
-        "model_type": "gpt_oss",
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 8,
-        "num_local_experts": 32,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 201088,
-    },
-}
+RELEASED = json.loads((pathlib.Path(__file__).parent / "golden/released_configs.json").read_text())
 SMALL = {
     "model_type": "llama",
     "vocab_size": 10,
@@ -309,6 +23,8 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SMALL_512 = SMALL | {"max_position_embeddings": 512}
+YARN_512 = {"factor": 4.0, "original_max_position_embeddings": 512}
 
 
 def transformers_5_spelling(config: dict) -> dict:
@@ -413,7 +129,7 @@ def test_biases_of_llama_and_qwen3():
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
 
 
-def test_silence_means_what_transformers_assumes():
+def test_missing_fields_have_the_defaults_of_transformers():
     llama = ModelConfig.from_hf(
         {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
     )
@@ -512,7 +228,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case):
+def test_unsupported_models_are_refused_by_name(case):
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(SMALL | changes)
@@ -555,15 +271,100 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_garbage_is_refused_in_few_words(case):
+def test_malformed_fields_are_refused_briefly(case):
     with pytest.raises(ConfigError) as refusal:
         ModelConfig.from_hf(SMALL | MALFORMED[case])
     assert len(str(refusal.value)) < 400
 
 
-def test_what_a_family_cannot_express_is_not_written():
+def test_to_hf_refuses_what_the_family_lacks():
     config = ModelConfig.from_hf(SMALL | {"model_type": "qwen2"})
     assert config.qkv_bias
     biased = ModelConfig(**{**vars(config), "model_type": "mistral"})
     with pytest.raises(ConfigError, match="cannot express"):
         biased.to_hf()
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        # Qwen2.5's card; Qwen3's, whose positions are more than the original ones; Vicuna's.
+        (
+            {"rope_scaling": {"type": "yarn", **YARN_512}},
+            2048,
+        ),
+        (
+            {"max_position_embeddings": 640, "rope_scaling": {"rope_type": "yarn", **YARN_512}},
+            2048,
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 1280),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}}, 1024),
+        # Positions that are raised already stay.
+        (
+            {"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "yarn", **YARN_512}},
+            2048,
+        ),
+        (
+            {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn", **YARN_512}},
+            4096,
+        ),
+        # Llama 3.1 counts them.
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            512,
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 1.0}}, 512),
+        ({"rope_scaling": None}, 512),
+    ],
+)
+def test_scaled_ropes_add_positions(fields, positions):
+    config = ModelConfig.from_hf(SMALL_512 | fields)
+    assert config.max_position_embeddings == positions
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+@pytest.mark.parametrize("positions", [1, 100, 512])
+def test_positions_survive_saving_twice(kind, positions):
+    original = 512 if kind == "yarn" else None
+    rope = Rope(kind=kind, factor=3.0, original_max_position_embeddings=original)
+    config = dataclasses.replace(
+        ModelConfig.from_hf(SMALL_512), max_position_embeddings=positions, rope=rope
+    )
+    once = ModelConfig.from_hf(config.to_hf())
+    assert ModelConfig.from_hf(once.to_hf()) == once
+    assert once.rope == rope
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"quantization_config": {}},
+        {"quantization_config": None},
+        {"rope_scaling": {}},
+        {"model_type": "qwen2", "use_sliding_window": None},
+        {"model_type": "qwen3", "use_sliding_window": None, "sliding_window": 4},
+        {"rope_scaling": {"rope_type": "default", "mrope_section": []}},
+        {"layer_types": None, "pretraining_tp": None, "num_experts": None, "hidden_act": None},
+    ],
+)
+def test_empty_fields_are_accepted(fields):
+    assert ModelConfig.from_hf(SMALL_512 | fields).max_position_embeddings == 512
+
+
+def test_a_window_counts_if_the_positions_that_yarn_adds_exceed_it():
+    """A model of 512 positions never leaves its window of 512; one of 2048 does."""
+    fields = {"model_type": "mistral", "sliding_window": 512}
+    never = ModelConfig.from_hf(SMALL_512 | fields)
+    assert (never.max_position_embeddings, never.window) == (512, None)
+    yarn = {"type": "yarn", **YARN_512}
+    assert ModelConfig.from_hf(SMALL_512 | fields | {"rope_scaling": yarn}).window == 512

@@ -1,4 +1,4 @@
-"""Executables on disk: a new process runs them untraced, and none that others may have written."""
+"""Executables on disk: run without tracing, and only if nobody else can have written them."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
-    """Has executables kept in a directory of the test; gives it."""
+    """Keeps executables in a directory of the test, and yields it."""
     monkeypatch.setenv(compilation.SWITCH, "")
     monkeypatch.setattr(executables, "_BEGUN", math.inf)  # whenever the source was changed
     source = executables._source
@@ -55,13 +55,13 @@ def kept(monkeypatch, tmp_path):
 
 
 def function() -> types.FunctionType:
-    """Returns a function of the library as a new process has it: jax has not seen it."""
+    """Returns a copy of a library function, which jax has not seen."""
     known = inspect.unwrap(programs.keep_hidden)
     return types.FunctionType(known.__code__, known.__globals__, known.__name__)
 
 
 def process() -> Program:
-    """Returns the program of a new process: nothing of it was traced or read."""
+    """Returns a program as in a new process: neither traced nor read."""
     return Program(function(), donate_argnums=0)
 
 
@@ -70,7 +70,7 @@ def zeros() -> jax.Array:
 
 
 def prepare(program: Program, *args) -> tuple[int, int]:
-    """Has a program read or compiled; returns how many were compiled and read."""
+    """Prepares a program; returns how many were compiled and how many read."""
     with compilation.watched() as made:
         program.prepare(*args)
     return made.compiled, made.read
@@ -89,7 +89,6 @@ def written(kept):
 
 
 def test_a_new_process_runs_what_an_earlier_one_compiled(written):
-    del written
     program, given, compilations = process(), zeros(), Compilations()
     assert compilations.of(lambda: program.prepare(given, FILLED, LANES)) == 0
     results = []
@@ -98,20 +97,17 @@ def test_a_new_process_runs_what_an_earlier_one_compiled(written):
         np.asarray(results[0]), np.array([[0, 0, 0], [7, 7, 7]], np.float32)
     )
     assert given.is_deleted()  # it was donated
-
-
-def test_files_are_the_users_alone(written):
     assert written.stat().st_mode & 0o777 == 0o600
     assert written.parent.stat().st_mode & 0o777 == 0o700
 
 
 def flipped(content: bytes) -> bytes:
-    """One bit of the executable is another."""
+    """Flips a bit of the executable."""
     return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
 
 
 def signed(content: bytes, payload: bytes) -> bytes:
-    """Another content with a digest that fits."""
+    """Returns another content with its correct digest."""
     key = content[len(executables._FORMAT) :][:64].decode()
     return executables._header(key, payload) + payload
 
@@ -127,7 +123,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_one_that_is_missing(written, damage):
+def test_a_damaged_file_counts_as_missing(written, damage):
     content = written.read_bytes()
     written.write_bytes(DAMAGES[damage](content))
     assert written.read_bytes() != content
@@ -137,7 +133,7 @@ def test_a_damaged_file_is_one_that_is_missing(written, damage):
 
 
 class Evil:
-    """Its pickle writes a file where it is read."""
+    """Its pickle creates a file when it is loaded."""
 
     def __init__(self, file: pathlib.Path):
         self._file = file
@@ -165,15 +161,15 @@ DOUBTS = {
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
-def test_what_others_may_have_written_is_not_read(written, tmp_path, doubt):
+def test_files_that_others_may_write_are_not_read(written, tmp_path, doubt):
     plant(written, tmp_path / "loud")
     DOUBTS[doubt](written)
     assert prepare(process(), zeros(), FILLED, LANES)[1] == 0
     assert not (tmp_path / "loud").exists()
 
 
-def test_the_planted_file_would_be_loud(written, tmp_path):
-    """Or the test above would say nothing."""
+def test_the_planted_file_would_run(written, tmp_path):
+    """Control of the test above."""
     plant(written, tmp_path / "loud")
     process().prepare(zeros(), FILLED, LANES)
     assert (tmp_path / "loud").exists()
@@ -184,12 +180,6 @@ def test_a_file_of_another_user_is_not_read(written, monkeypatch):
     monkeypatch.setattr(executables.os, "fstat", lambda _: found)
     assert prepare(process(), zeros(), FILLED, LANES)[1] == 0
     assert written.exists()
-
-
-def test_no_directory_can_be_made(kept):
-    del kept
-    jax.config.update("jax_compilation_cache_dir", "/proc/self")
-    assert executables.directory() is None
 
 
 @pytest.mark.parametrize("switch", ["off", "0"])
@@ -260,7 +250,7 @@ def test_a_key_depends_on_what_compiles(kept, monkeypatch, change):
     assert key(zeros(), FILLED, LANES) != before
 
 
-def test_a_key_depends_on_settings_and_arguments_and_on_no_value(kept):
+def test_a_key_depends_on_settings_and_shapes_not_values(kept):
     del kept
     mesh = dms_jax.make_mesh(data=2)
     placed = [
@@ -288,7 +278,7 @@ def test_a_key_depends_on_settings_and_arguments_and_on_no_value(kept):
     assert key(np.zeros((2, 3), np.float32), FILLED, LANES) == keys[0]  # where it is by default
 
 
-def test_a_source_that_was_changed_while_it_runs_is_no_witness(kept, monkeypatch):
+def test_nothing_is_kept_once_the_source_has_changed(kept, monkeypatch):
     executables._source.cache_clear()
     monkeypatch.setattr(executables, "_BEGUN", 0.0)
     assert key(zeros(), FILLED, LANES) is None
@@ -323,7 +313,7 @@ def calls_of(engine: Engine):
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_a_draw_is_prepared_for_what_a_step_gives(name):
+def test_a_draw_is_precompiled_for_the_results_of_a_step(name):
     """Its arguments have the shapes and dtypes of the results of `advance`, which is not traced."""
     engine = Engine(model_for(name), num_lanes=2, max_tokens=64, page_size=16)
     calls = precompile._Calls(engine.runner, Sampling(temperature=0.5).filter)
@@ -383,7 +373,7 @@ def test_keys_are_those_of_another_process(kept):
 @pytest.mark.parametrize(
     "mesh", [None, pytest.param((2, 2), marks=pytest.mark.nightly)], ids=["device", "mesh"]
 )
-def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatch, mesh, grammar):
+def test_compiled_and_read_programs_answer_alike(kept, monkeypatch, mesh, grammar):
     held = None if grammar is None else Grammar.regex(grammar)
     sampling = dataclasses.replace(SHORT, grammar=held)
     place = None if mesh is None else dms_jax.make_mesh(*mesh)
@@ -407,7 +397,7 @@ def test_an_engine_answers_alike_with_what_it_compiled_and_read(kept, monkeypatc
     assert answers[0] == answers[1]
 
 
-def test_what_executables_are_linked_with_is_imported_before_they_are_read(kept, monkeypatch):
+def test_the_runtime_is_imported_before_an_executable_is_loaded(kept, monkeypatch):
     seen = []
     monkeypatch.setattr(executables, "import_runtime", lambda platform: seen.append(platform))
     monkeypatch.setattr(
@@ -422,7 +412,7 @@ def test_what_executables_are_linked_with_is_imported_before_they_are_read(kept,
     assert seen == ["cpu", "read"]
 
 
-def test_kernels_of_mosaic_find_their_runtime_in_a_process_that_traces_none():
+def test_mosaic_kernels_find_their_runtime_without_tracing():
     call = (
         "import os; from dms_jax import executables; "
         "assert 'MOSAIC_GPU_RUNTIME_LIB_PATH' not in os.environ; "

@@ -1,7 +1,9 @@
 """Every entry point answers a wrong call with an error that says what, where and what to do.
 
-Damaged checkpoint files are in `tests/checkpoint`; here is what a caller gets wrong. The calls are
-made as users make them, without jaxtyping's checks, so that a wrong type reaches the code.
+One wrong value an option. Kinds of values are in `tests/test_checks.py`, options of policies in
+`tests/policies/test_policies.py`, those of engines in `tests/generation/test_options.py`, damaged
+files in `tests/checkpoint`. The calls are made as users make them, without jaxtyping's checks, so
+that a wrong type reaches the code.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ from dms_jax.generation import Device
 
 NAN = float("nan")
 LONGEST_MESSAGE = 400
-FEWEST_CALLS = 200
+FEWEST_CALLS = 150
 
 
 @dataclasses.dataclass
@@ -96,28 +98,14 @@ def sampling_cases() -> dict[str, Case]:
     number, whole = "must be a finite number", "must be a whole number"
     return {
         "temperature below zero": case(("temperature", number, "-1"), temperature=-1),
-        "temperature beyond floats": case(("temperature", number), temperature=10**400),
-        "seed of 5001 digits": case(("seed must be", "16610 bits"), seed=10**5000),
-        "temperature nan": case(("temperature", number, "nan"), temperature=NAN),
-        "temperature infinite": case(("temperature", number, "inf"), temperature=float("inf")),
-        "temperature text": case(("temperature", number, "'hot'"), temperature="hot"),
-        "temperature bool": case(("temperature", number, "True"), temperature=True),
         "top_k below zero": case(("top_k", whole, "-1"), top_k=-1),
-        "top_k fraction": case(("top_k", whole, "1.5"), top_k=1.5),
         "top_p zero": case(("top_p", "above 0 and at most 1"), top_p=0),
-        "top_p two": case(("top_p", "above 0 and at most 1"), top_p=2),
         "min_p two": case(("min_p", "at most 1"), min_p=2),
         "max_new_tokens zero": case(("max_new_tokens", "at least 1", "got 0"), max_new_tokens=0),
-        "max_new_tokens fraction": case(("max_new_tokens", whole), max_new_tokens=2.5),
-        "max_new_tokens none": case(("max_new_tokens", whole, "None"), max_new_tokens=None),
         "stop empty": case(("stop", "empty"), stop=["a", ""]),
         "stop empty text": case(("stop", "empty"), stop=""),
         "stop ids": case(("stop", "a sequence, each a text"), stop=[13]),
-        "stop none": case(("stop", "a sequence, each a text", "None"), stop=None),
         "seed below zero": case(("seed", "at most 2**32 - 1"), seed=-1),
-        "seed too large": case(("seed", "at most 2**32 - 1"), seed=2**32),
-        "seed text": case(("seed", "whole number"), seed="7"),
-        "seed fraction": case(("seed", "whole number"), seed=0.5),
         "seeds fraction": case(("seed", "whole number"), seed=[1, 0.5]),
         "logprobs number": case(("logprobs", "True or False"), logprobs=3),
     }
@@ -127,49 +115,15 @@ def policy_cases() -> dict[str, Case]:
     def case(kind: type, *says: str, **fields) -> Case:
         return Case(lambda: kind(**fields), "ConfigError", (kind.__name__, *says))
 
-    dms, dmc, tova, quest = dms_jax.DMS, dms_jax.DMC, dms_jax.TOVA, dms_jax.Quest
-    streaming, drawn = dms_jax.StreamingLLM, dms_jax.RandomEviction
-    cases = {
+    dms, dmc = dms_jax.DMS, dms_jax.DMC
+    text: Any = "H2O"
+    return {
         "dms option misspelt": case(dms, "no option windw", "did you mean window?", windw=3),
-        "dms window below zero": case(dms, "window", "-1", window=-1),
-        "dms window fraction": case(dms, "window", "2.5", window=2.5),
-        "dms window text": case(dms, "window", "'wide'", window="wide"),
-        "dms window bool": case(dms, "window", "True", window=True),
-        "dms shift too far": case(dms, "shift", "window + 1 = 5", window=4, shift=6),
-        "dms source": case(dms, "source", "'query_neuron' or 'adapter'", source="magic"),
-        "dms per": case(dms, "per", "'head' or 'layer'", per="token"),
-        "dms temperature zero": case(dms, "temperature", temperature=0),
-        "dms temperature nan": case(dms, "temperature", temperature=NAN),
-        "dms temperature text": case(dms, "temperature", temperature="warm"),
-        "dms decisions": case(dms, "'threshold' or 'bernoulli'", decisions="coin"),
-        "dms seed": case(dms, "seed", "2**32 - 1", seed=2**32),
         "dms alpha_scale nan": case(dms, "alpha_scale", alpha_scale=NAN),
         "dms alpha_offset text": case(dms, "alpha_offset", alpha_offset="5"),
-        "dmc neuron": case(dmc, "neuron", "'first' or 'last'", neuron="middle"),
         "dmc window zero": case(dmc, "window", "None to merge without one", window=0),
-        "dmc window fraction": case(dmc, "window", "2.5", window=2.5),
-        "dmc per": case(dmc, "per", "'head' or 'layer'", per="token"),
-        "dmc importance": case(dmc, "importance", "'learned' or 'uniform'", importance="no"),
-        "dmc temperature zero": case(dmc, "temperature", temperature=0),
         "dmc offset nan": case(dmc, "offset", offset=NAN),
-        "dmc epsilon text": case(dmc, "epsilon", epsilon="small"),
         "dmc epsilon below zero": case(dmc, "epsilon", epsilon=-1.0),
-        "pooling every zero": case(dms_jax.FixedPooling, "every", "0", every=0),
-        "pooling every fraction": case(dms_jax.FixedPooling, "every", "2.5", every=2.5),
-        "tova budget zero": case(tova, "budget", "at least 1", budget=0),
-        "tova budget fraction": case(tova, "budget", "2.5", budget=2.5),
-        "tova budget text": case(tova, "budget", budget="8"),
-        "tova per": case(tova, "per", per="all"),
-        "tova prefill": case(tova, "prefill", "'dense_then_evict'", "'dense'", prefill="dense"),
-        "h2o compression_ratio half": case(
-            dms_jax.H2O, "compression_ratio", "at least 1", compression_ratio=0.5
-        ),
-        "h2o compression_ratio text": case(
-            dms_jax.H2O, "compression_ratio", "'4'", compression_ratio="4"
-        ),
-        "h2o compression_ratio beyond floats": case(
-            dms_jax.H2O, "compression_ratio", compression_ratio=10**400
-        ),
         "h2o budget beyond any sequence": case(
             dms_jax.H2O, "1000000000000", "Vanilla() to keep everything", budget=10**12
         ),
@@ -180,42 +134,11 @@ def policy_cases() -> dict[str, Case]:
             dms_jax.SnapKV, "64 that always stay (window)", "raise the budget", budget=64
         ),
         "snapkv kernel even": case(dms_jax.SnapKV, "kernel", "odd number", kernel=4),
-        "snapkv interval zero": case(dms_jax.SnapKV, "interval", "or None", interval=0),
         "expected attention budget within the sinks": case(
             dms_jax.ExpectedAttention, "4 that always stay (sinks and recent)", budget=3
         ),
-        "expected attention future": case(dms_jax.ExpectedAttention, "future", "0", future=0),
-        "adakv alpha": case(dms_jax.AdaKV, "alpha", "of at least 0 and at most 1", alpha=2),
         "adakv without a scorer": case(
             dms_jax.AdaKV, "scorer", "does not score", "give SnapKV", scorer=dms_jax.DMS()
-        ),
-        "adakv scorer text": case(dms_jax.AdaKV, "scorer", "does not score", scorer="SnapKV"),
-        "pyramidkv beta": case(dms_jax.PyramidKV, "beta", "0", beta=0),
-        "quest per": case(quest, "per", "'kv_head'", per="layer"),
-        "quest budget zero": case(quest, "budget", budget=0),
-        "quest budget text": case(quest, "budget", budget="8"),
-        "quest budget fraction": case(quest, "budget", budget=8.5),
-        "quest dense_layers": case(quest, "dense_layers", dense_layers=-1),
-        "quest dense_layers fraction": case(quest, "dense_layers", dense_layers=0.5),
-        "streaming sinks": case(streaming, "sinks", sinks=-1),
-        "streaming sinks text": case(streaming, "sinks", sinks="4"),
-        "streaming budget": case(streaming, "budget", "raise the budget", budget=4),
-        "streaming budget fraction": case(streaming, "budget", budget=8.5),
-        "random window": case(drawn, "window", window=-1),
-        "random window fraction": case(drawn, "window", window=1.5),
-        "random rate": case(drawn, "rate", rate=1.5),
-        "random rate nan": case(drawn, "rate", rate=NAN),
-        "random rate text": case(drawn, "rate", rate="half"),
-        "random spread": case(drawn, "spread", spread=-0.5),
-        "random seed": case(drawn, "seed", seed=-1),
-        "random seed text": case(drawn, "seed", seed="x"),
-    }
-    unknown = {"name": "H3O"}
-    text: Any = "H2O"
-    extra = {"name": "TOVA", "budget": 8, "bugdet": 9}
-    return cases | {
-        "policy unknown": Case(
-            lambda: policies.from_dict(unknown), "ConfigError", ("'H3O'", "known are Vanilla, DMS")
         ),
         "policy by its name alone": Case(
             lambda: policies.from_dict(text), "ConfigError", ("a dict with its name", "'H2O'")
@@ -225,14 +148,6 @@ def policy_cases() -> dict[str, Case]:
         ),
         "policy with an option that is no name": Case(
             lambda: policies.from_dict({"name": "H2O", 5: 3}), "ConfigError", ("no option 5",)
-        ),
-        "policy without a name": Case(
-            lambda: policies.from_dict({"budget": 8}), "ConfigError", ("None", "known are")
-        ),
-        "policy with an unknown option": Case(
-            lambda: policies.from_dict(extra),
-            "ConfigError",
-            ("bugdet", "did you mean budget?", "budget, compression_ratio, per"),
         ),
     }
 
@@ -244,17 +159,10 @@ def task_cases() -> dict[str, Case]:
     pair, whole = "a pair, each a whole number", "must be a whole number of at least "
     return {
         "task steps number": case(tasks.WordChain, "steps", pair, "3", steps=3),
-        "task steps alone": case(tasks.WordChain, "steps", pair, "(3,)", steps=(3,)),
-        "task steps falling": case(tasks.WordChain, "steps", "(low, high)", steps=(4, 3)),
         "task operations fraction": case(tasks.Arithmetic, "operations", pair, operations=(1.5, 2)),
         "task slips text": case(tasks.Arithmetic, "slips", "'often'", slips="often"),
-        "task slips nan": case(tasks.Arithmetic, "slips", "nan", slips=NAN),
-        "task slips of equations": case(tasks.LinearEquation, "have no slips", slips=0.1),
         "task size text": case(tasks.Needle, "size", whole + "1", size="1k"),
-        "task needles bool": case(tasks.Needle, "needles", whole + "1", needles=True),
         "task haystack": case(tasks.Needle, "haystack", "'hay'", haystack="hay"),
-        "task chains text": case(tasks.VariableTracking, "chains", whole + "1", chains="x"),
-        "task hops fraction": case(tasks.VariableTracking, "hops", whole + "0", hops=0.5),
         "task split": Case(
             lambda: tasks.Needle().problem("dev", 0), "ConfigError", ("'dev'", "validation")
         ),
@@ -266,19 +174,7 @@ def estimate_cases(config: ModelConfig) -> dict[str, Case]:
         options.setdefault("tokens", 64)
         return Case(lambda: dms_jax.estimate(given, **options), error, says)
 
-    whole = "must be a whole number of at least 1"
     return {
-        "estimate tokens zero": case("tokens", whole, tokens=0),
-        "estimate tokens fraction": case("tokens", whole, tokens=0.5),
-        "estimate tokens text": case("tokens", whole, tokens="8k"),
-        "estimate batch": case("batch", whole, batch=-1),
-        "estimate page_size": case("page_size", whole, page_size=0),
-        "estimate ratio": case("compression_ratio", policy=dms_jax.DMS(), compression_ratio=0.5),
-        "estimate ratio nan": case(
-            "compression_ratio", policy=dms_jax.DMS(), compression_ratio=NAN
-        ),
-        "estimate ratio of vanilla": case("Vanilla", compression_ratio=8),
-        "estimate device": case("'b300'", "h200", device="b300"),
         "estimate device none": case("device", "None", device=None),
         "device of nothing": Case(lambda: Device(1e9, 0, 1e9), "ConfigError", ("bandwidth",)),
         "estimate dtype": case("dtype", "'wide'", dtype="wide"),
@@ -314,7 +210,6 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "a single list of ids": data("one list of token ids goes into", prompts=[1, 2, 3]),
         "a single chat": data("one chat is a list of messages", prompts=chat),
         "prompts none": data("Give a list of prompts, got None", prompts=None),
-        "prompts a number": data("Give a list of prompts, got 5", prompts=5),
         "prompts a generator": data("Give a list of prompts", prompts=(p for p in ["a"])),
         "quest budget below a page": case(
             "ConfigError",
@@ -334,9 +229,6 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "give sampling=dms_jax.Sampling(max_new_tokens=...)",
             max_new_tokens=8,
         ),
-        "an option misspelt": case(
-            "ConfigError", "generate has no option page_sise (did you mean page_size?)", page_sise=8
-        ),
         "window beyond the memory": case(
             "CapacityError",
             "bytes of state for 1 sequences",
@@ -346,12 +238,9 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "empty prompt": data("Prompt 1 is empty", prompts=["a", []]),
         "empty string": data("Prompt 0 is an empty string", prompts=[""]),
         "float ids": data("Prompt 0 holds 1.5 at place 1", ids, prompts=[[1, 1.5]]),
-        "whole float ids": data("Prompt 0 holds 1.0 at place 0", ids, prompts=[[1.0, 2.0]]),
         "bool ids": data("Prompt 0 holds True at place 0", ids, prompts=[[True, 2]]),
         "text ids": data("Prompt 0 holds 'a' at place 0", ids, prompts=[["a", "b"]]),
-        "none ids": data("Prompt 0 holds None at place 1", ids, prompts=[[1, None]]),
         "float array": data("array of float64", prompts=[np.ones(3)]),
-        "bool array": data("array of bool", prompts=[np.ones(3, bool)]),
         "matrix": data("shape [2, 2]", "one dimension", prompts=[np.ones((2, 2), int)]),
         "bytes": data("must be a string", prompts=[b"abc"]),
         "prompt none": data("Prompt 0 must be a string", "None", prompts=[None]),
@@ -372,7 +261,6 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "chat without content": data("'role' and 'content'", prompts=[[{"role": "user"}]]),
         "chat of strings": data("'role' and 'content'", prompts=[[chat[0], "hello"]]),
         "model a path": case("ConfigError", "dms_jax.load", "'some/path'", given="some/path"),
-        "model none": case("ConfigError", "dms_jax.load", "None", given=None),
         "policy a wrong name": case("ConfigError", "Unknown cache policy 'DSM'", policy="DSM"),
         "policy a class": case("ConfigError", "Not a cache policy", "DMS()", policy=dms_jax.DMS),
         "policy never learned": case("ConfigError", "dms-jax retrofit", "TOVA(", policy="DMS"),
@@ -385,12 +273,6 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         ),
         "on_tokens a list": case("ConfigError", "on_tokens must be a function", on_tokens=[]),
         "memory zero": case("ConfigError", "memory must be a finite number above 0", memory=0),
-        "memory below zero": case(
-            "ConfigError", "memory must be a finite number above 0", memory=-5
-        ),
-        "memory nan": case("ConfigError", "memory must be a finite number above 0", memory=NAN),
-        "memory text": case("ConfigError", "memory must be", "'4GB'", memory="4GB"),
-        "memory bool": case("ConfigError", "memory must be", "True", memory=True),
         "memory too little": case(
             "CapacityError", "at least 20,480", "20 rows", "There are 100", page_size=16, memory=100
         ),
@@ -403,25 +285,10 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             page_size=16,
             sampling=big,
         ),
-        "chunk zero": case("ConfigError", "chunk must be a whole number", "got 0", chunk=0),
-        "memory beyond floats": case("ConfigError", "memory must be", memory=10**400),
-        "chunk huge": case("ConfigError", "chunk", "at most 2**31 - 1", chunk=10**30),
-        "page_size huge": case("ConfigError", "page_size", "at most 2**31 - 1", page_size=10**30),
         "page_size large": case("CapacityError", "a smaller page_size", page_size=2**31 - 1),
-        "page_size of 5001 digits": case(
-            "ConfigError", "page_size", "at most 2**31 - 1", "16610 bits", page_size=10**5000
-        ),
-        "prefill_chunk huge": case("ConfigError", "prefill_chunk must be", prefill_chunk=10**30),
         "ids of 5001 digits": case(
             "DataError", "Prompt 0 holds a number of 16610 bits", prompts=[[10**5000]]
         ),
-        "chunk fraction": case("ConfigError", "chunk must be", "2.5", chunk=2.5),
-        "chunk none": case("ConfigError", "chunk must be", "None", chunk=None),
-        "page_size zero": case("ConfigError", "page_size must be", "got 0", page_size=0),
-        "page_size below zero": case("ConfigError", "page_size must be", "-64", page_size=-64),
-        "page_size bool": case("ConfigError", "page_size must be", "True", page_size=True),
-        "unknown option": case("ConfigError", "did you mean page_size?", page_sizes=16),
-        "prefill_chunk zero": case("ConfigError", "prefill_chunk must be", prefill_chunk=0),
     }
 
 
@@ -454,21 +321,13 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "engine lanes millions, little memory": engine(
             "CapacityError", "Use fewer lanes", num_lanes=10**8, memory=10**7
         ),
-        "engine lanes huge": engine(
-            "ConfigError", "num_lanes", "at most 2**31 - 1", num_lanes=10**30
-        ),
-        "engine lanes far below zero": engine(
-            "ConfigError", "num_lanes must be", "16610 bits", num_lanes=-(10**5000)
-        ),
         "engine prefill_tokens huge": engine(
             "ConfigError", "prefill_tokens", "at most 2**31 - 1", prefill_tokens=10**30
         ),
         "conversation chunk huge": Case(
             lambda: dms_jax.Conversation(model, chunk=10**30), "ConfigError", ("chunk must be",)
         ),
-        "engine lanes fraction": engine("ConfigError", "num_lanes must be", num_lanes=1.5),
         "engine max_tokens": engine("ConfigError", "max_tokens must be", max_tokens=0),
-        "engine max_tokens below zero": engine("ConfigError", "max_tokens must be", max_tokens=-8),
         "engine memory": engine("ConfigError", "memory must be", memory=-1),
         "engine memory too little": engine("CapacityError", "at least", memory=1),
         "engine policy": engine("ConfigError", "Not a cache policy", policy=7),
@@ -503,7 +362,6 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score a float array": score("array of float32", sequences=np.ones((2, 3), np.float32)),
         "score too long": score("Sequence 0", "512 positions", sequences=[[1] * 513]),
         "score outside": score("Sequence 0", "0 ... 511", sequences=[[1, 999]]),
-        "score chunk": score("chunk must be", sequences=[[1, 2]], chunk=0, error="ConfigError"),
         "score lanes": score(
             "num_lanes must be", sequences=[[1, 2]], num_lanes=0, error="ConfigError"
         ),
@@ -512,32 +370,11 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "score policy": score(
             "Not a cache policy", sequences=[[1, 2]], policy=7, error="ConfigError"
         ),
-        "score max_length huge": score(
-            "max_length",
-            "at most 2**31 - 1",
-            sequences=[[1, 2]],
-            max_length=10**30,
-            error="ConfigError",
-        ),
-        "score chunk huge": score(
-            "chunk", "at most 2**31 - 1", sequences=[[1, 2]], chunk=10**30, error="ConfigError"
-        ),
-        "evaluate max_length huge": Case(
-            lambda: evaluate(model, LinearEquation(), max_length=10**30),
-            "ConfigError",
-            (
-                "evaluate: max_length",
-                "at most 2**31 - 1",
-            ),
-        ),
         "score max_length": score(
             "max_length must be", sequences=[[1, 2]], max_length=0.5, error="ConfigError"
         ),
         "score table width": score(
             "table_width must be", sequences=[[1, 2]], table_width=0, error="ConfigError"
-        ),
-        "score max_tokens": score(
-            "score has no option max_tokens", sequences=[[1, 2]], max_tokens=8, error="ConfigError"
         ),
         "evaluate serving": Case(
             lambda: evaluate(model, LinearEquation(), serving={"lanes": 4}),
@@ -621,8 +458,6 @@ def hyperscale_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
 
     return {
         "hyperscale lengths": case("lengths must be a sequence", "got 5", lengths=5),
-        "hyperscale chains": case("chains must be", "at least 1", chains=(0,)),
-        "hyperscale seeds": case("seeds must be", "got (-1,)", seeds=(-1,)),
         "hyperscale out": case("hyperscale: out must be", "got 5", out=5),
         "hyperscale serving": case("hyperscale: serving must be a Serving", serving=3),
         "hyperscale mapping": case(

@@ -1,10 +1,9 @@
 """The command line: `dms-jax COMMAND`, or `python -m dms_jax.command_line COMMAND`.
 
-Each command is a module of this package with a dataclass of settings, `Config`, that tyro fills
-from what was typed, and a function `main` that takes one. `PRESETS` of a module are starting points
-by name: the command then takes such a name before its options, and without one starts from the
-first. All are called, and end, as `running.run` says. The table of commands is read without
-importing them, so that the list of them comes at once.
+Each command is a module of this package with a dataclass of settings, `Config`, which tyro fills
+from the command line, and a function `main` that takes one. `PRESETS` of a module are named
+starting points: such a name comes before the options, and without one the first is meant. Exit
+statuses are in `running`. The list of commands is shown without importing any of them.
 """
 
 import dataclasses
@@ -16,27 +15,27 @@ from types import ModuleType
 from dms_jax.errors import ConfigError
 
 COMMANDS = {
-    "generate": "complete prompts from a small cache, as they are written",
+    "generate": "complete prompts from a small cache, streamed",
     "chat": "talk with a model whose turns share one small cache",
     "serve": "answer requests over HTTP as OpenAI's and Anthropic's APIs do",
     "retrofit": "train a checkpoint to run with a small cache",
     "evaluate": "score answers to a task, or the loss on a text, under one or several policies",
     "hyperscale": "longer answers and more chains at equal reads and equal peak",
-    "plan": "what a retrofit takes on a machine, before it is paid for",
-    "policies": "every cache policy with its options and their defaults",
-    "demo": "retrofit a small model, watch one reason from a small cache",
+    "plan": "memory and time of a retrofit on a machine that you do not have",
+    "policies": "the cache policies, and the options of each",
+    "demo": "retrofit a small model, then watch a larger one reason; four minutes",
 }
 WRONG_CALL = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status (see `running.run`).
+    """Runs a command and returns its exit status (see `running`).
 
     Args:
-      arguments: those of the command line unless given.
+      arguments: by default those of the command line.
 
     Raises:
-      SystemExit: of `--help` (0), and of options that there are none of (2).
+      SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h"):
@@ -69,9 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def described(module: ModuleType) -> str:
-    """The docstring of a command, with the policies where it takes any of them."""
+    """Returns a command's docstring, with the list of policies if it takes any policy."""
     text = (module.__doc__ or "").strip()
-    if not any(field.name in ("options", "systems") for field in dataclasses.fields(module.Config)):
+    types = {field.name: field.type for field in dataclasses.fields(module.Config)}
+    if types.get("policy") != str | None and "systems" not in types:
         return text
     from dms_jax.command_line import policy_options
 
@@ -79,7 +79,7 @@ def described(module: ModuleType) -> str:
 
 
 def overview() -> str:
-    """What `dms-jax --help` says."""
+    """Returns the text of `dms-jax --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(

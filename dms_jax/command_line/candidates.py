@@ -1,4 +1,4 @@
-"""Several policies on the same problems or the same text: how each is written, and their table."""
+"""Several policies on the same problems or text: reading them, and the table of results."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from dms_jax.policies import Policy
 
 Evaluated = Result | ChoiceResult | Perplexity
 
-# The library or a kernel does not serve a policy, or the device fails: the others still run.
+# A policy that fails so is reported, and the others still run.
 FAILURES = (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError, NotImplementedError)
 NOTE = """\
 change: against the first row, with the standard error of the paired differences. peak, reads:
@@ -34,7 +34,7 @@ tokens, averages over layers and heads. kB: pages and policy state of a sequence
 
 
 def gave_up(error: BaseException) -> bool:
-    """Whether a device failed for good; one that is only too small goes on."""
+    """Whether the device itself failed; running out of memory is no such failure."""
     return isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(error)
 
 
@@ -44,9 +44,9 @@ class Candidate:
 
     Attributes:
       name: of its row.
-      policy: None for the one that the checkpoint declares.
-      options: those of the policy's options that were given.
-      model, adapter: what `Config.model` and `Config.adapter` take.
+      policy: its policy; None for the one that the checkpoint declares.
+      options: the options of the policy that were given.
+      model, adapter: as in `Config`.
       kv_dtype: type of its cache; None for the model's.
     """
 
@@ -65,11 +65,11 @@ class Candidate:
 def read_candidates(
     texts: Sequence[str], *, model: str, adapter: str | None
 ) -> tuple[Candidate, ...]:
-    """Reads what --policies was given: POLICY,option=value,... each.
+    """Reads --policies: POLICY,option=value,... each.
 
     Args:
-      texts: as they are written.
-      model, adapter: those of the candidates that name none.
+      texts: the values of --policies.
+      model, adapter: for candidates that name none.
 
     Raises:
       ConfigError: a policy or an option is unknown, or two rows have one name.
@@ -99,9 +99,9 @@ def read_candidates(
 
 
 def observed(result: Evaluated) -> tuple[Measured, Float[np.ndarray, " observations"]]:
-    """Returns the figure of a result with its error, and the observations that it is a mean of.
+    """Returns a result's mean with its error, and the observations that it is the mean of.
 
-    In percent of problems, or in nats a token of windows of a text.
+    In percent for each problem, or in nats a token for each window of a text.
     """
     if isinstance(result, Perplexity):
         return result.loss, result.window_nats
@@ -113,13 +113,13 @@ def observed(result: Evaluated) -> tuple[Measured, Float[np.ndarray, " observati
 
 
 def change(result: Evaluated, first: Evaluated) -> Measured:
-    """Returns how far the figure of a result is above that of the first one."""
+    """Returns the paired difference of a result from the first one, with its error."""
     (value, own), (base, others) = observed(result), observed(first)
     return Measured(value.value - base.value, standard_error(own - others))
 
 
 def table(results: Mapping[str, Evaluated], title: str) -> Table:
-    """Returns a row for each result; all are compared with the first."""
+    """Returns a table with a row for each result, compared with the first."""
     first = next(iter(results.values()))
     shown = Table(title=title, box=SIMPLE)
     shown.add_column("policy", overflow="fold")
@@ -166,7 +166,7 @@ def _written(figure: Measured, form: str) -> str:
 
 
 def show(console: Console, results: Mapping[str, Evaluated], task: str) -> None:
-    """Prints the table of all problems, and where there are several tasks one of each."""
+    """Prints the table of all problems, and one for each of several tasks."""
     console.print(table(results, task))
     parts = {name: each for name, each in results.items() if isinstance(each, Result)}
     names = next(iter(parts.values())).tasks if parts else ()

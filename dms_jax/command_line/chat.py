@@ -4,13 +4,13 @@
     dms-jax chat --model reasoner-11m-dms --temperature 0.7
     dms-jax chat --model path/to/checkpoint --system "Be brief." --policy H2O
 
-What you type goes to the model line by line; an empty line or the end of the input (Ctrl-D) ends
-the conversation, and Ctrl-C ends an answer. A checkpoint with a chat template gets messages, one
-without gets the text as it is and goes on with it.
+Each line goes to the model. An empty line or the end of the input (Ctrl-D) ends the conversation,
+Ctrl-C ends an answer. A checkpoint with a chat template gets messages; one without continues the
+text as it is.
 
 What a model thinks before it answers (<think>, the channels of gpt-oss) is dimmed on a terminal and
-left out elsewhere. As templates do not repeat it, the next turn reads the conversation again,
-without it.
+left out elsewhere. Chat templates leave thoughts of earlier turns out, so after one the next turn
+reads the conversation again.
 """
 
 import dataclasses
@@ -34,20 +34,20 @@ class Config(Generating):
     """Talk with a model whose turns share one small cache."""
 
     system: str | None = None
-    """What the model is told before the first turn; needs a chat template."""
+    """System prompt; needs a chat template."""
     max_tokens: int | None = None
-    """Tokens of all turns together; the model's positions unless given."""
+    """Most tokens of all turns together; by default the model's positions."""
 
 
 def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]:
-    """Answers lines until one is empty; returns the answers.
+    """Answers lines until one is empty, and returns the answers.
 
     Args:
       config: the settings.
-      lines: what is said; what is typed unless given.
+      lines: the user's turns; by default read from the keyboard.
     """
     console = Console(highlight=False)
-    # First: a model takes long to load, and nobody is asked for a line that is not answered.
+    # Checked first: loading takes long, and no line is read that cannot be answered.
     config.make_policy()
     sampling = config.make_sampling()
     max_tokens = check("--max-tokens", config.max_tokens, Count | None)
@@ -86,7 +86,7 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
             read = Answer.of(form, completion.text)
             thought = {"reasoning_content": read.thought} if read.thought else {}
             messages.append({"role": "assistant", "content": read.text, **thought})
-            if read.text != completion.text:  # the template writes it otherwise than the model did
+            if read.text != completion.text:  # the template writes the answer differently
                 talk.clear()
     return turns
 
@@ -98,9 +98,10 @@ def answer(
     form: AnswerForm,
     sampling: dms_jax.Sampling,
 ) -> Completion | None:
-    """Shows an answer as it is written, and what the cache holds after it.
+    """Streams an answer and shows what the cache holds after it.
 
-    Returns it; None if it was cut off.
+    Returns:
+      The answer; None if Ctrl-C cut it off.
     """
     writer = AnswerWriter(console, form)
 
@@ -122,7 +123,7 @@ def answer(
 
 
 def typed(console: Console) -> Iterator[str]:
-    """Lines as they are typed, until the input ends."""
+    """Yields lines from the keyboard until the input ends."""
     while True:
         try:
             yield console.input("> " if console.is_terminal else "")

@@ -89,8 +89,7 @@ class Config:
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
     stories260k, reasoner-11m, reasoner-11m-dms."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model, or one that ships:
-    smollm2-135m-instruct-dms."""
+    """An adapter of the model: a directory, or one that ships (smollm2-135m-instruct-dms)."""
     task: str = "reasoning"
     """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; ruler:
     all tasks of RULER whose data is given, or the one that task= names; from a file and answered
@@ -104,15 +103,13 @@ class Config:
     allow_code: bool = False
     """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
     chat: bool = False
-    """Ask through the model's chat template; what the model thinks before it answers is not
-    judged."""
+    """Ask through the model's chat template; thoughts before the answer are not judged."""
     system: str | None = None
     """System prompt of the chat."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false)."""
     policy: str | None = None
-    """Cache policy by name, of those listed above; the one that the checkpoint declares unless
-    given."""
+    """Name of a cache policy, of those above; by default the one that the checkpoint declares."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     policies: tuple[str, ...] = ()
@@ -120,7 +117,7 @@ class Config:
     are compared with. Beside the policy's own options model=, adapter= (as --model and --adapter),
     kv_dtype= (float8_e4m3 or int4) and name= (of its row)."""
     problems: int | None = CALL["problems"]
-    """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
+    """Problems to answer; by default all of a file, and 200 of those made from seeds."""
     chains: int = CALL["chains"]
     """Answers to each problem; more than one are also put to the vote."""
     split: Split = CALL["split"]
@@ -132,33 +129,29 @@ class Config:
     max_new_tokens: int = SAMPLING.max_new_tokens
     """Longest answer; the model's positions may end it earlier."""
     seed: int = CALL["seed"]
-    """Seed of the draws: the same answers again, or others."""
+    """Seed of the sampling: the same seed gives the same answers."""
     lanes: int = SERVING.lanes
     """Sequences in the cache at a time."""
     page_size: int = SERVING.page_size
-    """Tokens a page of the cache; 16 for Quest as published."""
+    """Tokens of a page of the cache; 16 for Quest as published."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights and the cache; that of the files unless given."""
+    """Type of the weights and the cache; by default that of the files."""
     answers: pathlib.Path | None = None
-    """Folder for every answer as it ends, with one for each of --policies; the same call goes on
-    after those that are in it."""
+    """Folder for the answers, one below it for each of --policies; the same call resumes from
+    it."""
     samples: int = 3
-    """Completions to keep in the file."""
+    """Completions to keep in the file of --out."""
     out: pathlib.Path | None = None
-    """JSON file for the figures, with device, versions, date and command."""
-
-    def make_serving(self) -> Serving:
-        """The cache."""
-        return Serving(lanes=self.lanes, page_size=self.page_size)
+    """JSON file for the results, with device, versions, date and command."""
 
     def make_sampling(self) -> dms_jax.Sampling:
-        """How answers are drawn."""
+        """Returns the sampling options."""
         return dms_jax.Sampling(
             temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens
         )
 
     def make_chat(self) -> Chat | None:
-        """Returns the chat template's form of a question; None to ask in plain text."""
+        """Returns how questions go through the chat template; None to ask in plain text."""
         return read_chat(asked=self.chat, system=self.system, template=self.template)
 
 
@@ -177,7 +170,8 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
     policy = read_policy(config.policy, config.options)
     options = read_options(config.options)
     one = Candidate(config.task, policy, options, config.model, config.adapter)
-    result = measure(load(config, one), one, config.answers)
+    model = load_model(config.model, config.adapter, config.dtype)
+    result = measure(model, one, config.answers)
     describe(config, result)
     if config.out is not None:
         write_json(
@@ -187,10 +181,10 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
 
 
 def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
-    """Evaluates several policies one after the other; one that cannot run is named at the end.
+    """Evaluates policies one after the other, and names those that failed at the end.
 
     Raises:
-      ConfigError: one policy is given as well, or the first of them cannot run.
+      ConfigError: --policy or --options is given as well.
     """
     if config.policy is not None or config.options:
         raise dms_jax.ConfigError(
@@ -206,7 +200,9 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
         try:
             if (each.model, each.adapter) not in models:
                 models.clear()  # before the next one is read: both may not fit a device
-                models[each.model, each.adapter] = load(config, each)
+                models[each.model, each.adapter] = load_model(
+                    each.model, each.adapter, config.dtype
+                )
             answers = None if config.answers is None else config.answers / each.name
             model = models[each.model, each.adapter]
             results[each.name] = measure(model, each, answers)
@@ -225,7 +221,7 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
 
 
 def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]) -> dict[str, Any]:
-    """Returns what --out holds of several policies."""
+    """Returns the JSON data of several policies for --out."""
     first = next(iter(results.values()))
     rows = [
         {"name": name, **data(config, each), "change": change(each, first).to_list()}
@@ -235,18 +231,13 @@ def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]
     return {**provenance(config), "model": config.model, "systems": rows}
 
 
-def load(config: Config, candidate: Candidate) -> dms_jax.LanguageModel:
-    """Reads the model of a row, which takes long: options are read before."""
-    return load_model(candidate.model, candidate.adapter, config.dtype)
-
-
 def read_task(config: Config) -> Measure:
-    """Returns what evaluates a model on the task of the settings.
+    """Returns a function that evaluates a model on the task.
 
     Raises:
       ConfigError: there is no such task, or an option means nothing to it.
     """
-    serving = config.make_serving()
+    serving = Serving(lanes=config.lanes, page_size=config.page_size)
     if config.task not in CHOICES and config.task != TEXT:
         return answered(config, serving)
     words = ("chat", "chains", "temperature", "top_p", "max_new_tokens", "answers")
@@ -271,7 +262,7 @@ def read_task(config: Config) -> Measure:
 
 
 def predicted(config: Config, serving: Serving) -> Measure:
-    """Returns what measures the loss of a model on a text."""
+    """Returns a function that measures the loss of a model on a text."""
     refuse(config, ("problems",), "tasks that have problems")
     fields = read_options(config.task_options, "--task-options")
     check_names("--task-options", fields, _TEXT_OPTIONS)
@@ -293,7 +284,7 @@ def predicted(config: Config, serving: Serving) -> Measure:
 
 
 def answered(config: Config, serving: Serving) -> Measure:
-    """Returns what evaluates a model on a task that is answered in words or by programs."""
+    """Returns a function that scores answers in words or programs."""
     chat, sampling = config.make_chat(), config.make_sampling()
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
 
@@ -319,11 +310,7 @@ def answered(config: Config, serving: Serving) -> Measure:
 
 
 def refuse(config: Config, names: Sequence[str], those: str) -> None:
-    """Refuses options that would change nothing.
-
-    Raises:
-      ConfigError: one of them is not as it is unless given.
-    """
+    """Raises ConfigError if an option is given that this task does not use."""
     defaults = Config()
     for name in names:
         if getattr(config, name) != getattr(defaults, name):
@@ -334,7 +321,7 @@ def refuse(config: Config, names: Sequence[str], those: str) -> None:
 
 
 def data(config: Config, result: Evaluated) -> dict[str, Any]:
-    """Returns what --out holds of a result."""
+    """Returns the JSON data of a result for --out."""
     match result:
         case Result():
             return result.to_dict(problems=bool(config.policies), samples=config.samples)

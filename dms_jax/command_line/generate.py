@@ -1,4 +1,4 @@
-r"""Complete prompts from a small cache, as they are written, with what each of them used.
+r"""Complete prompts from a small cache, streamed, and show what each answer used.
 
     dms-jax generate "Once upon a time"
     dms-jax generate "Lily and Tom" --policy TOVA --options budget=64
@@ -42,23 +42,23 @@ INTERRUPTED = "\ninterrupted"
 
 @dataclasses.dataclass(frozen=True)
 class Config(Generating):
-    """Complete prompts from a small cache, as they are written, and show what each of them used."""
+    """Complete prompts from a small cache, streamed, and show what each answer used."""
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """What to complete; each is a sequence of its own."""
+    """Texts to complete."""
     file: pathlib.Path | None = None
-    """More prompts, one a line; empty lines are left out."""
+    """A file of more prompts, one a line; empty lines are skipped."""
     chat: bool = False
-    """Write each prompt as a user's message, with the checkpoint's chat template. That is done
-    where there is a template, and said, unless --plain is given."""
+    """Send each prompt as a user's message through the chat template. This is the default if the
+    checkpoint has one."""
     plain: bool = False
-    """Give each prompt to the model as it is, although the checkpoint has a chat template."""
+    """Give each prompt to the model as it is, even if the checkpoint has a chat template."""
     samples: int = 1
     """Answers to each prompt; they differ unless the temperature is 0."""
 
 
 def read_prompts(config: Config) -> list[str]:
-    """The prompts of the command line and of the file."""
+    """Returns the prompts of the command line and of --file."""
     prompts = list(config.prompts)
     if config.file is not None:
         try:
@@ -75,21 +75,21 @@ def read_prompts(config: Config) -> list[str]:
 
 
 def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -> list[Prompt]:
-    """The texts as the model is to read them; that they are messages is said unless asked for."""
+    """Returns texts, or messages if there is a chat template; says so unless --chat asked."""
     has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if config.plain or not (config.chat or has_template):
         return list(texts)
     if not config.chat:
         print(
-            "Each prompt is a user's message through the checkpoint's chat template (--plain: the "
-            "prompt as it is).",
+            "Each prompt goes through the checkpoint's chat template as a user's message (--plain: "
+            "the prompt as it is).",
             file=sys.stderr,
         )
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 class Screen:
-    """Shows answers: a single one as it is written, several as each is done."""
+    """Shows answers: a single one streamed, several as each is done."""
 
     def __init__(self, console: Console, prompts: Sequence[str], forms: Sequence[AnswerForm]):
         self._console, self._prompts, self._forms = console, prompts, forms
@@ -98,7 +98,7 @@ class Screen:
 
     def __call__(self, update: Update) -> None:
         if len(self._prompts) == 1:
-            if self._alone is None:  # not before: what is refused is a line of its own
+            if self._alone is None:  # not earlier: an error has a line of its own
                 self._show_prompt(0)
                 self._alone = AnswerWriter(self._console, self._forms[0])
             self._alone.write(update.text, last=update.finished)
@@ -119,7 +119,7 @@ class Screen:
 
 
 def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
-    """What each answer used of the cache."""
+    """Returns a table of what each answer used of the cache."""
     table = Table(
         title=f"{policy}: {generation.usage.new_tokens / seconds:,.0f} tokens a second, "
         f"{seconds:.1f} s with compilation"
@@ -152,7 +152,7 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
 
 
 def nothing_left(policy: Policy, generation: Generation) -> str | None:
-    """What to do where a policy that is to drop tokens dropped none; None where it did."""
+    """Returns advice if a policy that should drop tokens dropped none, else None."""
     usage = generation.usage
     if isinstance(policy, Vanilla | SelectiveReading) or usage.compression_ratio > 1:
         return None
@@ -169,10 +169,10 @@ def nothing_left(policy: Policy, generation: Generation) -> str | None:
 
 
 def main(config: Config) -> Generation:
-    """Loads the model, completes the prompts and shows them."""
+    """Loads the model, completes the prompts and shows the answers."""
     console = Console()
     texts = read_prompts(config)
-    config.make_policy()  # what is wrong with it is said before a model is loaded
+    config.make_policy()  # checked before a model is loaded
     sampling = config.make_sampling()
     if config.plain and (config.chat or config.template):
         raise dms_jax.ConfigError("--plain leaves out what --chat and --template are for.")

@@ -1,4 +1,4 @@
-"""What `dms-jax generate`, `dms-jax chat` and `dms-jax serve` can all be told."""
+"""The options that `dms-jax generate`, `chat` and `serve` share."""
 
 import dataclasses
 import inspect
@@ -31,17 +31,15 @@ class Generating(Devices):
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
     stories260k, reasoner-11m, reasoner-11m-dms."""
     adapter: str | None = None
-    """Directory of an adapter that was trained on the model, or one that ships:
-    smollm2-135m-instruct-dms."""
+    """An adapter of the model: a directory, or one that ships (smollm2-135m-instruct-dms)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights and the cache; that of the files unless given."""
+    """Type of the weights and the cache; by default that of the files."""
     policy: str | None = None
-    """Cache policy by name, of those listed above; the one that the checkpoint declares unless
-    given."""
+    """Name of a cache policy, of those above; by default the one that the checkpoint declares."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     temperature: float = SAMPLING.temperature
-    """0 takes the most likely token; below 1 favours likely ones more."""
+    """0 takes the most likely token; below 1, likely tokens are favoured."""
     top_k: int = SAMPLING.top_k
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = SAMPLING.top_p
@@ -51,24 +49,23 @@ class Generating(Devices):
     max_new_tokens: int = SAMPLING.max_new_tokens
     """Most new tokens of an answer; the model's positions may end it earlier."""
     stop: tuple[str, ...] = ()
-    """Strings that end an answer; they are cut off."""
+    """Strings that end an answer; the answer stops before them."""
     seed: int = 0
-    """Seed of the draws: the same text again, or another."""
+    """Seed of the sampling: the same seed gives the same text."""
     memory_gb: float | None = None
-    """Gigabytes for the cache; what the sequences can need and the free memory holds, unless
-    given."""
+    """Gigabytes for the cache; by default what the sequences can need, up to the free memory."""
     page_size: int = CALL["page_size"]
-    """Tokens a page of the cache; 16 for Quest as published."""
+    """Tokens of a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]
-    """Decode steps between two looks at the requests: text arrives this often."""
+    """Decode steps between two updates of the text."""
     kv_dtype: str | None = CALL["kv_dtype"]
-    """Type of the cache where it is not that of the weights: float8_e4m3, or int4."""
+    """Type of the cache, if not that of the weights: float8_e4m3, or int4."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
 
     @property
     def own_adapter(self) -> str | None:
-        """The adapter that is part of the model."""
+        """The adapter to load with the model."""
         return self.adapter
 
     def load(self) -> dms_jax.LanguageModel:
@@ -78,22 +75,22 @@ class Generating(Devices):
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:
-        """The policy that is named; on a model that declares the same kind, with its options."""
+        """Returns the named policy; given a model, options left out are those that it declares."""
         policy = read_policy(self.policy, self.options)
         if model is None:
             return policy
         return on_checkpoint(policy, read_options(self.options), model.policy)
 
     def make_sampling(self, **more: Any) -> dms_jax.Sampling:
-        """How tokens are drawn."""
+        """Returns the sampling options."""
         names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "seed")
         return dms_jax.Sampling(**{name: getattr(self, name) for name in names} | more)
 
     def cache(self) -> dict[str, Any]:
-        """The cache's keyword arguments of `generate`, `Conversation` and `Service`.
+        """Returns the cache's keyword arguments of `generate`, `Conversation` and `Service`.
 
         Raises:
-          ConfigError: one is malformed, which is said before a model is loaded.
+          ConfigError: one is malformed; checked here, before a model is loaded.
         """
         memory = None if self.memory_gb is None else self.memory_gb * 1e9
         cache: dict[str, Any] = dict(

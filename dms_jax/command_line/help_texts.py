@@ -1,9 +1,7 @@
-"""What --help says, in paragraphs that fill the lines of the terminal, whatever its width is.
+"""`--help` for readers: wrapped paragraphs, and `--adapter STR` in place of `{None}|STR`.
 
-tyro prints a description in lines as long as its paragraphs, keeps the line breaks that an
-explanation of an option has in the source, and writes what an option takes as Python's types have
-it. Here the description is wrapped, an explanation is one paragraph, and what need not be given is
-not named: `--adapter STR`, not `--adapter {None}|STR`.
+tyro does not wrap descriptions, keeps the line breaks of explanations as they are in the source,
+and shows Python's types.
 """
 
 import dataclasses
@@ -23,18 +21,18 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-LONGEST = 100  # characters of a line of prose, on terminals that are wider
+LONGEST = 100  # characters of a line of prose on a wide terminal
 ASKED = ("-h", "--help")
 
 
 def show(description: str | None, given: Sequence[str]) -> None:
-    """Prints a description where help is asked for; tyro's list of options follows it."""
+    """Prints the description if --help is among the arguments; tyro's list of options follows."""
     if description and not set(ASKED).isdisjoint(given):
         print(filled(description, _columns()), end="\n\n")
 
 
 def show_points(program: str, points: Mapping[str, tuple[str, Any]]) -> None:
-    """Prints starting points, each with what it is."""
+    """Prints the starting points with their descriptions."""
     width = max(map(len, points)) + 2
     print(f"usage: {program} [STARTING-POINT] [OPTIONS]\n")
     for name, (what, _) in points.items():
@@ -46,12 +44,12 @@ def show_points(program: str, points: Mapping[str, tuple[str, Any]]) -> None:
 
 
 def _columns() -> int:
-    """Characters of a line of prose here."""
+    """Returns the width of prose on this terminal."""
     return min(shutil.get_terminal_size().columns, LONGEST)
 
 
 def filled(text: str, width: int) -> str:
-    """A text with its paragraphs wrapped; indented lines, such as commands, stay as they are."""
+    """Returns a text with its paragraphs wrapped; indented blocks, such as commands, stay."""
     parts: list[str] = []
     for block in textwrap.dedent(text).strip().split("\n\n"):
         indented = any(line.startswith(" ") for line in block.splitlines())
@@ -60,13 +58,13 @@ def filled(text: str, width: int) -> str:
 
 
 class _Explained:
-    """tyro's own reading of a dataclass, with each explanation as one paragraph."""
+    """A rule for tyro that reads a dataclass as tyro does and rewrites each field's explanation."""
 
     def __init__(self):
         self.inside = False
 
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
-        """The fields, or None for tyro to read them: what is no dataclass, and from inside here."""
+        """Returns the fields; None leaves it to tyro: no dataclass, or a call from within."""
         if self.inside or not dataclasses.is_dataclass(info.type):
             return None
         self.inside = True
@@ -80,7 +78,7 @@ class _Explained:
 
 
 def _explained(field: StructFieldSpec) -> StructFieldSpec:
-    """A field whose explanation has no line breaks; that nothing is the default is said."""
+    """Returns a field with its explanation in one paragraph, and "none" for an empty default."""
     said = field.helptext() if callable(field.helptext) else field.helptext
     told: dict[str, Any] = {}
     if field.default in ((), "", None):
@@ -97,7 +95,7 @@ def _explained(field: StructFieldSpec) -> StructFieldSpec:
 
 
 def _takes(kind: Any, default: Any) -> str | None:
-    """What is written behind an option of a type; None for tyro to say it.
+    """Returns the placeholder behind an option of a type; None to leave it to tyro.
 
     # In: str | None, None   Out: "STR"         tuple[int, ...], (1, 4)     Out: "INT ..."
     # In: int | None, 12     Out: "INT|none"    int | Literal["all"], 1     Out: "INT|all"

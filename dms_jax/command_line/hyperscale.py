@@ -19,6 +19,7 @@ import functools
 import inspect
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Literal
 
 from rich.console import Console
@@ -26,8 +27,8 @@ from rich.console import Console
 import dms_jax
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
 from dms_jax.command_line.options import (
-    find_adapter,
-    find_model,
+    load_model,
+    on_checkpoint,
     read_chat,
     read_options,
     read_tasks,
@@ -55,8 +56,8 @@ class Config:
     )
     """Each POLICY,option=value,...; beside the policy's own options name= (of the line; systems of
     one name share a frontier), model= (another checkpoint), adapter= (a directory trained on the
-    model, or one that ships) and ratio= (its nominal ratio). A checkpoint that declares the policy
-    itself is taken at its word."""
+    model, or one that ships) and ratio= (its nominal ratio). Options that are left out are those
+    that the checkpoint declares for this policy, or else the defaults."""
     task: str = "reasoning"
     """One of the tasks of dms-jax evaluate that are answered in words or by programs."""
     task_options: tuple[str, ...] = ()
@@ -74,29 +75,29 @@ class Config:
     chains: tuple[int, ...] = (1, 3, 9)
     """W, answers to each problem; odd, since two chains that differ settle nothing by a vote."""
     problems: int | None = CALL["problems"].default
-    """Problems to answer; all of a file, and 200 of those made from seeds, unless given."""
+    """Problems to answer; by default all of a file, and 200 of those made from seeds."""
     seeds: tuple[int, ...] = CALL["seeds"].default
-    """Seeds of the draws; each draws new chains for the same problems."""
+    """Seeds of the sampling; each samples new chains for the same problems."""
     split: Split = CALL["split"].default
     """Part of a task made from seeds that the problems are of; files are taken as they are."""
     method: Method = "vote"
-    """What the frontiers and gains are of."""
+    """How chains become an answer, for frontiers and gains."""
     temperatures: tuple[float, ...] = (SAMPLING.temperature,)
-    """Of the sampled chains. One greedy chain of every length is always a point, too."""
+    """Temperatures of the sampled chains; a greedy chain of every length is measured too."""
     top_p: float = SAMPLING.top_p
     """Keep the most likely tokens until their probability reaches this."""
     lanes: int = SERVING.lanes
     """Sequences in the cache at a time."""
     page_size: int = SERVING.page_size
-    """Tokens a page of the cache; 16 for Quest as published."""
+    """Tokens of a page of the cache; 16 for Quest as published."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights and the cache; that of the files unless given."""
+    """Type of the weights and the cache; by default that of the files."""
     out: pathlib.Path | None = None
     """Folder for the answers, results.json, table.md and figure.png."""
 
 
 def main(config: Config) -> Hyperscaling:
-    """Compares, prints the tables, writes the files."""
+    """Compares the systems, prints the tables, and writes the files."""
     if config.out is not None:
         make_folder("--out", config.out)
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
@@ -108,7 +109,7 @@ def main(config: Config) -> Hyperscaling:
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
     systems = [read_system(text, config.model, load) for text in config.systems]
     result = dms_jax.hyperscale(
-        load(config.model),
+        load(config.model, None),
         tasks,
         systems,
         lengths=config.lengths,
@@ -125,12 +126,11 @@ def main(config: Config) -> Hyperscaling:
     )
     Console(width=None if sys.stdout.isatty() else 200).print(result.rich_table(config.method))
     print(
-        f"\nGains between frontiers by {config.method}, averaged over the budgets that both cover,"
-        f" greedy points included:"
-        f"\n\n{result.gains_table(config.method)}\n"
+        f"\nGains between frontiers by {config.method}, averaged over the budgets that both"
+        f"\ncover, greedy points included:\n\n{result.gains_table(config.method)}\n"
         "\nIn percent, ± one standard error. reads, peak: tokens of all chains of a problem,"
         "\naverages over layers and heads. L-W-CR@T: longest answer, chains, nominal ratio,"
-        " temperature."
+        "\ntemperature. --out keeps the scores by every method."
     )
     if config.out is not None:
         data = {**provenance(config), **result.to_dict(config.method)}
@@ -143,29 +143,26 @@ def main(config: Config) -> Hyperscaling:
     return result
 
 
-def load_model(
-    name: str, adapter: str | None = None, *, dtype: str | None
-) -> dms_jax.LanguageModel:
-    """A model by its path, its id or its shipped name, with an adapter if one is given."""
-    return dms_jax.load(find_model(name), dtype=dtype, adapter=find_adapter(adapter))
+def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageModel]) -> System:
+    """Reads POLICY,option=value,... and loads its model.
 
+    Args:
+      text: as it is written; "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS.
+      default: the model of a system that names none.
+      load: takes the name of a model and that of an adapter, or None.
 
-def read_system(text: str, default: str, load) -> System:
-    """A system as it is written on the command line.
-
-    # "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS, named "DMS", and so is
-    # "DMS,adapter=runs/x/training/model" that of an adapter
+    Raises:
+      ConfigError: the policy or an option is unknown.
     """
-    policy, *options = text.split(",")
-    fields = read_options(options, "--systems")
-    adapter, path = fields.pop("adapter", None), str(fields.pop("model", default))
-    name, ratio = fields.pop("name", policy), fields.pop("ratio", None)
-    asked = dms_jax.policies.from_dict({**fields, "name": policy})  # before the model is read
+    policy, *given = text.split(",")
+    options = read_options(given, "--systems")
+    adapter, path = options.pop("adapter", None), str(options.pop("model", default))
+    name, ratio = options.pop("name", policy), options.pop("ratio", None)
+    named = dms_jax.policies.from_dict({**options, "name": policy})  # before the model is read
     model = load(path, None if adapter is None else str(adapter))
-    own = not fields and model.policy is not None and model.policy.name == policy
     return System(
         name=str(name),
-        policy=None if own else asked,
+        policy=on_checkpoint(named, options, model.policy),
         model=model,
         compression_ratio=ratio,
     )

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_AGAIN = 0.05  # seconds until a signal whose exception was ignored comes again
+_AGAIN = 0.05  # seconds until the signal is sent again
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Where a KeyboardInterrupt is raised and ignored, Ctrl-C comes once more, until it is not."""
+    """Sends SIGINT again whenever Python ignores a KeyboardInterrupt in this context."""
     before, again = sys.unraisablehook, []
 
     def hook(unraisable: Any, /) -> None:

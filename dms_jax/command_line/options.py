@@ -1,4 +1,4 @@
-"""Policies and tasks by name, with options as they are written on a command line."""
+"""Reads models, policies and tasks by name, and name=value options."""
 
 import dataclasses
 import inspect
@@ -54,28 +54,28 @@ CHOICES: dict[str, type[ChoiceTask]] = {
 
 
 def find_model(name: str) -> str | pathlib.Path:
-    """What `dms_jax.load` takes for a model: a model that ships is called by its name.
+    """Returns the path or hub id of --model; a shipped model is given by its name.
 
     Raises:
-      ConfigError: nothing is there, and the name is nearly that of one that ships.
+      ConfigError: there is no such path, and the name is close to that of a shipped model.
     """
     return _shipped("--model", name, SHIPPED)
 
 
 def find_adapter(name: str | None) -> str | pathlib.Path | None:
-    """What `dms_jax.load` takes for an adapter: one that ships is called by its name.
+    """Returns the path of --adapter; a shipped adapter is given by its name.
 
     Raises:
-      ConfigError: nothing is there, and the name is nearly that of one that ships.
+      ConfigError: there is no such path, and the name is close to that of a shipped adapter.
     """
     return None if name is None else _shipped("--adapter", name, ADAPTERS)
 
 
 def shipped(name: str) -> pathlib.Path:
-    """Returns the directory of a model or adapter that ships; a wheel fetches large ones first.
+    """Returns the directory of a shipped model or adapter; a wheel downloads large ones first.
 
     Raises:
-      DataError: it is not on this machine and cannot be fetched.
+      DataError: it is not on this machine and cannot be downloaded.
     """
     if assets.find(name) is None:
         assets.fetch(name, tell=lambda text: print(f"Fetching {text}", file=sys.stderr))
@@ -92,7 +92,7 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
     meant = guess(beginning[0] if beginning else name, names)
     if meant and "/" not in name and not pathlib.Path(name).exists():
         raise dms_jax.ConfigError(
-            f"{option} {name}{meant}: no directory or file is called so, and what ships is called "
+            f"{option} {name}{meant}: there is no such file or directory; what ships is "
             f"{', '.join(names)}."
         )
     return name
@@ -130,18 +130,18 @@ class Devices:
 
 
 def tell_if_short(place: str | pathlib.Path) -> None:
-    """Warns that a model or an adapter stayed short of its ratio."""
+    """Warns if the training of a model or an adapter ended short of its ratio."""
     if (short := short_of_target(pathlib.Path(place).expanduser())) is not None:
         warnings.warn(
             f"{place} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
-            f"{short[1]:.2f}, so that the cache holds more. Train it on: dms-jax retrofit with "
-            "more --steps.",
+            f"{short[1]:.2f}, so the cache holds more. Train it longer: dms-jax retrofit with more "
+            "--steps.",
             stacklevel=2,
         )
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:
-    """The policy of a name, with its options; None where none is named."""
+    """Returns the policy of --policy and --options; None if none is named."""
     if name is None:
         if options:
             raise dms_jax.ConfigError("--options belong to a policy; name it with --policy.")
@@ -152,13 +152,14 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
 def on_checkpoint(
     policy: dms_jax.policies.Policy | None, options: Mapping[str, Any], own: dms_jax.policies.Policy
 ) -> dms_jax.policies.Policy | None:
-    """Returns the policy that a call means on a checkpoint that declares one.
+    """Returns the policy of a call on a checkpoint that declares one.
 
-    Of the same kind, what the call leaves out is as the checkpoint has it: it was trained so.
+    If both are of the same kind, options that the call leaves out are those of the checkpoint,
+    which was trained with them.
 
     Args:
-      policy: what was named; None for the checkpoint's own.
-      options: those of its options that were given.
+      policy: the policy that was named; None for the checkpoint's own.
+      options: the options that were given.
       own: the policy that the checkpoint declares.
     """
     if policy is None or type(policy) is not type(own):
@@ -167,15 +168,15 @@ def on_checkpoint(
 
 
 def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Chat | None:
-    """The chat template's form of a question; None to ask in plain text.
+    """Returns how questions go through the chat template; None to ask in plain text.
 
     Args:
-      asked: --chat.
+      asked: whether --chat is given.
       system: --system.
-      template: --template, variables as they are written on a command line.
+      template: --template, as name=value.
 
     Raises:
-      ConfigError: something of a chat is given, and no chat is asked for.
+      ConfigError: --system or --template is given without --chat.
     """
     if asked:
         return Chat(system=system, variables=read_options(template, "--template"))
@@ -217,7 +218,7 @@ def read_tasks(name: str, options: Sequence[str], *, allow_code: bool = False) -
 
 
 def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
-    """The sandbox of a programming task, with the limits that `sandbox` names."""
+    """Returns the sandbox of a programming task, with the limits of `sandbox=`."""
     if not allow_code:
         raise dms_jax.ConfigError(
             f"--task {name} judges answers by running them: code that a model wrote would run on "
@@ -233,7 +234,7 @@ def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
 
 
 def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
-    """RULER's tasks: the one that `task` names, or all whose data is given."""
+    """Returns the RULER task of `task=`, or every one whose data is given."""
     if "task" in fields:
         return [RULER(**fields)]
     check_names("--task-options", fields, inspect.signature(ruler_tasks).parameters)
@@ -241,20 +242,20 @@ def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
 
 
 def read_choices(name: str, options: Sequence[str]) -> ChoiceTask:
-    """The task of a name that is answered by likelihood."""
+    """Returns a task that is answered by likelihood."""
     fields = read_options(options, "--task-options")
     _check_path(name, CHOICES[name], fields)
     return CHOICES[name](**fields)
 
 
 def _check_path(name: str, task: type, fields: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a task on a file was given none."""
+    """Raises ConfigError if a task that reads a file has no `path=`."""
     if issubclass(task, FromFile) and "path" not in fields:
         raise dms_jax.ConfigError(f"--task {name} reads a file: --task-options path=FILE.")
 
 
 def read_options(options: Sequence[str], named: str = "--options") -> dict[str, Any]:
-    """Options given as name=value, or as one JSON object, after the option of this name."""
+    """Reads name=value pairs or one JSON object, given after the option `named`."""
     fields: dict[str, Any] = {}
     for option in options:
         name, separator, value = option.partition("=")
@@ -275,7 +276,7 @@ def _object(text: str, named: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number, a list, true or false where it is one, else the text."""
+    """Parses a value as JSON; what is no JSON is text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -283,7 +284,7 @@ def _value(text: str) -> Any:
 
 
 def read_bytes(option: str, text: str) -> float | None:
-    """A number of bytes with its unit; None where it is "off".
+    """Reads a number of bytes with its unit; None for "off".
 
     # In: "4GB"  Out: 4e9
 
@@ -300,11 +301,7 @@ def read_bytes(option: str, text: str) -> float | None:
 
 
 def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses names that there are none of.
-
-    Raises:
-      ConfigError: there are some.
-    """
+    """Raises ConfigError for unknown names, and suggests the nearest known one."""
     known = list(known)
     if unknown := [name for name in names if name not in known]:
         raise dms_jax.ConfigError(

@@ -1,4 +1,4 @@
-"""Every cache policy in a table; of those that are named how they take a prompt, and their options.
+"""List the cache policies, or explain some of them with their options.
 
     dms-jax policies
     dms-jax policies DMS Quest
@@ -29,14 +29,14 @@ dms-jax policies NAME explains one with all of its options."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Show cache policies; of those that are named their options and defaults."""
+    """List the cache policies, or explain some of them with their options."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Policies to explain, by name; a table of all of them unless given."""
 
 
 def main(config: Config) -> None:
-    """Shows them."""
+    """Prints the table or the explanations."""
     check_names("policies", config.names, POLICIES)
     if config.names:
         print(policy_options.text(config.names))
@@ -46,7 +46,7 @@ def main(config: Config) -> None:
 
 
 def table() -> Table:
-    """Returns a row for each policy: what it saves, whether it is trained, and what it does."""
+    """Returns a table of policies: what each saves, whether it is trained, what it does."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in ("policy", "saves", "trained", "does"):
         shown.add_column(name, no_wrap=name != "does")

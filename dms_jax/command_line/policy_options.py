@@ -1,8 +1,8 @@
-"""Every cache policy with its options, from the dataclasses themselves: for --help and the pages.
+"""Descriptions of the cache policies, from their own classes: for --help and the documentation.
 
-How it takes a prompt is told from its own properties (`Policy.parallel`, `shrinks`, `kept_whole`).
-What an option means stands in the docstring of its class, below "Attributes:"; "see `Scorer`"
-there points to another class of the same family, whose words are then taken.
+How a policy takes a prompt follows from `Policy.parallel`, `shrinks` and `kept_whole`. The meaning
+of an option is the line below "Attributes:" in the docstring of its class; "see `Scorer`" there
+points to a base class.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Option:
 
     Attributes:
       name: as it is written on a command line and in a config.
-      kind: what it may be.
+      kind: its type, in words.
       default: as it is written on a command line.
       meaning: a sentence or two.
     """
@@ -47,7 +47,7 @@ class Described:
       name: as it is written on a command line.
       does: a sentence.
       paper: its number at arXiv; empty for controls.
-      prompts: how it takes a prompt, and with which option in another way.
+      prompts: how it takes a prompt, and which options change that.
       options: in the order of the dataclass.
     """
 
@@ -59,7 +59,7 @@ class Described:
 
 
 def described() -> Iterator[Described]:
-    """Every policy that has a name."""
+    """Yields a description of every policy."""
     for name, policy in POLICIES.items():
         module = sys.modules[policy.__module__].__doc__ or ""
         paper = _PAPER.search(policy.__doc__ or "") or _PAPER.search(module)
@@ -77,7 +77,7 @@ def described() -> Iterator[Described]:
 
 
 def prompts(policy: Policy) -> str:
-    """How a policy takes a prompt.
+    """Returns how a policy takes a prompt.
 
     # In: TOVA()  Out: "full attention in one pass, then a cut"
     """
@@ -92,7 +92,7 @@ def prompts(policy: Policy) -> str:
 
 
 def _prompts_of(kind: type[Policy]) -> str:
-    """How a kind of policy takes a prompt, and with which options in another way."""
+    """Returns how a kind of policy takes a prompt, and which options change that."""
     usual = prompts(kind())
     told = {usual: usual}
     for option, values in _other_options(kind):
@@ -102,7 +102,7 @@ def _prompts_of(kind: type[Policy]) -> str:
 
 
 def _other_options(kind: type[Policy]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Options that could change how a prompt is taken: in words, and as arguments."""
+    """Yields options that can change how a prompt is taken: in words, and as arguments."""
     for field in dataclasses.fields(kind):
         if typing.get_origin(field.type) is typing.Literal:
             for value in typing.get_args(field.type):
@@ -112,7 +112,7 @@ def _other_options(kind: type[Policy]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def meaning(policy: type[Policy], option: str) -> str:
-    """What the docstring of a policy, or of the class that it points to, says of an option."""
+    """Returns what the docstring of a policy, or of its base class, says about an option."""
     for kind in policy.__mro__:
         entries = _entries(kind.__doc__ or "")
         if option in entries and not _ELSEWHERE.match(entries[option]):
@@ -121,7 +121,7 @@ def meaning(policy: type[Policy], option: str) -> str:
 
 
 def kind_of(annotation: Any) -> str:
-    """What values a field takes, in words."""
+    """Returns the type of a field in words."""
     if typing.get_origin(annotation) is typing.Annotated:
         return kind_of(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is typing.Literal:
@@ -134,7 +134,7 @@ def kind_of(annotation: Any) -> str:
 
 
 def text(names: Sequence[str] = ()) -> str:
-    """The list for a terminal: of these policies, or of all."""
+    """Returns the explanations of these policies, or of all, for a terminal."""
     lines = []
     for policy in described():
         if names and policy.name not in names:
@@ -152,7 +152,7 @@ def text(names: Sequence[str] = ()) -> str:
 
 
 def brief() -> str:
-    """The list for the --help of a command: a line or two for each policy, of 80 characters."""
+    """Returns a line or two for each policy, of 80 characters, for --help."""
     lines = [
         "Policies, with the options that --options takes (dms-jax policies explains them):",
         "",
@@ -166,7 +166,7 @@ def brief() -> str:
 
 
 def markdown() -> str:
-    """The tables of the documentation."""
+    """Returns the tables of the documentation."""
     parts = []
     for policy in described():
         paper = f" ([{policy.paper}](https://arxiv.org/abs/{policy.paper}))" if policy.paper else ""
@@ -188,7 +188,7 @@ def _default(field: Any) -> Any:
 
 
 def _written(value: Any) -> str:
-    """A default as JSON and name=value have it."""
+    """Returns a default as it is written in name=value."""
     if isinstance(value, Policy):
         return value.name
     if value is None or isinstance(value, bool):
@@ -197,7 +197,7 @@ def _written(value: Any) -> str:
 
 
 def _entries(docstring: str) -> dict[str, str]:
-    """What a docstring says below "Attributes:", by name."""
+    """Returns the entries below "Attributes:" of a docstring, by name."""
     _, found, section = docstring.partition("Attributes:\n")
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""What a report says of the run that it is of, and the folder that it goes into."""
+"""Reports of commands: where figures come from, and the files that they go to."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from dms_jax.json_text import json_text
 
 
 def provenance(config: Any) -> dict[str, Any]:
-    """How, where, when and with what settings figures were measured."""
+    """Returns how, where and when figures were measured, as JSON data."""
     return {
         "command": command(),
         "date": datetime.date.today().isoformat(),
@@ -32,10 +32,10 @@ def provenance(config: Any) -> dict[str, Any]:
 
 
 def make_folder(option: str, path: pathlib.Path) -> None:
-    """Makes a folder that will be written to.
+    """Makes a folder.
 
     Raises:
-      ConfigError: that cannot be done.
+      ConfigError: it cannot be made.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -45,10 +45,10 @@ def make_folder(option: str, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
-    """Makes a folder that will be written to, and is left only if what is read before is there.
+    """Makes a folder; removes it again, if it is empty, when the context fails.
 
     Raises:
-      ConfigError: that cannot be done.
+      ConfigError: it cannot be made.
     """
     made = [each for each in (path, *path.parents) if not each.exists()]
     make_folder(option, path)
@@ -62,10 +62,10 @@ def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
 
 
 def make_place(option: str, path: pathlib.Path) -> None:
-    """Makes the folder of a file that will be written.
+    """Makes the folder of a file.
 
     Raises:
-      ConfigError: that cannot be done, or what has the name is a folder, or no file at all.
+      ConfigError: the folder cannot be made, or the path is no regular file.
     """
     make_folder(option, path.parent)
     if path.is_dir():
@@ -75,7 +75,7 @@ def make_place(option: str, path: pathlib.Path) -> None:
 
 
 def read_file(option: str, path: pathlib.Path) -> bytes:
-    """What a file holds that the caller named.
+    """Reads a file.
 
     Raises:
       ConfigError: it cannot be read.
@@ -87,7 +87,7 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
 
 
 def can_draw(path: pathlib.Path) -> bool:
-    """Whether a picture can be drawn; what to do is said where it cannot."""
+    """Whether matplotlib is installed; if not, warns what to install."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     warnings.warn(f"{path} is not drawn: pip install 'dms-jax[plots]'", stacklevel=2)
@@ -95,7 +95,7 @@ def can_draw(path: pathlib.Path) -> bool:
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes a file beside its place and renames it; what is not finite becomes null."""
+    """Writes JSON atomically; numbers that are not finite become null."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json_text(data, indent=1) + "\n", encoding="utf-8")
     part.replace(path)

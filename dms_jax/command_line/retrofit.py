@@ -26,12 +26,14 @@ from collections.abc import Iterator
 
 import dms_jax
 from dms_jax import assets, processes
+from dms_jax.checks import kinds
 from dms_jax.command_line.options import find_adapter, find_model, read_options
 from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.self_taught.stages import self_taught
+from dms_jax.policies import DMC, DMS, FixedPooling
 from dms_jax.training.tensorboard import TensorBoard
 
 INTERRUPTED = "Interrupted. Run the same command to go on."
@@ -95,10 +97,10 @@ PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
 
 @contextlib.contextmanager
 def spelled_as_options() -> Iterator[None]:
-    """What errors of the library say of arguments is said of the options of this command.
+    """Rewrites errors that name arguments of the library to name options of this command.
 
-    # In: "... (`batch_size` 4, not 2) ... restart_from=6"
-    # Out: "... (--batch-size 4, not 2) ... --restart-from 6"
+    # In: "... (`batch_size` 4, not 2), policy (`window` 8, not 9) ... restart_from=6"
+    # Out: "... (--batch-size 4, not 2), policy (--options window=8, not 9) ... --restart-from 6"
     """
     try:
         yield
@@ -108,19 +110,21 @@ def spelled_as_options() -> Iterator[None]:
             option = f"--{field.name.replace('_', '-')}"
             text = text.replace(f"`{field.name}`", option)
             text = re.sub(rf"\b{field.name}=(?=\S)", f"{option} ", text)
+        for name in {**kinds(DMS), **kinds(DMC), **kinds(FixedPooling)}:
+            text = text.replace(f"`{name}` ", f"--options {name}=")
         if text == str(error):
             raise
         raise type(error)(text) from error
 
 
 def main(config: Config | SelfTaught) -> None:
-    """Runs a retrofit from the starting point whose settings were given."""
+    """Runs a retrofit, and names the options of this command in its errors."""
     with spelled_as_options():
         run(config)
 
 
 def run(config: Config | SelfTaught) -> None:
-    """Runs it, with errors that name arguments of the library."""
+    """Runs a retrofit; errors name arguments of the library."""
     if isinstance(config, SelfTaught):
         self_taught(config)
         return
@@ -133,7 +137,7 @@ def run(config: Config | SelfTaught) -> None:
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
     processes.check_mesh(mesh)
-    # Options that belong together are looked at before anything is loaded; the length is not known.
+    # Checks the options before anything is loaded; the model's positions are not known yet.
     asked = dataclasses.replace(config, steps=None, tokens=None).make_recipe()
     policy = config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:

@@ -1,24 +1,28 @@
-"""What `dms-jax retrofit` can be told; `dms-jax plan` takes some of it."""
+"""The options of `dms-jax retrofit`; `dms-jax plan` shares those of training."""
 
 import dataclasses
 import inspect
 import pathlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
 import dms_jax
+from dms_jax.command_line.options import on_checkpoint, read_options
 from dms_jax.data import Fields, as_source
 from dms_jax.model.low_rank import LowRank
 from dms_jax.model.rematerialisation import Remat
-from dms_jax.policies import DMC, DMS, FixedPooling, Policy
+from dms_jax.policies import DMC, DMS, Policy
 from dms_jax.training import Recipe, recipes
+from dms_jax.training.parameters import Trained
 
-# What is not said is as the library has it.
-MERGING, POOLING, UPDATES = DMC(), FixedPooling(), LowRank()
+UPDATES = LowRank()
+# The library's own defaults.
 CALL = {name: each.default for name, each in inspect.signature(dms_jax.retrofit).parameters.items()}
-# The policies that the recipes were made for. Of another kind of policy the library's own counts.
+RecipeName = Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"]
+# The policy that each recipe was made for. A policy of another kind has the library's defaults.
 MADE_FOR: dict[str, Policy] = {
     "published": DMS(source="adapter"),
     "paper": DMS(window=16),
@@ -29,198 +33,96 @@ MADE_FOR: dict[str, Policy] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Train a checkpoint to run with a small cache."""
-
-    model: str
-    """Hugging Face directory, a GGUF file, a hub id ("owner/name"), or a model that ships."""
-    data: tuple[pathlib.Path, ...]
-    """JSON lines, Parquet files or folders of saved Hugging Face datasets, with "messages",
-    "prompt" and "response", OpenR1's columns, "problem" and "solution", or "text"; or texts with
-    <|endoftext|> in between. Each file can be packed (.gz)."""
-    out: pathlib.Path
-    """Directory of the run: checkpoints, log.jsonl, model. A run that is there is resumed."""
-    adapter: str | None = None
-    """Directory of an adapter that was trained on the model, or one that ships, to be trained
-    further."""
+class Training:
+    """What is trained, by which recipe, and how it is spread over devices."""
 
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
-    """What to learn: to evict, to merge, or to live with the averages of a fixed number. The
-    recipe's own unless given."""
-    recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "published"
-    """NVIDIA's released recipe (adapter alone), the DMS paper's, or the demo's (all weights); the
-    DMC paper's, or one for the demo's model."""
+    """What to learn: to evict tokens, to merge them, or to do with averages of a fixed number of
+    them. The recipe's own unless given."""
+    options: tuple[str, ...] = ()
+    """Options of the policy, as name=value (window=256) or as one JSON object; those of the recipe
+    unless given. dms-jax policies DMS DMC FixedPooling explains them."""
+    recipe: RecipeName = "published"
+    """DMS: NVIDIA's released recipe (adapter alone), the paper's, or the demo's (all weights). DMC:
+    the paper's, or the demo's."""
     paper_model: str | None = None
     """A paper's recipe: a row of its tables ("qwen-r1-7b", ...; "llama-2-7b-dms-paper" is DMC as
     the DMS paper trained it), or "text" for 100 steps a unit. The recipe's own unless given."""
-    variant: Literal["dmc", "dmc-c", "local_prior", "immediate"] = "dmc"
-    """DMC paper's recipe: an ablation of its loss or of its schedule."""
     compression_ratio: float | None = None
-    """1 / share of tokens that stay after the window; a cache with its window saves less. The
-    recipe's own unless given."""
+    """1 / the share of tokens kept beyond the window; the whole cache, with its window, shrinks
+    less. The recipe's own unless given."""
     snapshots: tuple[float, ...] = ()
-    """Compression ratios on the way at which the model is written to out/snapshots."""
-
-    window: int | None = None
-    """Distance up to which a token stays in the cache whatever is decided about it. The recipe's
-    own unless given: 512 as released, 16 in the paper."""
-    source: Literal["adapter", "query_neuron"] | None = None
-    """Who decides: an adapter beside each layer (as released), or a query neuron faded out of
-    attention first (the paper's). The recipe's own unless given."""
-    shift: int | None = None
-    """How many tokens later the decision about a token is made; 1 in released checkpoints."""
-    per: Literal["head", "layer"] | None = None
-    """Whether each KV head decides for itself."""
-
-    merge_window: int | None = MERGING.window
-    """DMC: the last tokens of a segment that count in its mean; None for all."""
-    neuron: Literal["first", "last"] | None = None
-    """DMC: the dimension of keys and queries that decides; the paper's choice, or the code's."""
-    importance: Literal["learned", "uniform"] = MERGING.importance
-    """DMC: whether tokens weigh by what their queries say."""
-    offset: float | None = None
-    """DMC: what a neuron must exceed for its token to be merged."""
-    temperature: float | None = None
-    """Temperature of the relaxed decisions in training; lower is closer to a yes or no."""
-    every: int = POOLING.every
-    """FixedPooling: how many tokens share a slot of the cache."""
-
-    answers_only: bool = False
-    """Leave everything but answers out of the loss. The published recipes learn from whole
-    conversations, the user's turns too, and so does every other one unless this is given."""
-    malformed: float = 0.0
-    """Share of the records that may be malformed; they are counted and left out."""
-    field: str | None = None
-    """Field of the records that holds the text or the messages, if it has another name."""
-    prompt: str | None = None
-    """Template of prompts, with fields in braces: "Solve: {problem}". Takes --response too."""
-    response: str | None = None
-    """Template of responses, with fields in braces: "{solution}". Takes --prompt too."""
-    template: tuple[str, ...] = ()
-    """Variables of the chat template that writes conversations, as name=value
-    (enable_thinking=false)."""
-    longest: int | None = None
-    """Leave out documents of more characters."""
-    steps: int | None = None
-    """Optimizer steps of the whole run: every stage of the recipe is scaled in proportion."""
-    tokens: int | None = None
-    """Tokens of the whole run, in place of steps."""
-    sequence_length: int | None = None
-    """Tokens a training sequence. Unless given those of the recipe, or as many as the model has
-    positions for."""
-    batch_size: int | None = None
-    """Sequences an optimizer step; the recipe's unless given."""
-    micro_batch_size: int | None = None
-    """Sequences a device passes forward and back at a time; the recipe's unless given."""
-    remat: Remat | Literal["auto"] | None = None
-    """What the backward pass computes again of each layer, from what takes the most memory to what
-    takes the least; "auto" chooses by the device's memory. The recipe's own unless given."""
-    learning_rate: float | None = None
-    """Constant rate of everything that is trained, in every stage; the recipe's unless given."""
-    distillation_temperature: float | None = None
-    """Divides the logits of student and teacher before they are compared: above 1 unlikely tokens
-    count more. The recipe's own unless given, which is 1."""
-    trainable: Literal["recipe", "adapter", "low_rank", "all"] = "recipe"
-    """What is trained: the adapter alone, low-rank updates of attention (LoRA) with it, or all."""
+    """Compression ratios at which to write the model to out/snapshots during training."""
+    trainable: Trained | None = None
+    """What to train: the adapter alone, low-rank updates of attention (LoRA) too, or everything.
+    The recipe's own unless given."""
     rank: int = UPDATES.rank
     """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     alpha: float = UPDATES.alpha
     """Scale of the low-rank updates of attention, which are multiplied by alpha / rank."""
-    adapter_only: bool = CALL["adapter_only"]
-    """Write what was trained beside frozen weights alone, to be loaded with the model: where the
-    weights are frozen, or have low-rank updates."""
-    compute_dtype: Literal["recipe", "bfloat16", "float32"] = "recipe"
-    """Type of the passes. Parameters and optimizer state are in float32 in any case."""
-
-    data_shards: int | Literal["all"] = 1
-    """Devices along which sequences, and a shard of every parameter, are spread; "all" for those of
-    all hosts that the others leave."""
+    steps: int | None = None
+    """Optimizer steps of the whole run; every stage of the recipe is scaled in proportion."""
+    tokens: int | None = None
+    """Tokens of the whole run, in place of steps."""
+    sequence_length: int | None = None
+    """Tokens of a training sequence; the recipe's, or the model's positions if those are fewer,
+    unless given."""
+    batch_size: int | None = None
+    """Sequences of an optimizer step; the recipe's unless given."""
+    micro_batch_size: int | None = None
+    """Sequences that a device processes at a time; the recipe's unless given."""
+    remat: Remat | Literal["auto"] | None = None
+    """What the backward pass recomputes, from the most memory to the least; "auto" chooses by the
+    device's memory. The recipe's own unless given."""
+    learning_rate: float | None = None
+    """Constant learning rate of all trained weights, in every stage; the recipe's unless given."""
+    distillation_temperature: float | None = None
+    """Divides the logits of student and teacher before they are compared; above 1, unlikely tokens
+    count more. The recipe's own, 1, unless given."""
+    answers_only: bool = False
+    """Train on answers alone. By default every recipe learns from whole conversations, the user's
+    turns too."""
+    compute_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type of the passes; the recipe's unless given. Parameters and optimizer state are in float32
+    in any case."""
     model_shards: int = 1
-    """Devices along which heads and feed-forward are spread."""
+    """Devices over which heads and feed-forward are split."""
     expert_shards: int = 1
-    """Devices along which heads and whole experts are spread, for mixtures of experts; with
-    model_shards each expert is spread too."""
+    """Devices over which heads and whole experts are split, for mixtures of experts; with
+    model_shards each expert is split too."""
     sequence_shards: int = 1
-    """Devices along which the tokens of each sequence are spread, with shards of every parameter:
-    for long sequences, of which there are fewer than devices."""
-    coordinator: str | None = None
-    """host:port of process 0, for several processes that the environment does not describe."""
-    processes: int | None = None
-    """Number of processes, where the environment does not tell it."""
-    process: int | None = None
-    """Number of this process, from 0, where the environment does not tell it."""
-    tensorboard: bool = False
-    """Write every record for TensorBoard too, into out/tensorboard."""
-    checkpoint_every: int = CALL["checkpoint_every"]
-    """Steps between checkpoints to resume from. Ctrl-C and SIGTERM write one too."""
-    checkpoint_minutes: float | None = CALL["checkpoint_minutes"]
-    """Minutes after which there is one in any case."""
-    keep_checkpoints: int = CALL["keep_checkpoints"]
-    """How many of the newest checkpoints are kept."""
-    restart_from: int | None = None
-    """Step of the checkpoint to go on from with another recipe, such as lower rates after a
-    divergence; later ones are removed. 0 starts again."""
-    seed: int = CALL["seed"]
-    """Order of the data and noise of the training."""
-
-    def make_data(self) -> Any:
-        """Returns the documents to train on, as the files named by `--data` hold them."""
-        fields = Fields(self.field, self.prompt, self.response, self.malformed, self.longest)
-        return as_source(list(self.data), fields)
-
-    def make_mesh(self) -> Mesh | None:
-        """The devices to train on; None for one."""
-        shards = self.data_shards
-        others = self.model_shards * self.expert_shards * self.sequence_shards
-        if shards == "all":
-            shards = max(1, jax.device_count() // others)
-        if shards * others == 1:
-            return None
-        return dms_jax.make_mesh(
-            shards, self.model_shards, sequence=self.sequence_shards, experts=self.expert_shards
-        )
+    """Devices over which the tokens of each sequence, and every parameter, are split: for batches
+    with fewer sequences than devices."""
 
     def make_policy(self) -> Policy:
-        """The cache policy to retrofit for."""
-        own = MADE_FOR[self.recipe]
-        kind = own.name if self.policy is None else self.policy
-        if kind == "FixedPooling":
-            return FixedPooling(every=self.every)
-        base: Any = own if own.name == kind else {"DMS": DMS(), "DMC": DMC()}[kind]
-        told: dict[str, Any] = dict(per=self.per, temperature=self.temperature)
-        if kind == "DMC":
-            base = dataclasses.replace(base, window=self.merge_window, importance=self.importance)
-            told |= dict(neuron=self.neuron, offset=self.offset)
-        else:
-            told |= dict(window=self.window, source=self.source, shift=self.shift)
-        return dataclasses.replace(
-            base, **{name: value for name, value in told.items() if value is not None}
-        )
+        """Returns the cache policy to retrofit for."""
+        own, options = MADE_FOR[self.recipe], read_options(self.options)
+        named = dms_jax.policies.from_dict({**options, "name": self.policy or own.name})
+        policy = on_checkpoint(named, options, own)
+        assert policy is not None
+        return policy
 
     def make_recipe(self, positions: int | None = None) -> Recipe:
-        """The recipe with what was changed.
+        """Returns the recipe with the changes of the options.
 
         Args:
-          positions: tokens that the model has positions for, if it is known: the recipe's sequences
-            are cut to so many, unless a length was asked for.
+          positions: the model's positions, if known: the recipe's sequences are cut to them unless
+            a length is given.
         """
         told = dict(compression_ratio=self.compression_ratio, model=self.paper_model)
         given: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
-        if self.recipe == "dmc_paper":
-            recipe = recipes.dmc_paper(**given, variant=self.variant)
-        elif self.recipe == "paper":
-            recipe = recipes.dms_paper(**given)
-        else:
-            if self.paper_model is not None:
-                raise dms_jax.ConfigError("--paper-model belongs to a paper's recipe: --recipe.")
-            make = {
-                "published": recipes.dms_published,
-                "quickstart": recipes.dms_quickstart,
-                "dmc_quickstart": recipes.dmc_quickstart,
-            }[self.recipe]
-            recipe = make(**given)
-        names = ("sequence_length", "batch_size", "micro_batch_size")
-        names = (*names, "remat", "distillation_temperature")
+        if self.paper_model is not None and self.recipe not in ("paper", "dmc_paper"):
+            raise dms_jax.ConfigError("--paper-model belongs to a paper's recipe: --recipe.")
+        make: dict[str, Callable[..., Recipe]] = {
+            "published": recipes.dms_published,
+            "paper": recipes.dms_paper,
+            "quickstart": recipes.dms_quickstart,
+            "dmc_paper": recipes.dmc_paper,
+            "dmc_quickstart": recipes.dmc_quickstart,
+        }
+        recipe = make[self.recipe](**given)
+        names = ("sequence_length", "batch_size", "micro_batch_size", "remat", "trainable")
+        names = (*names, "compute_dtype", "distillation_temperature")
         changes: dict[str, Any] = {
             name: getattr(self, name) for name in names if getattr(self, name) is not None
         }
@@ -228,10 +130,6 @@ class Config:
             changes["sequence_length"] = min(recipe.sequence_length, positions)
         changes["low_rank"] = LowRank(self.rank, self.alpha)
         changes["answers_only"] = self.answers_only
-        if self.trainable != "recipe":
-            changes["trainable"] = self.trainable
-        if self.compute_dtype != "recipe":
-            changes["compute_dtype"] = self.compute_dtype
         stages = recipe.stages
         if self.learning_rate is not None:
             rates = dict(
@@ -248,15 +146,91 @@ class Config:
         return recipe.scaled(self.make_policy(), steps=self.steps, tokens=self.tokens)
 
 
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """What is read, and where the run is written."""
+
+    model: str
+    """Hugging Face directory, a GGUF file, a hub id ("owner/name"), or a model that ships."""
+    data: tuple[pathlib.Path, ...]
+    """JSON lines, Parquet files or folders of saved Hugging Face datasets, with "messages",
+    "prompt" and "response", OpenR1's columns, "problem" and "solution", or "text"; or texts with
+    <|endoftext|> in between. Files may be compressed (.gz)."""
+    out: pathlib.Path
+    """Directory of the run: checkpoints, log.jsonl, model. An existing run is resumed."""
+    adapter: str | None = None
+    """An adapter of the model to train further: a directory, or one that ships."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Training, Files):  # --help lists the fields of the last base first
+    """Train a checkpoint to run with a small cache."""
+
+    data_shards: int | Literal["all"] = 1
+    """Devices over which sequences, and every parameter, are split; "all" for all that the other
+    shards leave, on all hosts."""
+    malformed: float = 0.0
+    """Share of records that may be malformed; those are left out and counted."""
+    field: str | None = None
+    """Name of the field that holds the text or the messages, if it is another."""
+    prompt: str | None = None
+    """Template of prompts, with fields in braces: "Solve: {problem}". Takes --response too."""
+    response: str | None = None
+    """Template of responses, with fields in braces: "{solution}". Takes --prompt too."""
+    template: tuple[str, ...] = ()
+    """Variables of the chat template, as name=value (enable_thinking=false)."""
+    longest: int | None = None
+    """Leave out documents of more characters."""
+    adapter_only: bool = CALL["adapter_only"]
+    """Write only what was trained, as an adapter to load with the model. Needs frozen weights or
+    low-rank updates."""
+    coordinator: str | None = None
+    """host:port of process 0, if the environment does not describe the processes."""
+    processes: int | None = None
+    """Number of processes, if the environment does not describe them."""
+    process: int | None = None
+    """Number of this process, from 0, if the environment does not describe them."""
+    tensorboard: bool = False
+    """Write every record for TensorBoard too, to out/tensorboard."""
+    checkpoint_every: int = CALL["checkpoint_every"]
+    """Steps between checkpoints to resume from. Ctrl-C and SIGTERM write one too."""
+    checkpoint_minutes: float | None = CALL["checkpoint_minutes"]
+    """Most minutes between checkpoints."""
+    keep_checkpoints: int = CALL["keep_checkpoints"]
+    """How many checkpoints to keep, the newest ones."""
+    restart_from: int | None = None
+    """Step of a checkpoint to go on from with another recipe, such as lower rates after the run
+    diverged; later checkpoints are removed. 0 starts again."""
+    seed: int = CALL["seed"]
+    """Seed of the order of the data and of the noise of training."""
+
+    def make_data(self) -> Any:
+        """Returns the documents of --data."""
+        fields = Fields(self.field, self.prompt, self.response, self.malformed, self.longest)
+        return as_source(list(self.data), fields)
+
+    def make_mesh(self) -> Mesh | None:
+        """Returns the mesh of the shards; None for one device."""
+        shards = self.data_shards
+        others = self.model_shards * self.expert_shards * self.sequence_shards
+        if shards == "all":
+            shards = max(1, jax.device_count() // others)
+        if shards * others == 1:
+            return None
+        return dms_jax.make_mesh(
+            shards, self.model_shards, sequence=self.sequence_shards, experts=self.expert_shards
+        )
+
+
 def check_window(policy: Policy, recipe: Recipe) -> None:
-    """Looks whether tokens leave the window while the model is trained.
+    """Refuses a window that no token leaves while the model is trained.
 
     Raises:
-      ConfigError: none does.
+      ConfigError: the window is as long as the recipe's sequences.
     """
     if isinstance(policy, DMS) and policy.window + 1 >= recipe.sequence_length:
         raise dms_jax.ConfigError(
             f"No token leaves a window of {policy.window} in sequences of "
             f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
-            "shorter --window, or a longer --sequence-length."
+            "shorter window, or a longer --sequence-length."
         )

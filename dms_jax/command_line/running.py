@@ -1,11 +1,10 @@
-"""How every command and script is called, and what it ends with.
+"""Runs commands and scripts: settings from the command line, errors in a line, an exit status.
 
-Each has a dataclass of settings and a function that takes one; `run` reads the settings from
-the command line, calls the function, and returns the exit status:
+`run` parses a dataclass of settings, calls the command with it, and returns the exit status:
 
     0    done
     1    the run failed: training diverged, a device ran out of memory, another process failed
-    2    it cannot work as it was called (options, data, files): one line on standard error says why
+    2    wrong call (options, data, files): one line on standard error says why
     130  interrupted
 """
 
@@ -24,7 +23,7 @@ from dms_jax.command_line import help_texts, interrupts
 from dms_jax.errors import EngineFailedError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
-# Errors of what ran, not of how it was called.
+# Errors of the run, not of the call.
 _OF_THE_RUN = (
     dms_jax.OutOfMemoryError,
     dms_jax.TrainingDivergedError,
@@ -42,22 +41,22 @@ def run(
     arguments: Sequence[str] | None = None,
     interrupted: str = "Interrupted.",
 ) -> int:
-    """Reads the settings and calls the command with them.
+    """Parses the settings and calls the command with them.
 
     Args:
       main: takes the settings; an int that it returns is the exit status.
-      settings: their dataclass, or starting points by name, (what it is, an instance) each; options
-        without a name start from the first.
-      description: for --help, the docstring of the module.
-      program: how it is called, for --help; the running script unless given.
-      arguments: those of the command line unless given.
-      interrupted: what Ctrl-C is answered with, such as how to go on.
+      settings: their dataclass, or starting points, name -> (description, instance); options
+        without a name change the first.
+      description: text of --help, the docstring of the module.
+      program: name in --help; by default that of the running script.
+      arguments: by default those of the command line.
+      interrupted: message after Ctrl-C, such as how to resume.
 
     Returns:
       The exit status.
 
     Raises:
-      SystemExit: of `--help` (0), and of options that there are none of (2).
+      SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     called = running_program() if program is None else program
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -73,11 +72,11 @@ def run(
 def _from_starting_point(
     points: Mapping[str, tuple[str, Any]], program: str, description: str | None, given: list[str]
 ) -> Any:
-    """The settings of a starting point with the options that follow its name.
+    """Parses the name of a starting point and the options that change it.
 
     Raises:
       ConfigError: there is no such starting point, or nothing was given.
-      SystemExit: of `--help` (0), and of options that it has none of (2).
+      SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     if given and given[0] in help_texts.ASKED:
         help_texts.show(description, given)
@@ -103,10 +102,10 @@ def _from_starting_point(
 def _parsed(
     settings: type, program: str, description: str | None, given: list[str], **how: Any
 ) -> Any:
-    """The settings with what was given.
+    """Parses the settings.
 
     Raises:
-      SystemExit: of `--help` (0), and of options that there are none of (2).
+      SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     help_texts.show(description, given)
     registry = help_texts.REGISTRY
@@ -114,9 +113,9 @@ def _parsed(
 
 
 def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:
-    """Calls, and says errors and warnings on standard error in a line; returns the status.
+    """Calls a function and returns the exit status; errors and warnings are a line each on stderr.
 
-    Where nobody reads the output any more (`dms-jax policies | head`) nothing more is written.
+    When standard output is closed (`dms-jax policies | head`), writes nothing more and returns 1.
     """
     try:
         with warnings.catch_warnings(), interrupts.heard():
@@ -131,13 +130,15 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return FAILED if isinstance(error, _OF_THE_RUN) else WRONG_CALL
     except KeyboardInterrupt as stopped:
-        print(". ".join(filter(None, (str(stopped), interrupted))), file=sys.stderr)
+        why = str(stopped)
+        said = (why[:1].upper() + why[1:], interrupted)
+        print(". ".join(filter(None, said)), file=sys.stderr)
         return INTERRUPTED
     return status if isinstance(status, int) else 0
 
 
 def _output_is_closed() -> bool:
-    """Whether standard output has no reader; if so what is left to write goes nowhere."""
+    """Whether standard output is closed; if so, discards what is still buffered."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -147,12 +148,12 @@ def _output_is_closed() -> bool:
 
 
 def _say(message: Warning | str, *where: Any) -> None:
-    """Shows a warning as a line: the line of code that it is of is not the user's."""
+    """Shows a warning in a line, without the place in the library that raised it."""
     print(f"Warning: {message}", file=sys.stderr)
 
 
 def running_program() -> str:
-    """What runs, as it is called: `dms-jax`, or `python -m experiments.pretrain`."""
+    """Returns the program as it is typed: `dms-jax`, or `python -m experiments.pretrain`."""
     name = pathlib.Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if name == "dms-jax" or (spec is not None and spec.name == "dms_jax.command_line.__main__"):
@@ -163,10 +164,10 @@ def running_program() -> str:
 
 
 def command(*, without: Sequence[str] = ()) -> str:
-    """The command that runs, for a report.
+    """Returns the running command, for a report.
 
     Args:
-      without: options to leave out with their values, such as where the report goes.
+      without: options to leave out with their values, such as the path of the report.
     """
     kept, skip = [], False
     for argument in sys.argv[1:]:

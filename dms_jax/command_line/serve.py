@@ -60,30 +60,29 @@ class Config(Generating):
     """Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a time."""
 
     adapter: Adapters = ()  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Directory of an adapter that was trained on the model, or one that ships; or name=directory,
-    once for each of several adapters that requests choose by name. One without a name is part of
-    the model."""
+    """An adapter of the model: a directory, or one that ships; or name=directory, once for each of
+    several adapters that requests choose by name. One without a name is part of the model."""
     allow_adapter_changes: bool = False
-    """Whether clients may replace an adapter by that of another directory of this machine
+    """Let clients load an adapter from another directory of this machine
     (POST /v1/load_lora_adapter with lora_name and lora_path)."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 for every one of this machine."""
+    """Address to listen at; 0.0.0.0 for all addresses of this machine."""
     port: int = 8000
-    """Port to listen at; 0 takes one that is free."""
+    """Port to listen at; 0 takes a free one."""
     name: str | None = None
-    """Name of the model in requests; the last part of --model unless given."""
+    """Name of the model in requests; by default the last part of --model."""
     tool_calls: (
         Literal["hermes", "qwen3-coder", "llama3", "mistral", "mistral-args", "harmony"] | None
     ) = None
-    """How the model writes calls of tools; its chat template or its name tells unless given."""
+    """Format of the model's tool calls; by default found from its chat template or its name."""
     lanes: int = 8
-    """Most answers that are generated at a time."""
+    """Most answers at a time."""
     max_tokens: int | None = None
-    """Most tokens of a prompt and its answer; the model's positions unless given."""
+    """Most tokens of a prompt and its answer; by default the model's positions."""
     max_waiting: int = 256
     """Most answers that wait for a lane; clients of more get a 429 with Retry-After."""
     max_new_tokens: int = 1024
-    """Longest answer of requests that give none, as far as there is room."""
+    """Longest answer of requests that set no limit, if there is room."""
     chunk: int = 8
     """Decode steps between two polls: text arrives, and requests join, this often."""
     prefill_tokens: int = 8192
@@ -106,7 +105,7 @@ class Config(Generating):
 
     @property
     def own_adapter(self) -> str | None:
-        """The adapter that has no name."""
+        """Returns the adapter without a name."""
         own = [each for each in self.adapter if split_adapter(each)[0] is None]
         if len(own) > 1:
             raise dms_jax.ConfigError(
@@ -165,7 +164,7 @@ def main(config: Config) -> None:
 
 
 def make_access(config: Config) -> Access:
-    """Returns who may use the server.
+    """Returns the keys, hosts and origins of those who may use the server.
 
     Raises:
       ConfigError: a key cannot be read, or a name is malformed.
@@ -183,7 +182,7 @@ def make_access(config: Config) -> Access:
 
 
 def make_service(config: Config) -> Service:
-    """Returns a service of the model that has not started."""
+    """Returns a service of the model, not yet started."""
     config.make_policy()  # first, because its errors come before a long load
     adapters = find_adapters(config)
     policies = [read_adapter(place).policy for place in adapters.values()]
@@ -210,10 +209,10 @@ def make_service(config: Config) -> Service:
 
 
 def find_adapters(config: Config) -> dict[str, str | pathlib.Path]:
-    """Returns the adapters that have names.
+    """Returns the named adapters.
 
     Raises:
-      ConfigError: two have one name, or that of the model; or a name is malformed.
+      ConfigError: a name is malformed, given twice, or the model's.
     """
     found: dict[str, str | pathlib.Path] = {}
     for given in config.adapter:
@@ -253,7 +252,7 @@ def name_of(config: Config) -> str:
 
 
 def call_format_of(config: Config, model: dms_jax.LanguageModel) -> str | None:
-    """Returns the name of the form in which the model writes calls; None if it is not known."""
+    """Returns the name of the model's format of tool calls; None if it is unknown."""
     if config.tool_calls is not None or model.tokenizer is None:
         return config.tool_calls
     return format_of(template_text(model.tokenizer.chat_template), name_of(config))

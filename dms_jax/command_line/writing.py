@@ -1,4 +1,4 @@
-"""Text as it is written: on a terminal lines break between words, elsewhere it stays as it is."""
+"""Streams text: wrapped between words on a terminal, unchanged elsewhere."""
 
 import re
 
@@ -9,7 +9,7 @@ from rich.segment import Segment, Segments
 from dms_jax.generation.answers import AnswerForm, AnswerReader
 from dms_jax.generation.call_readers import Text
 
-# Text without spaces, as of Chinese, is not held back for longer than this.
+# Characters after which text without spaces, such as Chinese, is no longer held back.
 _LONGEST_WORD = 30
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
@@ -17,13 +17,12 @@ _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 class Writer:
     """Writes the pieces of a text as they come.
 
-    A word is written when its end is known, because a line that it does not fit into ends before
-    it.
+    A word is held back until its end is known, so that a line can break before it.
 
     Args:
-      console: where to.
-      width: columns of a line; those of a terminal unless given, and no end of lines elsewhere.
-      style: how a terminal shows it.
+      console: where to write.
+      width: columns of a line; by default those of the terminal, and unlimited elsewhere.
+      style: rich style on a terminal.
     """
 
     def __init__(self, console: Console, width: int | None = None, style: str = ""):
@@ -32,9 +31,9 @@ class Writer:
         self._held, self._spaces, self._column = "", "", 0
 
     def write(self, text: str, *, last: bool = False) -> None:
-        """Writes a piece, and with the last one what was held back and the end of the line."""
+        """Writes a piece; the last one flushes the held word and ends the line."""
         if self._width is None:
-            # As a segment: of a text the console would expand tabs and drop carriage returns.
+            # As a segment: a text would have its tabs expanded and its carriage returns dropped.
             self._console.print(Segments([Segment(text + "\n" * last)]), end="", soft_wrap=True)
             return
         text = self._held + text
@@ -50,7 +49,7 @@ class Writer:
             self._spaces, self._column = "", 0
 
     def _write(self, part: str, width: int) -> None:
-        """Writes a word, or remembers the spaces before the next one."""
+        """Writes a word, or keeps the spaces for the next one."""
         if part == "\n":
             self._out(part)
             self._spaces, self._column = "", 0
@@ -79,19 +78,17 @@ class Writer:
 
 
 class AnswerWriter:
-    """Writes an answer as it comes: what the model says, and on a terminal what it thinks.
-
-    Thoughts are dimmed, in lines of their own.
+    """Streams an answer; on a terminal also the model's thoughts, dimmed, in lines of their own.
 
     Args:
-      console: where to.
-      form: how the answer is read.
+      console: where to write.
+      form: how thoughts are marked.
     """
 
     def __init__(self, console: Console, form: AnswerForm):
         self._reader, self._says = AnswerReader(form), Writer(console)
         self._thinks = Writer(console, style="dim") if console.is_terminal else None
-        self._last: Writer | None = None  # which of them wrote the last piece
+        self._last: Writer | None = None  # the writer of the last piece
 
     def write(self, text: str, *, last: bool = False) -> None:
         """Writes a piece; the last one ends the line."""

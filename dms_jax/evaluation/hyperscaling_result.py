@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
+from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
@@ -182,21 +183,21 @@ class Hyperscaling:
         """A Markdown table of the average gains of every system over every earlier one."""
         return _markdown(self.gain_rows(method))
 
-    def rows(self, method: Method = "vote") -> list[list[str]]:
+    def rows(self, method: Method = "vote", methods: Sequence[Method] = METHODS) -> list[list[str]]:
         """The cells of the table of points, headings first.
 
         Scores in percent with one standard error. A star after reads or peak marks points on the
-        frontier of their system, by the given method.
+        frontier of their system, by the given method. `methods` are those whose scores are shown.
         """
         stars = {
             axis: {each for system in self.systems for each in self.frontier(system, axis, method)}
             for axis in AXES
         }
-        heads = ["system", "L-W-CR@T", *METHODS, *AXES, "new tokens", "ended"]
+        heads = ["system", "L-W-CR@T", *methods, *AXES, "new tokens", "ended"]
         rows = [heads]
         for point in self.points:
             cells = [point.system, point.label]
-            cells += [percent(point.accuracy(each).to_list()) for each in METHODS]
+            cells += [percent(point.accuracy(each).to_list()) for each in methods]
             cells += [
                 f"{point.budget(axis):,.0f}{' *' if point in stars[axis] else ''}" for axis in AXES
             ]
@@ -206,7 +207,7 @@ class Hyperscaling:
 
     def gain_rows(self, method: Method = "vote") -> list[list[str]]:
         """The cells of the table of gains, headings first."""
-        rows = [["system", "over", *(f"average gain by {axis}" for axis in AXES)]]
+        rows = [["system", "over", *(f"gain by {axis}" for axis in AXES)]]
         for left, right in self._pairs():
             gains = [self.average_gain(left, right, axis, method) for axis in AXES]
             known = self.has_greedy(left) and self.has_greedy(right)
@@ -219,10 +220,10 @@ class Hyperscaling:
         return self.rich_table()
 
     def rich_table(self, method: Method = "vote") -> Table:
-        """The table of all points for a terminal; see `rows`."""
-        heads, *rows = self.rows(method)
+        """The points by one method, for a terminal of 80 columns; see `rows`."""
+        heads, *rows = self.rows(method, [method])
         caption = f"percent ± one standard error; * on the system's frontier by {method}"
-        table = Table(*heads, caption=caption)
+        table = Table(*heads, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*map(escape, row))
         return table

@@ -1,4 +1,4 @@
-"""The model that the commands of these tests run on, and programs that compute nothing."""
+"""The model of these tests, and programs that compute nothing."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def stories():
 
 @pytest.fixture
 def fakes():
-    """Programs compute nothing; what a command shows and writes does not depend on the words."""
+    """Replaces programs by fakes: what a command prints does not depend on the words."""
     from tests.support.fake_programs import faked
 
     with faked():
@@ -22,9 +22,9 @@ def fakes():
 
 @pytest.fixture
 def scored(monkeypatch):
-    """Texts are predicted by no program: windows differ a little, and what is dropped costs.
+    """Replaces scoring by arithmetic: each dropped token costs a sixteenth of a nat a token.
 
-    A row keeps the budget of its policy, a sixteenth of a nat a token for each that it drops.
+    A row keeps the budget of its policy, and windows differ by an eighth of a nat.
     """
     import sys
 

@@ -1,8 +1,7 @@
-"""Several policies on the same problems or text: what runs, what is paired, what is written."""
+"""`dms-jax evaluate --policies`: which policies run, paired differences, and the report."""
 
 import dataclasses
 import json
-import math
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ def candidates(*texts, model="stories260k", adapter=None):
     return read_candidates(texts, model=model, adapter=adapter)
 
 
-def test_candidates_as_they_are_written():
+def test_reading_candidates():
     plain, tova, few, named = candidates(
         "Vanilla", "TOVA,budget=64", "Vanilla,kv_dtype=int4", "DMS,adapter=a/b,model=m,name=mine"
     )
@@ -130,7 +129,7 @@ def failing(monkeypatch, errors):
     return evaluate.Config(model="stories260k", task="text", policies=policies), ran
 
 
-def test_a_policy_that_cannot_run_is_named_and_the_others_run(tmp_path, capsys, monkeypatch):
+def test_a_failed_policy_is_named_and_the_others_run(tmp_path, capsys, monkeypatch):
     error = NotImplementedError("the kernel does not serve this")
     config, _ = failing(monkeypatch, {"H2O": error})
     out = tmp_path / "text.json"
@@ -140,7 +139,7 @@ def test_a_policy_that_cannot_run_is_named_and_the_others_run(tmp_path, capsys, 
     assert rows[-1] == {"name": "H2O", "failed": str(error)}
 
 
-def test_nothing_runs_on_a_device_that_gave_up_or_beside_a_first_row_that_failed(monkeypatch):
+def test_a_lost_device_or_a_failed_first_row_ends_it(monkeypatch):
     lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA error: misaligned address")
     assert gave_up(lost)
     assert not gave_up(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
@@ -166,14 +165,6 @@ def _perplexity(nats):
         peak=8.0,
         cache_bytes=128.0,
     )
-
-
-def test_differences_are_paired():
-    first, other = _perplexity([1.0, 3.0]), _perplexity([1.5, 3.7])
-    found = change(other, first)
-    assert found.value == pytest.approx(0.6)
-    assert found.error == pytest.approx(0.1)  # of 0.5 and 0.7
-    assert math.isnan(change(_perplexity([1.0]), _perplexity([2.0])).error)
 
 
 def test_choices_are_in_percent():

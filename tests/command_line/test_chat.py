@@ -1,4 +1,4 @@
-"""Talking: turns share a cache, text is streamed, mistakes and interrupts lose nothing."""
+"""`dms-jax chat`: turns share a cache, text is streamed, errors and interrupts lose nothing."""
 
 import dataclasses
 import re
@@ -24,6 +24,7 @@ def test_turns_share_one_cache_and_are_streamed(stories, monkeypatch, capsys):
     assert first.text == talk.say("Once upon a time", sampling=sampling).text
     assert second.text == talk.say(" One day", sampling=sampling).text
     shown = " ".join(capsys.readouterr().out.split())
+    assert "stories260k with TOVA(budget=12). An empty line or Ctrl-D ends" in shown
     for turn in (first, second):
         assert " ".join(turn.text.split()) in shown
         assert f"{turn.usage.live_tokens:,.0f} live tokens" in shown
@@ -52,15 +53,7 @@ def test_messages_go_through_the_template(monkeypatch):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_the_first_line_names_model_policy_and_the_way_out(stories, monkeypatch, capsys):
-    monkeypatch.setattr(chat.Config, "load", lambda self: stories)
-    chat.main(dataclasses.replace(QUICK, policy="TOVA", options=("budget=64",)), [])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "stories260k with TOVA(budget=64). An empty line or Ctrl-D ends" in shown
-
-
-@pytest.mark.usefixtures("fakes")
-def test_what_is_typed_is_read_until_the_input_ends(stories, monkeypatch):
+def test_lines_are_read_until_the_input_ends(stories, monkeypatch):
     lines = iter(["Once", "upon"])
 
     def typed(*args):
@@ -81,7 +74,7 @@ def test_a_system_prompt_needs_a_template(stories, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_tokens": 0}, {"stop": ("",)}])
-def test_nobody_is_asked_for_a_line_that_is_not_answered(wrong, stories, monkeypatch):
+def test_wrong_settings_are_refused_before_a_line_is_read(wrong, stories, monkeypatch):
     def asked():
         raise AssertionError("a line was asked for")
         yield
@@ -93,7 +86,7 @@ def test_nobody_is_asked_for_a_line_that_is_not_answered(wrong, stories, monkeyp
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_thoughts_are_shown_on_a_terminal_and_not_told_again(form, monkeypatch, capsys):
+def test_thoughts_are_shown_and_then_dropped(form, monkeypatch, capsys):
     model = thinking_model(form)
     read, texts = [], iter([ANSWERS[form], ANSWERS[form].replace("4", "6"), "No."])
 
@@ -132,7 +125,7 @@ def test_thoughts_are_shown_on_a_terminal_and_not_told_again(form, monkeypatch, 
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_turn_that_is_cut_off_is_not_told_again(monkeypatch):
+def test_an_interrupted_turn_is_forgotten(monkeypatch):
     model, said = thinking_model("channels"), []
 
     class Talk(dms_jax.Conversation):
@@ -147,19 +140,3 @@ def test_a_turn_that_is_cut_off_is_not_told_again(monkeypatch):
     monkeypatch.setattr(dms_jax, "Conversation", Talk)
     assert len(chat.main(QUICK, ["One?", "Two?", "Three?"])) == 2
     assert said == [["One?"], ["One?", SAID, "Two?"], ["One?", SAID, "Three?"]]
-
-
-@pytest.mark.usefixtures("fakes")
-def test_what_a_template_repeats_is_read_once(monkeypatch):
-    model, said = thinking_model("plain"), []
-
-    class Talk(dms_jax.Conversation):
-        def say(self, prompt, *, sampling, on_tokens):
-            said.append([message["content"] for message in prompt])
-            sampling = saying(model, SAID, sampling)
-            return super().say(prompt, sampling=sampling, on_tokens=on_tokens)
-
-    monkeypatch.setattr(chat.Config, "load", lambda self: model)
-    monkeypatch.setattr(dms_jax, "Conversation", Talk)
-    chat.main(QUICK, ["One?", "Two?"])
-    assert said == [["One?"], ["Two?"]]

@@ -1,4 +1,4 @@
-"""What holds for every command of `dms-jax`: how it is called, how it ends, where it writes."""
+"""Every command of `dms-jax`: options, exit status, errors, and where it writes."""
 
 import ast
 import dataclasses
@@ -29,12 +29,12 @@ def module_of(name):
 
 
 def typed(name, *options):
-    """A command as it is typed, with these options."""
+    """Returns the arguments of a command with these options."""
     return [name, *FIRST.get(name, ()), *options]
 
 
 def settings_of(name):
-    """The settings that a command starts from, as instances or their dataclass."""
+    """Returns the settings of a command's starting points, or their dataclass."""
     module = module_of(name)
     presets = getattr(module, "PRESETS", {})
     return [config for _, config in presets.values()] or [module.Config]
@@ -55,7 +55,7 @@ def test_the_list_of_commands(capsys):
 
 
 def test_it_runs_as_a_module_too():
-    """The one process that these tests start: what it prints, and its exit status."""
+    """The only process that these tests start."""
     done = subprocess.run(
         [sys.executable, "-m", "dms_jax.command_line", "--version"],
         cwd=ROOT,
@@ -79,7 +79,7 @@ def test_it_runs_as_a_module_too():
         (dms_jax.OtherProcessError, 1),
     ],
 )
-def test_a_launcher_can_tell_a_wrong_call_from_a_failed_run(error, status, capsys):
+def test_status_tells_a_wrong_call_from_a_failed_run(error, status, capsys):
     def fail():
         raise error("Why it ended.")
 
@@ -87,7 +87,19 @@ def test_a_launcher_can_tell_a_wrong_call_from_a_failed_run(error, status, capsy
     assert capsys.readouterr().err == f"{error.__name__}: Why it ended.\n"
 
 
-def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch, capsys):
+def test_status_of_what_ends_otherwise(capsys):
+    def interrupt():
+        raise KeyboardInterrupt("stopped after step 2")
+
+    assert running.status_of(interrupt, "Come again.") == 130
+    assert capsys.readouterr().err == "Stopped after step 2. Come again.\n"
+    for result, status in ((None, 0), (0, 0), (3, 3), (["rows"], 0)):
+        assert running.status_of(lambda result=result: result) == status
+    with pytest.raises(ZeroDivisionError):  # a bug is no wrong call
+        running.status_of(lambda: 1 / 0)
+
+
+def test_closed_output_is_no_error(monkeypatch, capsys):
     """As of `dms-jax policies | head`; another pipe that breaks is an error."""
 
     def fail():
@@ -105,9 +117,7 @@ def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_a_command_is_named_explained_and_no_other_is_taken(
-    name, monkeypatch, capsys
-):
+def test_help_explains_every_option_and_others_exit_2(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
         main(typed(name, "--help"))
@@ -121,7 +131,7 @@ def test_every_option_of_a_command_is_named_explained_and_no_other_is_taken(
         nested = dataclasses.is_dataclass(field.default_factory)
         if not nested and "Positional" not in str(field.type):
             assert f"-{field.name.replace('_', '-')}" in shown
-    if "options" in fields:
+    if name in ("generate", "chat", "serve", "evaluate", "hyperscale"):
         for policy, kind in POLICIES.items():
             assert f"  {policy}: " in shown
             assert all(f"{field.name}=" in shown for field in dataclasses.fields(kind))
@@ -145,8 +155,8 @@ def test_every_option_of_a_command_is_named_explained_and_no_other_is_taken(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_writes_to_runs_or_says_where_it_cannot(name, capsys, tmp_path):
-    """A folder below a file is none."""
+def test_output_goes_to_runs_and_unwritable_output_exits_2(name, capsys, tmp_path):
+    """A folder cannot be made below a file."""
     for config in settings_of(name):
         for place in ("out", "save", "answers"):
             path = getattr(config, place, None)
@@ -187,8 +197,8 @@ def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
         assert point in presets
 
 
-def test_options_without_a_starting_point_are_of_a_checkpoint_of_ones_own(monkeypatch, capsys):
-    """What a reader types who has not seen that a name comes first."""
+def test_options_without_a_starting_point_are_of_custom(monkeypatch, capsys):
+    """As someone types it who has not seen the names."""
     retrofit = module_of("retrofit")
     begun = []
     monkeypatch.setattr(retrofit, "main", begun.append)
@@ -213,11 +223,17 @@ def test_options_without_a_starting_point_are_of_a_checkpoint_of_ones_own(monkey
 
 
 def test_every_option_of_every_policy_is_explained():
-    for policy in policy_options.described():
+    policies = list(policy_options.described())
+    assert [policy.name for policy in policies] == list(POLICIES)
+    for policy in policies:
         for option in policy.options:
             assert option.meaning, f"{policy.name}.{option.name} has no line below Attributes:"
             assert option.kind
-    assert [policy.name for policy in policy_options.described()] == list(POLICIES)
+    controls = {policy.name for policy in policies if not policy.paper}
+    assert controls == {"Vanilla", "RandomEviction", "RandomSelection"}
+    papers = {policy.name: policy.paper for policy in policies if policy.paper}
+    assert len(set(papers.values())) == len(papers) - 1
+    assert papers["FixedPooling"] == papers["DMC"]  # its baseline
 
 
 def test_policies_are_a_table(capsys):
@@ -233,64 +249,35 @@ def test_policies_are_a_table(capsys):
     assert first["Vanilla"][:2] == ["Keeps", "and"]
 
 
-def test_policies_are_shown_with_defaults(capsys):
-    assert main(["policies", "SnapKV"]) == 0
+def test_a_policy_is_explained(capsys):
+    assert main(["policies", "TOVA", "SnapKV"]) == 0
     shown = capsys.readouterr().out
+    assert "    paper: https://arxiv.org/abs/2404.14469\n" in shown
     assert "    window=64  (integer)\n        number of recent queries that vote" in shown
     assert "interval=512  (integer or null)\n        number of generated tokens" in shown
+    assert "    prompts: full attention in one pass, then a cut; with\n        prefill=" in shown
     assert "DMS" not in shown
     assert main(["policies", "snapkv"]) == 2
     assert "policies snapkv (did you mean SnapKV?): there are " in capsys.readouterr().err
 
 
-def test_every_policy_tells_how_it_takes_a_prompt(capsys):
-    exact, cut = "in one pass, exactly as token by token", "full attention in one pass, then a cut"
-    by_token = "in one pass up to the budget, then token by token"
-    victims = f"{cut}; with prefill=evict_past_budget: {by_token}"
-    want = dict.fromkeys(("TOVA", "H2O", "KVpop"), victims)
-    want["StreamingLLM"] = f"{exact}; with a compression_ratio: {cut}"
-    want |= dict.fromkeys(("Vanilla", "DMS", "DMC", "KVzap", "RandomEviction"), exact)
-    want |= dict.fromkeys(("SnapKV", "AdaKV", "RandomSelection"), cut)
-    whole = ("Quest", "KCache", "RKV", "TriAttention")
-    want |= dict.fromkeys(whole, "full attention in one pass, then nothing is cut")
-    found = {each.name: each.prompts for each in policy_options.described()}
-    assert found | want == found
-    assert all(told.startswith((exact, "full attention")) for told in found.values())
-    assert policy_options.prompts(dms_jax.TOVA(prefill="evict_past_budget")) == by_token
-    assert main(["policies", "TOVA"]) == 0
-    assert f"    prompts: {cut}; with\n        prefill=evict" in capsys.readouterr().out
-    assert f"Prompts: {victims}.\n" in policy_options.markdown()
+@pytest.mark.parametrize(
+    ("policy", "prompts"),
+    [
+        (dms_jax.DMS(), "in one pass, exactly as token by token"),
+        (dms_jax.SnapKV(), "full attention in one pass, then a cut"),
+        (dms_jax.Quest(), "full attention in one pass, then nothing is cut"),
+        (
+            dms_jax.TOVA(prefill="evict_past_budget"),
+            "in one pass up to the budget, then token by token",
+        ),
+    ],
+)
+def test_how_a_policy_takes_a_prompt(policy, prompts):
+    assert policy_options.prompts(policy) == prompts
 
 
-def test_every_policy_names_its_own_paper(capsys):
-    papers = {
-        "DMS": "2506.05345",
-        "DMC": "2403.09636",
-        "KVzap": "2601.07891",
-        "KVpop": "2607.05061",
-        "FixedPooling": "2403.09636",  # its baseline is in DMC's paper
-        "TOVA": "2401.06104",
-        "H2O": "2306.14048",
-        "Quest": "2406.10774",
-        "KCache": "2404.18057",
-        "StreamingLLM": "2309.17453",
-        "SnapKV": "2404.14469",
-        "Knorm": "2406.11430",
-        "KeyDiff": "2504.15364",
-        "ExpectedAttention": "2510.00636",
-        "RKV": "2505.24133",
-        "TriAttention": "2604.04921",
-        "AdaKV": "2407.11550",
-        "PyramidKV": "2406.02069",
-    }
-    controls = dict.fromkeys(("Vanilla", "RandomEviction", "RandomSelection"), "")
-    found = {each.name: each.paper for each in policy_options.described()}
-    assert found | papers | controls == found
-    assert main(["policies", "PyramidKV"]) == 0
-    assert "    paper: https://arxiv.org/abs/2406.02069\n" in capsys.readouterr().out
-
-
-def test_a_model_that_the_wheel_lacks_is_fetched_when_it_is_used(capsys, tmp_path, monkeypatch):
+def test_models_outside_the_wheel_are_fetched_on_use(capsys, tmp_path, monkeypatch):
     fetching.listed()  # is read before the files go
     monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -303,32 +290,7 @@ def test_a_model_that_the_wheel_lacks_is_fetched_when_it_is_used(capsys, tmp_pat
     assert capsys.readouterr().err == ""
 
 
-def test_errors_and_interrupts_end_with_a_line(capsys):
-    def wrong(_):
-        raise dms_jax.ConfigError("there is no such thing")
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    @dataclasses.dataclass
-    class Config:
-        """Settings."""
-
-    def status(main) -> int:
-        return running.run(main, Config, description="", arguments=[], interrupted="Come again.")
-
-    assert status(wrong) == 2
-    assert capsys.readouterr().err == "ConfigError: there is no such thing\n"
-    assert status(interrupt) == 130
-    assert capsys.readouterr().err == "Come again.\n"
-    assert [status(lambda _, result=result: result) for result in (None, 0, 3, ["rows"])] == [
-        *(0, 0, 3, 0)
-    ]
-    with pytest.raises(ZeroDivisionError):  # an error of ours is no wrong call
-        status(lambda _: 1 / 0)
-
-
-def test_a_report_tells_the_command_without_its_folder(monkeypatch):
+def test_a_report_has_the_command_without_its_paths(monkeypatch):
     arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "hyperscale", *arguments])
     told = running.command(without=("--out", "--save"))
@@ -338,17 +300,23 @@ def test_a_report_tells_the_command_without_its_folder(monkeypatch):
 SLIPS = {
     "generate Hi --policy tova": "Unknown cache policy 'tova' (did you mean TOVA?)",
     "generate Hi --template thinking": "--template takes name=value",
+    "generate Hi --policy TOVA --options budget": "--options takes name=value",
+    "generate Hi --policy TOVA --options {budget:8}": "is not a JSON object",
+    "generate Hi --options budget=8": "name it with --policy",
+    "generate Hi --samples 0": "--samples must be at least 1",
+    "generate Hi --file absent.txt": "absent.txt cannot be read",
+    "generate": "There is no prompt",
+    "generate --policy TOVA --options budget=8 Hi": "It comes before --options",
     "generate Hi --chat --plain": "--plain leaves out what --chat",
     "generate Hi --plain --template a=1": "--plain leaves out what --chat",
-    "generate Hi --chat --template thinking": "--template takes name=value",
     "chat --policy SnapKv": "Unknown cache policy 'SnapKv' (did you mean SnapKV?)",
     "serve --policy TOVA --options bugdet=4": "(did you mean budget?)",
     "serve --lanes 0": "--lanes must be",
     "evaluate --task gsm9k": "--task 'gsm9k' (did you mean gsm8k?) is none of",
     "evaluate --task gsm8k": "--task gsm8k reads a file: --task-options path=FILE.",
     "evaluate --task mmlu": "--task mmlu reads a file: --task-options path=FILE.",
-    "evaluate --policy H20": "Unknown cache policy 'H20' (did you mean H2O?)",
-    "evaluate --chat --template thinking": "--template takes name=value",
+    "evaluate --task needle --task-options size": "--task-options takes name=value",
+    "evaluate --samples -1": "--samples must be at least 0, got -1.",
     "evaluate --policies Vanilla TOVa": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
     "evaluate --policies TOVA TOVA": "cannot be the name of a row",
     "evaluate --policies TOVA --policy H2O": "leave out --policy",
@@ -357,6 +325,7 @@ SLIPS = {
     "evaluate --temperature -1": "temperature",
     "evaluate --task needle --lanes 0": "lanes",
     "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
+    "hyperscale --systems TOVA,budget": "--systems takes name=value",
     "hyperscale --temperatures -1": "temperature",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "generate Hi": "there is no directory or file /",
@@ -365,29 +334,15 @@ SLIPS = {
 
 @pytest.mark.parametrize("typed", SLIPS)
 def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch):
-    """A real one takes minutes to load; and ./nowhere is a path, which no hub is asked for."""
+    """A real model takes minutes to load. No hub is asked for ./nowhere, which is a path."""
     monkeypatch.chdir(tmp_path)
     assert main([*typed.split(), "--model", "./nowhere"]) == 2
     assert SLIPS[typed] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["generate", "Hi", "--policy", "TOVA", "--options", "budget"], "--options"),
-        (["evaluate", "--task", "needle", "--task-options", "size"], "--task-options"),
-        (["evaluate", "--chat", "--template", "enable_thinking"], "--template"),
-        (["hyperscale", "--systems", "TOVA,budget"], "--systems"),
-    ],
-)
-def test_a_malformed_option_is_called_by_its_name(arguments, named, capsys):
-    assert main(arguments) == 2
-    assert f"ConfigError: {named} takes name=value" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
-def test_a_report_takes_the_place_of_files_alone(tmp_path):
-    """Root's --out /dev/null would otherwise leave a file there, for every program."""
+def test_a_report_replaces_files_alone(tmp_path):
+    """Otherwise root's --out /dev/null would replace the device by a file."""
     pipe = tmp_path / "null"
     os.mkfifo(pipe)
     with pytest.raises(dms_jax.ConfigError, match="null: this is no file; name one"):
@@ -410,9 +365,7 @@ def test_a_report_takes_the_place_of_files_alone(tmp_path):
         ),
     ],
 )
-def test_what_ships_is_suggested_where_its_name_is_nearly_given(
-    typed, meant, capsys, tmp_path, monkeypatch
-):
+def test_misspelt_names_of_what_ships_are_corrected(typed, meant, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "Hi", *typed.split()]) == 2
     assert f"ConfigError: {meant}" in capsys.readouterr().err

@@ -1,7 +1,6 @@
-"""The evaluation script: what it prints and writes, and what it says to mistakes."""
+"""`dms-jax evaluate`: what it prints and writes, and its errors."""
 
 import dataclasses
-import inspect
 import json
 import pathlib
 
@@ -23,7 +22,7 @@ MODEL = str(assets.path("stories260k"))
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_file_with_figures_and_where_they_are_from(tmp_path, capsys):
+def test_out_holds_figures_and_provenance(tmp_path, capsys):
     config = evaluate.Config(
         model="stories260k",
         task="reasoning",
@@ -93,7 +92,7 @@ def test_tasks_on_files(tmp_path, capsys):
         (dict(task="piqa", answers=pathlib.Path("a")), "--answers is for tasks that are answered"),
     ],
 )
-def test_options_that_would_change_nothing_are_refused(given, message):
+def test_options_that_a_task_does_not_use_are_refused(given, message):
     with pytest.raises(dms_jax.ConfigError, match=message):
         evaluate.main(evaluate.Config(model=MODEL, **given))
 
@@ -111,7 +110,7 @@ def test_tasks_by_name():
 
 
 @pytest.mark.parametrize("name", ["humaneval", "livecodebench"])
-def test_code_is_run_only_where_it_is_allowed(name, tmp_path):
+def test_code_runs_only_with_allow_code(name, tmp_path):
     records = {"humaneval": HUMANEVAL, "livecodebench": LIVECODEBENCH}[name]
     path = f"path={lines(tmp_path / 'a.jsonl', records)}"
     with pytest.raises(dms_jax.ConfigError, match=rf"--task {name} .*with --allow-code"):
@@ -154,17 +153,3 @@ def test_rulers_tasks_by_name(tmp_path):
         options.read_tasks("ruler", ["size=3"])
     with pytest.raises(dms_jax.ConfigError, match="RULER has no option size"):
         options.read_tasks("ruler", ["task=vt", "size=3"])
-
-
-def test_what_is_not_said_is_as_the_library_has_it():
-    config = evaluate.Config()
-    library = inspect.signature(dms_jax.evaluation.evaluate).parameters
-    for name in ("problems", "chains", "split", "seed"):
-        assert getattr(config, name) == library[name].default
-    assert config.make_serving() == dms_jax.evaluation.Serving()
-    assert config.make_sampling() == dms_jax.evaluation.SAMPLING
-
-
-def test_fewer_completions_than_none_are_refused():
-    with pytest.raises(dms_jax.ConfigError, match=r"--samples must be at least 0, got -1\."):
-        evaluate.main(evaluate.Config(model="no model is read", samples=-1))

@@ -1,4 +1,4 @@
-"""What --help prints fills the lines of a terminal, and no line is longer than it."""
+"""--help fills the lines of a terminal and exceeds none."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ goes` (on and on)."""
     ]
 
 
-def test_an_explanation_over_several_lines_is_one_paragraph(monkeypatch, capsys):
+def test_explanations_are_paragraphs_and_placeholders_are_plain(monkeypatch, capsys):
     @dataclasses.dataclass(frozen=True)
     class Config:
         """Settings."""

@@ -1,8 +1,7 @@
-"""The script of hyper-scaling: systems as they are written, tables, files, and going on."""
+"""`dms-jax hyperscale`: systems, tables, files, and resuming."""
 
 import dataclasses
 import functools
-import inspect
 import json
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 import dms_jax
 from dms_jax.command_line import hyperscale
 from dms_jax.evaluation import Chat, System
-from dms_jax.training.parameters import add_adapter
 
 
 @pytest.fixture
@@ -19,35 +17,24 @@ def declared(stories):
     return dataclasses.replace(stories, policy=dms_jax.DMS(window=10, alpha_offset=0.0))
 
 
-def test_systems_as_they_are_written(stories, declared):
+def test_reading_systems(stories, declared):
     def load(name, adapter=None):
         return {"plain": stories, "mine": declared}[adapter or name]
 
     read = functools.partial(hyperscale.read_system, default="plain", load=load)
-    assert read("Vanilla") == System("Vanilla", None, stories)  # as the checkpoint declares
+    assert read("Vanilla") == System("Vanilla", dms_jax.Vanilla(), stories)
     assert read("TOVA,compression_ratio=4,name=cut") == System(
         "cut", dms_jax.TOVA(compression_ratio=4), stories
     )
-    # A checkpoint's own policy, unless another or other options are asked for.
-    assert read("DMS,model=mine,ratio=8") == System("DMS", None, declared, 8)
+    # What is left out is as the checkpoint has it.
+    assert read("DMS,model=mine,ratio=8") == System("DMS", declared.policy, declared, 8)
     assert read("TOVA,model=mine") == System("TOVA", dms_jax.TOVA(), declared)
-    assert read("DMS,adapter=mine,ratio=8") == System("DMS", None, declared, 8)
-    assert read("DMS,model=mine,window=5").policy == dms_jax.DMS(window=5)
+    assert read("DMS,adapter=mine,ratio=8") == System("DMS", declared.policy, declared, 8)
+    assert read("DMS,model=mine,window=5").policy == dms_jax.DMS(window=5, alpha_offset=0.0)
     with pytest.raises(dms_jax.ConfigError, match="TOWA"):
         read("TOWA")
     with pytest.raises(dms_jax.ConfigError, match="name=value"):
         read("TOVA,4")
-
-
-def test_an_adapter_is_loaded_beside_its_base(tmp_path):
-    base = dms_jax.load(dms_jax.assets.path("stories260k"))
-    policy = dms_jax.DMS(window=10, source="adapter")
-    trained = dataclasses.replace(base, transformer=add_adapter(base.transformer))
-    dms_jax.save(trained, policy, tmp_path / "own", adapter_only=True)
-    load = functools.partial(hyperscale.load_model, dtype=None)
-    system = hyperscale.read_system(f"DMS,adapter={tmp_path / 'own'}", "stories260k", load)
-    assert (system.policy, system.model.policy) == (None, policy)
-    assert hyperscale.read_system("Vanilla", "stories260k", load).model.policy != policy
 
 
 def test_problems_are_asked_in_a_chat(monkeypatch):
@@ -74,7 +61,7 @@ def test_problems_are_asked_in_a_chat(monkeypatch):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_tables_files_and_going_on(tmp_path, capsys):
+def test_tables_files_and_resuming(tmp_path, capsys):
     config = hyperscale.Config(
         model="stories260k",
         systems=("Vanilla", "TOVA,budget=20,ratio=3"),
@@ -100,10 +87,3 @@ def test_tables_files_and_going_on(tmp_path, capsys):
     assert len(sizes) == 4  # of each system the greedy chains and the others
     assert hyperscale.main(config).table() == result.table()
     assert {path: path.stat().st_size for path in tmp_path.rglob("answers.jsonl")} == sizes
-
-
-def test_what_is_not_said_is_as_the_library_has_it():
-    config, library = hyperscale.Config(), inspect.signature(dms_jax.hyperscale).parameters
-    for name in ("problems", "split", "seeds"):
-        assert getattr(config, name) == library[name].default
-    assert config.temperatures == (dms_jax.evaluation.SAMPLING.temperature,)

@@ -61,8 +61,7 @@ def in_a_callback_of_the_collector():
     "where",
     [in_a_finalizer, in_a_callback_of_a_weak_reference, in_a_callback_of_the_collector],
 )
-def test_ctrl_c_is_not_lost_where_python_can_raise_nothing(where, ctrl_c, capsys):
-    """What is raised there is shown, and the command would go on."""
+def test_ctrl_c_is_not_lost_where_python_ignores_exceptions(where, ctrl_c, capsys):
     hook = sys.unraisablehook
 
     def work(never=threading.Event()):
@@ -76,7 +75,7 @@ def test_ctrl_c_is_not_lost_where_python_can_raise_nothing(where, ctrl_c, capsys
 
 
 @pytest.mark.parametrize("ctrl_c", [signal.SIG_IGN, lambda number, frame: None], indirect=True)
-def test_a_handler_of_others_stays(ctrl_c):
+def test_a_foreign_handler_stays(ctrl_c):
     def work():
         os.kill(os.getpid(), signal.SIGINT)
         return 3 if signal.getsignal(signal.SIGINT) is ctrl_c else 4
@@ -85,7 +84,7 @@ def test_a_handler_of_others_stays(ctrl_c):
     assert signal.getsignal(signal.SIGINT) is ctrl_c
 
 
-def test_other_errors_that_are_ignored_are_told_as_before(monkeypatch):
+def test_other_ignored_errors_go_to_the_hook_before(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
 

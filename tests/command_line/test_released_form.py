@@ -1,6 +1,5 @@
-"""NVIDIA's released form from end to end: two documented commands on a tiny random checkpoint."""
+"""Documented commands on a tiny random checkpoint of NVIDIA's released form."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -56,7 +55,7 @@ def checkpoint(tmp_path_factory):
 
 
 def of_page(script: str, checkpoint, page=PAGE, **other: str) -> list[str]:
-    """The arguments of a command of the page that names NVIDIA's model, with some of our own."""
+    """Returns the arguments of a page's command on NVIDIA's model, some of them replaced."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     line = re.search(rf"dms-jax {script} (--model nvidia/.*)", text)[1]
     arguments = shlex.split(line, comments=True)
@@ -109,9 +108,3 @@ def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch)
 
 
 _evaluate = evaluate.evaluate
-
-
-def test_variables_that_a_conversation_sets_itself_are_refused(checkpoint):
-    config = generate.Config(prompts=("a",), model=str(checkpoint))
-    with pytest.raises(dms_jax.ConfigError, match="messages cannot be given as a variable"):
-        generate.main(dataclasses.replace(config, chat=True, template=("messages=1",)))

@@ -1,5 +1,6 @@
-"""`dms-jax retrofit`: its presets, what it writes, and what it says when it cannot."""
+"""`dms-jax retrofit`: its presets, what it writes, and its errors."""
 
+import contextlib
 import dataclasses
 import inspect
 import pathlib
@@ -12,13 +13,19 @@ from dms_jax.command_line import retrofit
 from dms_jax.data import Exchange
 from dms_jax.model.low_rank import LowRank, low_rank_of
 
+STORIES, CUSTOM = (retrofit.PRESETS[name][1] for name in ("stories260k", "custom"))
+
 
 def test_errors_name_options_of_the_command():
-    text = "another recipe (`batch_size` 4, not 2). Give restart_from=6, or another `out`."
+    text = (
+        "another policy (`window` 8, not 9), recipe (`batch_size` 4, not 2). Give restart_from=6, "
+        "or another `out`."
+    )
     with pytest.raises(dms_jax.ConfigError) as caught, retrofit.spelled_as_options():
         raise dms_jax.ConfigError(text)
     assert str(caught.value) == (
-        "another recipe (--batch-size 4, not 2). Give --restart-from 6, or another --out."
+        "another policy (--options window=8, not 9), recipe (--batch-size 4, not 2). Give "
+        "--restart-from 6, or another --out."
     )
     other = dms_jax.DataError("nothing of these")
     with pytest.raises(dms_jax.DataError) as same, retrofit.spelled_as_options():
@@ -27,27 +34,32 @@ def test_errors_name_options_of_the_command():
 
 
 def test_a_small_run_is_written_and_loads(tmp_path, capsys):
-    _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
-        config, out=tmp_path, compression_ratio=1.2, sequence_length=32, batch_size=2, window=8
+        STORIES,
+        out=tmp_path,
+        compression_ratio=1.2,
+        sequence_length=32,
+        batch_size=2,
+        options=("window=8",),
+        tensorboard=True,
     )
     retrofit.main(config)
     assert "3 steps to ratio 1.2" in capsys.readouterr().out
     model = dms_jax.load(tmp_path / "model")
     assert model.policy == dms_jax.DMS(window=8, source="adapter")
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+    assert list((tmp_path / "tensorboard").glob("events*"))
 
 
 @pytest.mark.nightly
 def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
-    _, config = retrofit.PRESETS["stories260k"]
     config = dataclasses.replace(
-        config,
+        STORIES,
         out=tmp_path,
         compression_ratio=1.1,
         sequence_length=32,
         batch_size=2,
-        window=8,
+        options=("window=8",),
         trainable="low_rank",
         rank=2,
         alpha=4.0,
@@ -58,53 +70,9 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
     model = dms_jax.load(assets.path(config.model), adapter=tmp_path / "model")
     assert low_rank_of(model.transformer) == LowRank(2, 4.0)
     assert model.policy == config.make_policy()
-    whole = dataclasses.replace(config, trainable="recipe", out=tmp_path / "whole")
+    whole = dataclasses.replace(config, trainable=None, out=tmp_path / "whole")
     with pytest.raises(dms_jax.ConfigError, match=r"adapter_only .* trains all weights"):
         retrofit.main(whole)
-
-
-@pytest.mark.parametrize(
-    ("options", "policy"),
-    [
-        (
-            dict(policy="DMC", importance="uniform", offset=4.0),
-            dms_jax.DMC(importance="uniform", offset=4.0),
-        ),
-        (dict(policy="DMS", recipe="dmc_paper", shift=0), dms_jax.DMS(shift=0)),
-        (dict(policy="DMC", per="layer", merge_window=None), dms_jax.DMC(None, per="layer")),
-        (dict(policy="FixedPooling", every=2), dms_jax.FixedPooling(every=2)),
-        (dict(window=8, source="query_neuron"), dms_jax.DMS(window=8)),
-    ],
-)
-def test_policies_by_name(options, policy):
-    config = retrofit.Config(model="", data=(), out=pathlib.Path("out"))
-    assert dataclasses.replace(config, **options).make_policy() == policy
-
-
-@pytest.mark.parametrize(
-    ("recipe", "policy"),
-    [
-        ("published", dms_jax.DMS(window=512, source="adapter")),
-        ("paper", dms_jax.DMS(window=16, source="query_neuron")),
-        ("quickstart", dms_jax.DMS(window=64, source="adapter")),
-    ],
-)
-def test_a_recipe_brings_the_policy_it_was_made_for(recipe, policy):
-    config = retrofit.Config(model="", data=(), out=pathlib.Path("out"), recipe=recipe)
-    assert config.make_policy() == policy
-    changed = dataclasses.replace(config, window=7, source="adapter")
-    assert changed.make_policy() == dms_jax.DMS(window=7, source="adapter")
-
-
-def test_a_recipe_of_merging_brings_merging():
-    config = retrofit.Config(model="", data=(), out=pathlib.Path("out"), recipe="dmc_paper")
-    assert config.make_policy() == dms_jax.DMC(neuron="first")
-    quick = dataclasses.replace(config, recipe="dmc_quickstart")
-    assert quick.make_policy() == dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3)
-    given = dataclasses.replace(quick, policy="DMS", temperature=0.2, recipe="paper")
-    assert given.make_policy() == dms_jax.DMS(window=16, temperature=0.2)
-    row = dataclasses.replace(config, paper_model="llama-2-7b-dms-paper").make_recipe()
-    assert row.stages[0].steps == 2000
 
 
 def test_a_recipe_is_scaled_down():
@@ -119,7 +87,7 @@ def test_a_recipe_is_scaled_down():
 
 def test_a_model_with_fewer_positions_is_trained_on_shorter_sequences():
     """The first line of the help failed on every model of fewer than 32,768 positions."""
-    _, config = retrofit.PRESETS["custom"]
+    config = CUSTOM
     recipe, policy = config.make_recipe(4096), config.make_policy()
     assert recipe.sequence_length == 4096 < config.make_recipe().sequence_length
     assert config.make_recipe(2**20) == config.make_recipe()
@@ -127,21 +95,6 @@ def test_a_model_with_fewer_positions_is_trained_on_shorter_sequences():
     assert asked.make_recipe(4096).sequence_length == 8192  # refused by `retrofit`, with the reason
     tokens = dataclasses.replace(config, tokens=2**22).make_recipe(4096)
     assert tokens.total_tokens(policy) == pytest.approx(2**22, rel=0.02)
-
-
-def test_a_window_that_no_token_leaves_is_refused(tmp_path):
-    """Sequences that are cut to a model's positions may be no longer than the recipe's window."""
-    _, config = retrofit.PRESETS["custom"]
-    own = retrofit.PRESETS["stories260k"][1]
-    told = dataclasses.replace(config, model=own.model, data=own.data, out=tmp_path / "run")
-    with pytest.raises(dms_jax.ConfigError, match=r"window of 512 .* 512 tokens.* --window"):
-        retrofit.main(told)
-    short = dataclasses.replace(own, window=255, sequence_length=256, out=tmp_path / "run")
-    with pytest.raises(dms_jax.ConfigError, match=r"window of 255 .* 256 tokens"):
-        retrofit.main(short)
-    few = dataclasses.replace(told, tokens=2**17)  # of which the recipe's own length makes no step
-    with pytest.raises(dms_jax.ConfigError, match="window of 512"):
-        retrofit.main(few)
 
 
 def test_presets_make_recipes():
@@ -156,119 +109,112 @@ def test_presets_make_recipes():
     assert {stage.batch_size or changed.batch_size for stage in changed.stages} == {4}
     assert changed.snapshots == (2.0,)
     _, merging = retrofit.PRESETS["llama-2-7b-dmc"]
-    local = dataclasses.replace(merging, variant="local_prior", learning_rate=1e-4).make_recipe()
-    assert local.prior == "layer"
-    assert {stage.final_learning_rate for stage in local.stages} == {None}
-
-
-def test_what_is_missing_is_told(tmp_path):
-    _, custom = retrofit.PRESETS["custom"]
-    with pytest.raises(dms_jax.ConfigError, match="give --model and --data"):
-        retrofit.main(custom)
-    missing = dataclasses.replace(
-        retrofit.PRESETS["stories260k"][1], data=(tmp_path / "none.txt",), out=tmp_path / "run"
-    )
-    with pytest.raises(dms_jax.DataError, match=r"none\.txt"):
-        retrofit.main(missing)
-    unknown = dataclasses.replace(
-        missing, data=retrofit.PRESETS["stories260k"][1].data, model=str(tmp_path / "nowhere")
-    )
-    with pytest.raises(dms_jax.DmsJaxError, match="nowhere"):
-        retrofit.main(unknown)
-    assert not (tmp_path / "run").exists()
+    flat = dataclasses.replace(merging, learning_rate=1e-4).make_recipe()
+    assert {stage.final_learning_rate for stage in flat.stages} == {None}
+    row = dataclasses.replace(merging, paper_model="llama-2-7b-dms-paper").make_recipe()
+    assert row.stages[0].steps == 2000
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("given", "policy"),
     [
-        (dict(sequence_shards=2, sequence_length=30, window=8), "30 tokens cannot be split over 2"),
-        (dict(data_shards=4, batch_size=6), "a batch of 6 does not divide into passes"),
-        (dict(sequence_length=100_000), "do not fit the model's 512 positions"),
+        ({}, dms_jax.DMS(window=512, source="adapter")),
+        (dict(recipe="paper"), dms_jax.DMS(window=16, source="query_neuron")),
+        (dict(recipe="quickstart"), dms_jax.DMS(window=64, source="adapter")),
+        (dict(recipe="dmc_paper"), dms_jax.DMC(neuron="first")),
+        (
+            dict(recipe="dmc_quickstart"),
+            dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3),
+        ),
+        # What is left out is as the recipe has it.
+        (dict(recipe="paper", options=("window=7",)), dms_jax.DMS(window=7)),
+        (dict(recipe="paper", options=('{"source": "adapter"}',)), dms_jax.DMS(16, "adapter")),
+        # Of another kind than the recipe's, as the library has it.
+        (dict(policy="DMC", options=("offset=4.5",)), dms_jax.DMC(offset=4.5)),
+        (dict(policy="DMS", recipe="dmc_paper", options=("shift=0",)), dms_jax.DMS(shift=0)),
+        (dict(policy="FixedPooling", options=("every=2",)), dms_jax.FixedPooling(every=2)),
     ],
 )
-def test_refused_settings_leave_nothing_behind(options, says, tmp_path):
-    config = dataclasses.replace(
-        retrofit.PRESETS["stories260k"][1], out=tmp_path / "runs" / "one", tensorboard=True
-    )
-    with pytest.raises(dms_jax.ConfigError, match=says):
-        retrofit.main(dataclasses.replace(config, **options))
-    assert list(tmp_path.iterdir()) == []
+def test_policy_is_the_recipes_unless_told(given, policy):
+    assert dataclasses.replace(CUSTOM, **given).make_policy() == policy
 
 
-def test_a_folder_that_was_there_stays_when_settings_are_refused(tmp_path):
-    config = dataclasses.replace(
-        retrofit.PRESETS["stories260k"][1], out=tmp_path / "one", sequence_length=100_000
-    )
-    config.out.mkdir()
-    with pytest.raises(dms_jax.ConfigError, match="512 positions"):
-        retrofit.main(config)
-    assert list(config.out.iterdir()) == []
-
-
-def test_malformed_lines_up_to_a_share_and_answers_alone(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "Once", "response": " upon a time"}\noops\n')
-    _, config = retrofit.PRESETS["stories260k"]
-    config = dataclasses.replace(config, data=(path,), malformed=0.5, answers_only=True)
-    assert config.make_recipe().answers_only
-    with pytest.warns(UserWarning, match="1 of 2 lines"):
-        source = config.make_data()
-    assert [source[i] for i in range(len(source))] == [Exchange("Once", " upon a time")]
-    assert len(dataclasses.replace(config, malformed=0.0).make_data()) == 2
-    texts = tmp_path / "a.txt"
-    texts.write_bytes(b"fine<|endoftext|>\xff")
-    with pytest.warns(UserWarning, match="1 of 2 lines"):
-        source = dataclasses.replace(config, data=(texts,)).make_data()
-    assert [source[i] for i in range(len(source))] == ["fine"]
-
-
-def test_records_are_told_what_they_hold(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"q": "1 + 1?", "a": "2"}\n{"q": "long", "a": "too long"}\n')
-    _, config = retrofit.PRESETS["stories260k"]
-    config = dataclasses.replace(config, data=(path,), prompt="Q: {q}", response="{a}", longest=10)
-    with pytest.warns(UserWarning, match="1 of 2 records are left out"):
-        source = config.make_data()
-    assert [source[i] for i in range(len(source))] == [Exchange("Q: 1 + 1?", "2")]
-    other = dataclasses.replace(config, prompt=None, response=None, longest=None, field="q")
-    assert other.make_data()[0] == "1 + 1?"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("shards", [1, 2])
-def test_records_for_tensorboard(tmp_path, shards):
-    _, config = retrofit.PRESETS["stories260k"]
-    config = dataclasses.replace(
-        config,
-        out=tmp_path,
-        compression_ratio=1.2,
-        sequence_length=32,
-        batch_size=2,
-        window=8,
-        snapshots=(1.1,),
-        tensorboard=True,
-        data_shards=shards,
-    )
-    retrofit.main(config)
-    assert list((tmp_path / "tensorboard").glob("events*"))
-
-
-def test_what_is_not_said_is_as_the_library_has_it():
-    _, custom = retrofit.PRESETS["custom"]
-    assert custom.make_policy() == dms_jax.DMS(source="adapter")
-    for policy in (dms_jax.DMC(), dms_jax.FixedPooling()):
-        assert dataclasses.replace(custom, policy=policy.name).make_policy() == policy
+def test_what_is_left_out_is_as_the_library_has_it():
     recipes = dms_jax.recipes
-    assert custom.make_recipe() == recipes.dms_published()
     for name, recipe in {
+        "published": recipes.dms_published(),
         "paper": recipes.dms_paper(),
         "quickstart": recipes.dms_quickstart(),
         "dmc_paper": recipes.dmc_paper(),
         "dmc_quickstart": recipes.dmc_quickstart(),
     }.items():
-        assert dataclasses.replace(custom, recipe=name).make_recipe() == recipe
+        assert dataclasses.replace(CUSTOM, recipe=name).make_recipe() == recipe
     with pytest.raises(dms_jax.ConfigError, match="--paper-model belongs"):
-        dataclasses.replace(custom, paper_model="qwen-r1-7b").make_recipe()
-    library = inspect.signature(dms_jax.retrofit).parameters
-    for name in ("checkpoint_every", "seed"):
-        assert getattr(custom, name) == library[name].default
+        dataclasses.replace(CUSTOM, paper_model="qwen-r1-7b").make_recipe()
+    assert CUSTOM.seed == inspect.signature(dms_jax.retrofit).parameters["seed"].default
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (dict(model=""), "ConfigError", "give --model and --data"),
+        (dict(data=(pathlib.Path("none.txt"),)), "DataError", "none.txt"),
+        (dict(model="./nowhere"), "CheckpointError", "nowhere"),
+        (dict(options=("windw=3",)), "ConfigError", "did you mean window?"),
+        (
+            dict(sequence_shards=2, sequence_length=30, options=("window=8",)),
+            "ConfigError",
+            "30 tokens cannot be split over 2",
+        ),
+        (dict(data_shards=4, batch_size=6), "ConfigError", "a batch of 6 does not divide"),
+        (dict(sequence_length=100_000), "ConfigError", "do not fit the model's 512 positions"),
+        # Sequences that are cut to the model's positions may be no longer than the window, and of
+        # few tokens the recipe's own length would make no step.
+        (dict(recipe="published"), "ConfigError", "window of 512 in sequences of 512 tokens"),
+        (dict(recipe="published", tokens=2**17), "ConfigError", "window of 512"),
+        (
+            dict(options=("window=255",), sequence_length=256),
+            "ConfigError",
+            "window of 255 in sequences of 256 tokens",
+        ),
+    ],
+)
+def test_refused_settings_leave_nothing_behind(given, error, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(STORIES, out=tmp_path / "runs" / "one", tensorboard=True, **given)
+    with pytest.raises(dms_jax.DmsJaxError) as refused:
+        retrofit.main(config)
+    assert type(refused.value).__name__ == error
+    assert says in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    config.out.mkdir(parents=True)  # and a folder that was there stays
+    with pytest.raises(dms_jax.DmsJaxError):
+        retrofit.main(config)
+    assert list(config.out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "given", "warns", "read"),
+    [
+        (
+            '{"prompt": "Once", "response": " upon a time"}\noops\n',
+            dict(malformed=0.5),
+            "1 of 2 lines",
+            [Exchange("Once", " upon a time")],
+        ),
+        (
+            '{"q": "1 + 1?", "a": "2"}\n{"q": "long", "a": "too long"}\n',
+            dict(prompt="Q: {q}", response="{a}", longest=10),
+            "1 of 2 records are left out",
+            [Exchange("Q: 1 + 1?", "2")],
+        ),
+        ('{"q": "1 + 1?"}\n', dict(field="q"), None, ["1 + 1?"]),
+    ],
+)
+def test_options_of_the_data(lines, given, warns, read, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines)
+    config = dataclasses.replace(STORIES, data=(path,), **given)
+    with contextlib.nullcontext() if warns is None else pytest.warns(UserWarning, match=warns):
+        source = config.make_data()
+    assert [source[i] for i in range(len(source))] == read

@@ -1,4 +1,4 @@
-"""The self-taught retrofit from end to end in a tiny setting, its stages, and what it refuses."""
+"""The self-taught retrofit, end to end in a tiny setting, and stage by stage."""
 
 import copy
 import dataclasses
@@ -14,12 +14,10 @@ import dms_jax
 from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import main, retrofit
 from dms_jax.command_line.retrofit import PRESETS
-from dms_jax.command_line.running import run
 from dms_jax.command_line.self_taught import questions as reading
 from dms_jax.command_line.self_taught import stages
 from dms_jax.command_line.self_taught.answering import choose
 from dms_jax.command_line.self_taught.measuring import HeldOut
-from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
@@ -128,7 +126,7 @@ def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
 
 
 @pytest.mark.nightly
-def test_what_is_held_out_is_measured_on_the_answers_alone_too():
+def test_held_out_loss_of_answers_and_of_whole_sequences():
     base = TINY.load()
     tokens = np.asarray(base.tokenizer.encode("Once upon a time there was a girl."), np.int32)
     short, long = (Exchange(tokens[:end], tokens[end:]) for end in (2, len(tokens) - 3))
@@ -155,7 +153,7 @@ def test_the_result_is_a_small_adapter(stopped_and_run):
 
 
 @pytest.mark.nightly
-def test_what_it_left_generates_and_is_compared(stopped_and_run, tmp_path, capsys):
+def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsys):
     """The commands of the documentation's first minutes, at a small size."""
     training = stopped_and_run.out / "training"
     adapter = ["--adapter", str(training / "model")]
@@ -184,7 +182,7 @@ def test_the_page_has_figures_and_commands(stopped_and_run):
 @pytest.mark.nightly
 def test_other_settings_are_refused(stopped_and_run, monkeypatch):
     before = (stopped_and_run.out / "results.json").read_text()
-    with pytest.raises(dms_jax.ConfigError, match="of a run with another seed, window"):
+    with pytest.raises(dms_jax.ConfigError, match=r"--seed 0, not 1, --window 8, not 9"):
         retrofit.main(dataclasses.replace(stopped_and_run, seed=1, window=9))
     monkeypatch.setattr(dms_jax, "retrofit", lambda *args, **more: pytest.fail("it trained again"))
     retrofit.main(stopped_and_run)  # nothing is left to do
@@ -204,7 +202,7 @@ def problems(path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("all", 3), ("ended", 2), ("correct", 1)])
-def test_what_is_kept(stories, tmp_path, keep, kept):
+def test_keep_filters_answers(stories, tmp_path, keep, kept):
     config = dataclasses.replace(
         TINY, prompts=problems(tmp_path / "p.jsonl"), keep=keep, questions=None, held_out=1
     )
@@ -283,7 +281,7 @@ def test_prompts_of_every_form(stories, tmp_path):
 
 
 def test_prompts_that_are_held_out_are_not_trained_on(stories, tmp_path):
-    """The same words come again further up in the file, and texts begin alike."""
+    """The same words occur earlier in the file, and texts begin alike."""
     path = tmp_path / "p.jsonl"
     rows = ["One day", "Ask me", "One day", "Tell me", "So it was", "Ask me", "One day"]
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
@@ -298,7 +296,7 @@ def test_prompts_that_are_held_out_are_not_trained_on(stories, tmp_path):
         reading.read_questions(config, stories)
 
 
-def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
+def test_wrong_settings_are_refused(stories, tmp_path, capsys):
     _, custom = PRESETS["self-taught"]
     with pytest.raises(dms_jax.ConfigError, match="give --model and --prompts"):
         retrofit.main(custom)
@@ -335,9 +333,7 @@ def test_what_makes_no_sense_is_told(stories, tmp_path, capsys):
         (dict(window=31), "No token leaves a window of 31 in sequences of 32 tokens"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_it_is_sampled(
-    tmp_path, monkeypatch, changes, told
-):
+def test_impossible_training_is_refused_before_sampling(tmp_path, monkeypatch, changes, told):
     monkeypatch.setattr(stages, "sample", lambda *_: pytest.fail("it sampled"))
     with pytest.raises(dms_jax.ConfigError, match=told):
         retrofit.main(dataclasses.replace(TINY, out=tmp_path / "run", **changes))
@@ -345,29 +341,25 @@ def test_what_cannot_be_trained_is_refused_before_it_is_sampled(
 
 
 @pytest.mark.parametrize(
-    "row",
-    [{"messages": "Tell"}, {"messages": ["Tell"]}, {"messages": {"role": "user"}}, {"prompt": [1]}],
-    ids=["text", "texts", "object", "numbers"],
+    ("row", "told"),
+    [
+        ({"messages": "Tell"}, "must be a list of messages"),
+        ({"messages": ["Tell"]}, "must be a list of messages"),
+        ({"prompt": [1]}, "must be a list of messages"),
+        ({"messages": [{"role": "user", "content": "Tell"}]}, "no chat template"),
+    ],
+    ids=["text", "texts", "numbers", "no template"],
 )
-def test_a_conversation_that_is_none_is_named_by_its_line(stories, tmp_path, row):
+def test_a_malformed_conversation_is_named_by_its_line(stories, tmp_path, row, told):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "Tell"}}\n{json.dumps(row)}\n')
     config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
-    with pytest.raises(dms_jax.DataError, match=r"p.jsonl, line 2: .*must be a list of messages"):
-        reading.read_questions(config, stories)
-
-
-def test_a_conversation_without_a_template_is_named_by_its_line(stories, tmp_path):
-    path = tmp_path / "p.jsonl"
-    row = {"messages": [{"role": "user", "content": "Tell"}]}
-    path.write_text(f'{{"prompt": "Tell"}}\n{json.dumps(row)}\n')
-    config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
-    with pytest.raises(dms_jax.DataError, match=r"p.jsonl, line 2: .*no chat template"):
+    with pytest.raises(dms_jax.DataError, match=rf"p.jsonl, line 2: .*{told}"):
         reading.read_questions(config, stories)
 
 
 @pytest.mark.nightly
-def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_path, monkeypatch):
+def test_a_wrong_first_call_leaves_the_directory_free(stories, tmp_path, monkeypatch):
     right = dataclasses.replace(TINY, out=tmp_path / "run")
     wrong = dataclasses.replace(right, prompts=tmp_path / "missing.jsonl")
     with pytest.raises(dms_jax.ConfigError, match=r"--prompts .*No such file"):
@@ -383,7 +375,7 @@ def test_a_mistake_in_the_first_call_does_not_take_the_directory(stories, tmp_pa
         retrofit.main(right)
     with pytest.raises(Killed):  # what changes no figure may change: here memory ran out
         retrofit.main(dataclasses.replace(right, lanes=4, checkpoint_every=5))
-    with pytest.raises(dms_jax.ConfigError, match="of a run with another window"):
+    with pytest.raises(dms_jax.ConfigError, match="--window 8, not 9"):
         retrofit.main(dataclasses.replace(right, window=9))
 
 
@@ -401,13 +393,3 @@ def test_the_defaults_are_the_recipe():
     assert dataclasses.replace(custom, from_attention=0.2).make_recipe() == first
     low = dataclasses.replace(custom, rank=4, alpha=2.0).make_recipe()
     assert low.low_rank == LowRank(4, 2.0)
-
-
-def test_it_is_a_command_beside_the_presets(tmp_path):
-    seen = []
-    arguments = ["self-taught", "--model", "m.gguf", "--prompts", "q.jsonl", "--out", str(tmp_path)]
-    assert run(seen.append, PRESETS, description="", arguments=arguments) == 0
-    (config,) = seen
-    assert isinstance(config, SelfTaught)
-    assert (config.model, config.out) == ("m.gguf", tmp_path)
-    assert config.prompts == pathlib.Path("q.jsonl")

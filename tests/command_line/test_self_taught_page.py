@@ -48,17 +48,12 @@ def test_problems_are_asked_as_they_were_for_training():
         assert (each.dtype, each.template) == ("bfloat16", ("enable_thinking=false", "a=1"))
 
 
-def test_a_model_without_a_chat_is_asked_without_one():
-    """A model without a template cannot be asked through it."""
-    found = called(ASKED, results(chat=False, style="plain"))
-    assert found["evaluate"].task_options == ("path=test.jsonl", "style=plain")
-    assert not found["evaluate"].chat
-    assert not found["generate"].chat
-    assert found["generate"].prompts == ("Once upon a time",)
-
-
-def test_all_weights_are_a_model_of_their_own():
-    config = dataclasses.replace(ASKED, trainable="all")
-    found = called(config, results(judge=None, style=None))
-    assert list(found) == ["generate"]
-    assert (found["generate"].model, found["generate"].adapter) == ("runs/x/training/model", None)
+def test_without_a_chat_or_an_adapter():
+    plain = called(ASKED, results(chat=False, style="plain"))
+    assert plain["evaluate"].task_options == ("path=test.jsonl", "style=plain")
+    assert not plain["evaluate"].chat
+    assert not plain["generate"].chat
+    assert plain["generate"].prompts == ("Once upon a time",)
+    whole = called(dataclasses.replace(ASKED, trainable="all"), results(judge=None, style=None))
+    assert list(whole) == ["generate"]
+    assert (whole["generate"].model, whole["generate"].adapter) == ("runs/x/training/model", None)

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "families"
 
 
-def test_every_family_has_a_checkpoint_that_is_compared_and_a_row():
+def test_every_family_has_a_golden_checkpoint_and_a_row():
     """The checkpoints are those of `tests/model/test_parity.py` and `tests/checkpoint`."""
     configs = [json.loads((folder / "config.json").read_text()) for folder in GOLDEN.iterdir()]
     assert {ModelConfig.from_hf(config).model_type for config in configs} == set(FAMILIES)

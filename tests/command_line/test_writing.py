@@ -1,4 +1,4 @@
-"""Text as it is written: whole words on a terminal, nothing added to it elsewhere."""
+"""Streamed text: whole words on a terminal, unchanged elsewhere."""
 
 import io
 import itertools
@@ -45,7 +45,7 @@ def test_lines_end_between_words(seed):
     ]
 
 
-def test_no_line_is_longer_and_none_could_have_had_the_next_word():
+def test_lines_are_filled_at_every_width():
     """At every width: a line that is full to its last column ends there too."""
     text = STORY.replace("\n", " ").replace("  ", " ")
     for width in range(30, 70):
@@ -56,16 +56,11 @@ def test_no_line_is_longer_and_none_could_have_had_the_next_word():
             assert len(line) + 1 + len(below.split()[0]) > width
 
 
-def test_elsewhere_it_is_as_it_was():
-    """A file or a pipe gets the model's own text."""
+def test_a_file_gets_the_text_unchanged():
     assert written(STORY, None) == STORY + "\n"
     odd = "all:\n\tcc -o :dog: main.c\r\n[bold]x[/bold]\f" + 30 * " wide"
     for seed in range(4):
         assert written(odd, None, seed=seed) == odd + "\n"
-
-
-def test_names_of_pictures_are_no_pictures():
-    assert written("a :dog: here", None, terminal=True) == "a :dog: here\n"
 
 
 def test_text_without_spaces_is_not_held_back():
@@ -76,7 +71,7 @@ def test_text_without_spaces_is_not_held_back():
     assert len(out.getvalue()) >= 30
 
 
-def test_what_is_cut_off_is_written_by_the_last_piece():
+def test_the_last_piece_writes_what_was_held_back():
     out = io.StringIO()
     writer = Writer(Console(file=out), 20)
     writer.write("One two")
@@ -109,7 +104,7 @@ def answered(form: AnswerForm, text: str, *, terminal: bool, seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_thoughts_have_lines_of_their_own_on_a_terminal_alone(seed):
+def test_thoughts_are_lines_of_their_own_on_a_terminal(seed):
     for name, form in FORMS.items():
         for terminal, want in ((True, f"{THOUGHT}\n{SAID}\n"), (False, f"{SAID}\n")):
             assert answered(form, ANSWERS[name], terminal=terminal, seed=seed) == want

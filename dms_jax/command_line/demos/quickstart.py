@@ -1,4 +1,4 @@
-"""The main job on real input: retrofit a small pretrained Llama, then decode from a small cache.
+"""Retrofit a small pretrained Llama, then decode from a small cache.
 
 Takes two to three minutes on two CPU cores. stories260K (a Llama of 260,032 parameters that ships
 with the library) first decodes held-out stories with its whole cache, then learns Dynamic Memory
@@ -42,6 +42,8 @@ from dms_jax.training import recipes
 
 LENGTH = 512  # tokens a sequence: the model's positions
 ROWS = 9  # of the table
+PAGE_SIZE = 16  # tokens
+EARLY_RATIO = 4.0  # on the way, at which the model is measured too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +55,13 @@ class Config:
     sequences: int = 64
     """Held-out sequences of 512 tokens to decode; 64 make 32,704 predicted tokens."""
     window: int = 32
-    """Window of the retrofit: every token stays this long."""
+    """Window of the retrofit: number of recent tokens that always stay."""
     steps_per_ratio: int = 12
     """Training steps per unit of compression ratio."""
     ratio: float = 10.5
-    """Compression ratio that the retrofit aims at; what it reaches is measured."""
-    early_ratio: float = 4.0
-    """Compression ratio on the way at which the model is measured too."""
-    page_size: int = 16
-    """Tokens a page of the cache."""
+    """Target compression ratio of the retrofit; the reached one is measured."""
     seed: int = 0
-    """Order of the training text and the training noise."""
+    """Seed of the order of the data and of the noise of training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Row:
 
 
 class Bench:
-    """Decodes the held-out sequences under one policy after another."""
+    """Decodes the held-out sequences under each policy."""
 
     def __init__(self, sequences: np.ndarray, page_size: int, report: Callable[[Row], None]):
         self.sequences, self.page_size, self.report = sequences, page_size, report
@@ -182,7 +180,7 @@ def compare_choices(bench: Bench, base: dms_jax.LanguageModel, row: Row, window:
 def retrofit(
     config: Config, base: dms_jax.LanguageModel, tell: Callable[[str], None]
 ) -> tuple[dms_jax.LanguageModel, dms_jax.LanguageModel, float]:
-    """Trains a DMS model; returns it, the one on the way to it, and the seconds that it took."""
+    """Trains a DMS model; returns it, the one at EARLY_RATIO, and the seconds it took."""
     on_the_way: dict[float, dms_jax.LanguageModel] = {}
     start = time.perf_counter()
 
@@ -190,7 +188,7 @@ def retrofit(
         on_the_way[ratio] = model
         tell(f"  ratio {ratio:g} after {time.perf_counter() - start:.0f} s")
 
-    stops = {config.early_ratio, *map(float, range(2, int(np.ceil(config.ratio)), 2))}
+    stops = {EARLY_RATIO, *map(float, range(2, int(np.ceil(config.ratio)), 2))}
     model = dms_jax.retrofit(
         base,
         dms_jax.DMS(window=config.window, source="adapter"),
@@ -201,11 +199,11 @@ def retrofit(
         seed=config.seed,
         on_snapshot=keep,
     )
-    return model, on_the_way[config.early_ratio], time.perf_counter() - start
+    return model, on_the_way[EARLY_RATIO], time.perf_counter() - start
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    """Prints the table, which fits 80 columns, and, from it, what it says."""
+    """Prints the table, in 80 columns, and what follows from it."""
     title = "Held-out text, decoded token by token from the paged cache"
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
@@ -285,7 +283,7 @@ def write_page(
     (config.out / "evictions.html").write_text(page, encoding="utf-8")
 
 
-def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int) -> None:
+def tell_a_story(console: Console, model: dms_jax.LanguageModel) -> None:
     """Generates a new story from the compressed cache, as it is written."""
     prompt = "Once upon a time, there was a little dog who"
     console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt} ...")
@@ -299,7 +297,7 @@ def tell_a_story(console: Console, model: dms_jax.LanguageModel, page_size: int)
         model,
         [prompt],
         sampling=dms_jax.Sampling(temperature=0.7, top_p=0.9, max_new_tokens=300, seed=3),
-        page_size=page_size,
+        page_size=PAGE_SIZE,
         on_tokens=write,
     )
     usage = out.usage
@@ -332,7 +330,7 @@ def main(config: Config) -> list[Row]:
         console.print(f"  {row.label.strip()}: {said}, {row.seconds:.0f} s")
         progress.advance(rows)
 
-    bench = Bench(sequences, config.page_size, report)
+    bench = Bench(sequences, PAGE_SIZE, report)
     count = sequences.shape[0] * (LENGTH - 1)
     console.print(
         f"[bold]1. Decode[/bold] {count:,} held-out tokens, each from the whole cache so far\n"
@@ -347,14 +345,14 @@ def main(config: Config) -> list[Row]:
     model, early, seconds = retrofit(config, base, print)
     console.print("[bold]3. Decode[/bold] the same tokens from small caches")
     with progress:
-        row = bench.run(f"DMS, trained to ratio {config.early_ratio:g}", "DMS", early, early.policy)
+        row = bench.run(f"DMS, trained to ratio {EARLY_RATIO:g}", "DMS", early, early.policy)
         compare_windows(bench, base, row)
         row = bench.run(f"DMS, trained to ratio {config.ratio:g}", "DMS", model, model.policy)
         compare_windows(bench, base, row)
         compare_choices(bench, base, row, config.window)
 
     show(console, bench.rows)
-    tell_a_story(console, model, config.page_size)
+    tell_a_story(console, model)
     console.print("Writing the page ...")
     write_page(config, base, model, sequences)
     results = provenance(config) | {

@@ -10,7 +10,6 @@ cache held and read.
 """
 
 import dataclasses
-import pathlib
 import textwrap
 
 from rich.box import SIMPLE
@@ -32,7 +31,8 @@ TASKS: tuple[Task, ...] = (
     Needle(size=300),
 )
 
-MODELS = ("reasoner-11m", "reasoner-11m-dms")  # dense, and compressed by DMS
+MODELS = {"dense": "reasoner-11m", "DMS": "reasoner-11m-dms"}
+LINES = 14  # of each working that are shown
 
 LEGEND = """\
 peak: most tokens in the cache, fewer: how many times; reads: entries read.
@@ -48,28 +48,18 @@ Where to go on:
 class Config:
     """Solve problems with the shipped model, dense and with DMS."""
 
-    compressed: pathlib.Path | None = None
-    """Hugging Face directory of a retrofitted model; the shipped one unless given."""
-    dense: pathlib.Path | None = None
-    """The model that it came from; the shipped one unless given."""
     problems: int = 6
     """Problems of each of the four kinds."""
     temperature: float = 0.7
     """Sampling temperature of the answers; 0 takes the most likely token."""
     seed: int = 0
-    """Seed of the draws: the same answers again, or others."""
-    lines: int = 14
-    """Lines of each working that are shown."""
+    """Seed of the sampling: the same seed gives the same answers."""
 
 
 def main(config: Config) -> dict[str, Result]:
     """Solves the problems with both models and shows them; returns what was measured."""
     console = Console(highlight=False)
-    dense, compressed = MODELS
-    models = {
-        "dense": dms_jax.load(config.dense or shipped(dense), dtype="float32"),
-        "DMS": dms_jax.load(config.compressed or shipped(compressed), dtype="float32"),
-    }
+    models = {label: dms_jax.load(shipped(name), dtype="float32") for label, name in MODELS.items()}
     count = config.problems * len(TASKS)
     console.print(
         f"[bold]{count} problems[/bold] for reasoner-11m, with its whole cache (dense), then "
@@ -88,24 +78,22 @@ def main(config: Config) -> dict[str, Result]:
     }
     for index, task in enumerate(TASKS):
         console.rule(task.name)
-        _show(console, task.problem("test", 0), index, results, config)
+        _show(console, task.problem("test", 0), index, results)
     console.print(_table(results))
     console.print(LEGEND)
     return results
 
 
-def _show(
-    console: Console, problem: Problem, index: int, results: dict[str, Result], config: Config
-) -> None:
+def _show(console: Console, problem: Problem, index: int, results: dict[str, Result]) -> None:
     """Prints a problem and both workings beside each other."""
     console.print(Text(textwrap.shorten(problem.prompt, 420, placeholder=" ...")))
     width = max(30, console.width // 2 - 1)
     panels = []
     for name, result in results.items():
         lines = result.completions[index][0].strip().splitlines()
-        hidden = len(lines) - config.lines
+        hidden = len(lines) - LINES
         if hidden > 0:
-            lines = [*lines[: config.lines - 1], f"... {hidden} lines ...", *lines[-1:]]
+            lines = [*lines[: LINES - 1], f"... {hidden} lines ...", *lines[-1:]]
         right = result.scores[index, 0] == 1
         title = f"{name}: {'right' if right else f'wrong, it is {problem.answers[0]}'}"
         style = "green" if right else "red"

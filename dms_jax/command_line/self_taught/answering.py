@@ -30,10 +30,10 @@ Place = tuple[int, int]  # number of the prompt, number of its answer
 def sample(
     config: SelfTaught, model: LanguageModel, questions: Questions, folder: pathlib.Path
 ) -> dict[Place, Completion]:
-    """Samples all answers with the vanilla cache; those in the folder's journal are kept.
+    """Samples the answers that the folder's journal lacks, with the whole cache.
 
-    Answer k of a prompt has temperature k // answers. A prompt that is held out has one, at the
-    first temperature. Draws do not depend on where an earlier call was stopped.
+    Answer k of a prompt is drawn at temperature number k // answers; a held-out prompt has one
+    answer, at the first temperature. Draws do not depend on where an earlier call stopped.
     """
     settings = {
         "prompts": questions.fingerprint,
@@ -89,11 +89,11 @@ def _seed(seed: int, place: Place) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Lessons:
-    """What is trained on, and what is measured with.
+    """The answers to train on and to measure with.
 
     Attributes:
       training: prompt and answer of each kept answer, as token ids.
-      held_out: the same of the prompts that are held out, whatever the filter says of them.
+      held_out: the same for the held-out prompts, unfiltered.
       figures: counts and shares, as JSON data.
     """
 
@@ -160,7 +160,7 @@ def choose(
 
 
 def read_lessons(folder: pathlib.Path) -> list[Exchange]:
-    """What `choose` has written to be trained on."""
+    """Reads `lessons.jsonl`."""
     lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
     return [_exchange(json.loads(line)) for line in lines]
 

@@ -1,4 +1,4 @@
-"""What is measured of the base and of each export: loss, live tokens, and accuracy if judged."""
+"""Measures the base and each export: loss, live tokens, and accuracy if there is a judge."""
 
 import json
 import pathlib
@@ -51,9 +51,9 @@ class HeldOut:
             self._answers.append(batch | {"loss_mask": answers})
 
     def __call__(self, model: LanguageModel) -> dict[str, float]:
-        """Nats per token: of the divergence from the base, and of the tokens themselves.
+        """Returns divergence from the base and loss, in nats a token.
 
-        The answers' tokens alone come first; "whole" are those of prompts and answers.
+        Over the tokens of the answers, and, as "..._whole", of prompts and answers.
         """
         options: Any = dict(compute_dtype=self._compute_dtype)
         parts = {"": self._answers, "_whole": self._batches}
@@ -66,7 +66,7 @@ class HeldOut:
 
 
 def whole(exchange: Exchange) -> np.ndarray:
-    """The tokens of a prompt and of the answer to it."""
+    """Returns the tokens of a prompt and its answer."""
     return np.concatenate([exchange.prompt, exchange.response]).astype(np.int32)
 
 
@@ -79,7 +79,7 @@ def measure(
     folder: pathlib.Path,
     name: str,
 ) -> dict[str, Any]:
-    """Figures of a model with its own policy; those that the folder holds are not taken again."""
+    """Measures a model with its own policy, unless the folder has its figures."""
     file = folder / f"{name}.json"
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
 
 
 def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str]]:
-    """The commands that repeat the run, try the result, and measure it or make it whole."""
+    """Returns commands that repeat the run, try the result, and measure or merge it."""
     result = str(config.out / "training" / "model")
     of_model = ["--model", config.model, "--adapter", result]
     if not config.adapter_only:

@@ -1,7 +1,7 @@
 """The prompts of a self-taught retrofit: questions to answer, or texts to continue.
 
-The last `held_out` prompts of the file are for measuring; what is the same as one of them is not
-trained on. Rows of JSON lines have
+The last `held_out` prompts of the file are for measuring; copies of them are not trained on. Rows
+of JSON lines have
 
     question, answer   problems of a task, asked as it asks them, with a judge of final answers
     prompt             a text, asked as a user's message or (without a chat) continued as it is
@@ -35,9 +35,8 @@ class Questions:
     """Prompts as token ids.
 
     Attributes:
-      training: numbers of the prompts whose answers are trained on, none of which is the same as
-        one that is held out.
-      held_out: numbers of the prompts that are kept for measuring.
+      training: numbers of the prompts to train on; none is a copy of one that is held out.
+      held_out: numbers of the prompts to measure with.
       tokens: token ids of each prompt, by number.
       task: the task whose problems they are; None if nothing judges the answers.
       chat: how they are asked; None for plain text.
@@ -52,7 +51,7 @@ class Questions:
     fingerprint: str
 
     def scores(self, answers: Sequence[tuple[int, str]]) -> list[float]:
-        """The scores of answers, (number of the prompt, text) each; 0 if there is no judge."""
+        """Returns the scores of answers, (number of the prompt, text) each; 0 without a judge."""
         if self.task is None:
             return [0.0] * len(answers)
         task = self.task
@@ -79,7 +78,7 @@ def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
     tokens = {}
     if first_held_out > 0:
         tokens = {number: _asked(number, records, task, model, chat, config) for number in held_out}
-    # Of short beginnings, and of files that repeat themselves, some are the same.
+    # Short beginnings, and files that repeat themselves, give some prompts twice.
     known = {tuple(each) for each in tokens.values()}
     training, same = [], 0
     for number in range(first_held_out):
@@ -114,7 +113,7 @@ def _asked(
     chat: Chat | None,
     config: SelfTaught,
 ) -> list[int]:
-    """The tokens of a prompt."""
+    """Returns the tokens of a prompt."""
     if task is None:
         return _encode(records[number], model, chat, config.beginning)
     return encode_problem(model, task.problem("train", number), chat, name=task.name)

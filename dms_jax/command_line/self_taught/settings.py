@@ -1,4 +1,4 @@
-"""What `dms-jax retrofit self-taught` can be told."""
+"""The options of `dms-jax retrofit self-taught`."""
 
 import dataclasses
 import json
@@ -30,36 +30,35 @@ class SelfTaught:
     """JSON lines with "question" and "answer" (as GSM8K), "prompt", "messages" or "text", or texts
     with <|endoftext|> in between. Texts are continued from their beginning."""
     out: pathlib.Path
-    """Directory of everything. The same command goes on with what is there."""
+    """Directory of the run. The same command resumes it."""
 
     questions: int | None = None
-    """How many of the prompts to answer for training; all but those held out unless given."""
+    """How many prompts to train on; by default all that are not held out."""
     held_out: int = 64
-    """How many prompts, the last ones, to measure with; nothing is trained on them."""
+    """How many prompts, the last ones, to measure with and not to train on."""
     judge: Literal["auto", "none", "gsm8k", "mathematics", "math500"] = "auto"
-    """The task whose prompt is asked and whose judge finds final answers; by itself gsm8k for
-    questions whose answers end in "#### ", else none."""
+    """Task that asks and judges the prompts; "auto" is gsm8k if answers end in "#### ", else
+    none."""
     style: Literal["auto", "instruct", "boxed", "plain"] = "auto"
-    """How a problem is asked for that judge: in its own words, for an answer in \\boxed{} as Qwen's
-    model cards do, or as it is; by itself "instruct" in a chat and "plain" without."""
+    """How a judged problem is asked: with instructions, for an answer in \\boxed{} as Qwen's model
+    cards do, or as it is; "auto" is "instruct" in a chat and "plain" without."""
     chat: Literal["auto", "yes", "no"] = "auto"
-    """Whether to ask through the chat template; by itself if the model has one."""
+    """Whether to ask through the chat template; "auto": yes if the model has one."""
     system: str | None = None
     """System prompt of the chat."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false)."""
     beginning: int = 16
-    """Tokens of each text that are given, of prompts that are texts to continue."""
+    """Tokens of each text to continue, if the prompts are texts."""
 
     temperatures: tuple[float, ...] = (0.7, 1.0)
     """Sampling temperatures; each prompt is answered at every one of them."""
     answers: int = 1
     """Answers to each prompt at each temperature."""
     max_new_tokens: int = 400
-    """Most new tokens of an answer; one that is cut off there did not end itself (--keep)."""
+    """Most new tokens of an answer; one that is cut off has not ended by itself (--keep)."""
     keep: Literal["all", "ended", "correct"] = "ended"
-    """Which answers to train on: all, those that the model ended itself, or those that the judge
-    finds correct."""
+    """Which answers to train on: all, those that ended by themselves, or those judged correct."""
 
     trainable: Trained = "low_rank"
     """The adapter beside frozen weights, low-rank updates of attention too, or all weights."""
@@ -68,39 +67,36 @@ class SelfTaught:
     alpha: float = UPDATES.alpha
     """Scale of the low-rank updates of attention, which are multiplied by alpha / rank."""
     window: int = 16
-    """Distance up to which a token stays in the cache whatever is decided about it."""
+    """Number of recent tokens that always stay in the cache."""
     shift: int = EVICTING.shift
-    """How many tokens later the decision about a token is made."""
+    """How many tokens after a token the decision about it is made."""
     ratios: tuple[float, ...] = (2.0, 3.5)
     """Compression ratios at which the model is exported and measured; training goes to the last."""
     tokens: int = STEPS * RECIPE.batch_size * RECIPE.sequence_length
-    """Tokens to train on, padding included; the answers are repeated as needed."""
+    """Tokens to train on, with padding; answers are repeated as needed."""
     learning_rate: float | None = None
     """Learning rate of everything but the adapter; the recipe's unless given."""
     adapter_learning_rate: float = float(STAGE.adapter_learning_rate or 0)
     """Learning rate of the adapter that decides on evictions."""
     settle: float = 0.5
-    """Share of the steps, at the end, that keep the last ratio while the rates fall to zero."""
+    """Share of the steps, at the end, that stay at the last ratio while the rates fall to zero."""
     warmup: float = 0.1
     """Share of the steps before them in which the rates rise from zero."""
     from_attention: float = 0.0
-    """Share of the steps, the first ones, in which the adapter alone learns from attention which
-    tokens later queries need: 0.2 in recipes.dms_warm_up."""
+    """Share of the steps, at the start, in which the adapter alone learns from attention which
+    tokens later queries need; 0.2 in recipes.dms_warm_up."""
     answers_only: bool = False
     """Leave the prompts out of the loss."""
-    packing: Literal["first_fit", "concatenate", "concatenate_whole"] = "first_fit"
-    """How answers become sequences: first_fit puts whole ones together, concatenate cuts their
-    stream anywhere, concatenate_whole starts every sequence with an answer."""
     sequence_length: int = RECIPE.sequence_length
     """Tokens of a training sequence."""
     batch_size: int = RECIPE.batch_size
     """Sequences of an optimizer step."""
     micro_batch_size: int | None = None
-    """Sequences a device passes forward and back at a time; the recipe's unless given."""
+    """Sequences that a device processes at a time; the recipe's unless given."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the passes of training."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights and the cache; that of the files unless given."""
+    """Type of the weights and the cache; by default that of the files."""
 
     lanes: int = 256
     """Sequences in the cache at a time, when sampling and measuring."""
@@ -111,7 +107,7 @@ class SelfTaught:
     checkpoint_every: int = 25
     """Steps between checkpoints to resume from."""
     seed: int = 0
-    """Seed of the draws, of the order of the data and of the noise of the training."""
+    """Seed of sampling, of the order of the data and of the noise of training."""
 
     def __post_init__(self):
         checks = {
@@ -130,20 +126,20 @@ class SelfTaught:
 
     @property
     def adapter_only(self) -> bool:
-        """Whether the result is an adapter for the model, and not a model."""
+        """Whether the result is an adapter and not a whole model."""
         return self.trainable != "all"
 
     def load(self, adapter: pathlib.Path | None = None) -> dms_jax.LanguageModel:
-        """The base, alone or with an adapter."""
+        """Loads the base, alone or with an adapter."""
         path = find_model(self.model)
         return dms_jax.load(path, dtype=self.dtype, adapter=adapter)
 
     def make_policy(self) -> DMS:
-        """The policy to retrofit for."""
+        """Returns the policy to retrofit for."""
         return DMS(window=self.window, shift=self.shift, source="adapter")
 
     def make_recipe(self) -> Recipe:
-        """The recipe with what was changed."""
+        """Returns the recipe with the changes of the options."""
         recipe = recipes.dms_self_taught(
             max(self.ratios),
             trainable=self.trainable,
@@ -159,7 +155,6 @@ class SelfTaught:
         changes: dict[str, Any] = dict(
             snapshots=tuple(sorted(self.ratios)),
             low_rank=LowRank(self.rank, self.alpha),
-            packing=self.packing,
             answers_only=self.answers_only,
             compute_dtype=self.compute_dtype,
         )
@@ -168,20 +163,19 @@ class SelfTaught:
         return dataclasses.replace(recipe, **changes)
 
     def make_chat(self, model: dms_jax.LanguageModel) -> Chat | None:
-        """Returns the chat template's form of a question; None to ask in plain text.
+        """Returns how prompts go through the chat template; None to ask in plain text.
 
         Raises:
-          ConfigError: something of a chat is given, and there is none.
+          ConfigError: --system or --template is given, and there is no chat.
         """
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
         asked = self.chat == "yes" or (self.chat == "auto" and has_template)
         return read_chat(asked=asked, system=self.system, template=self.template)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that a directory is for, as JSON data.
+        """Returns the settings that must not change between calls, as JSON data.
 
-        Where it lies is none of them, nor how much is done at a time or how often it is saved: who
-        ran out of memory goes on with fewer lanes.
+        After running out of memory a run can go on with fewer lanes, for example.
         """
         free = ("out", "lanes", "checkpoint_every")
         fields = {name: value for name, value in vars(self).items() if name not in free}

@@ -1,7 +1,7 @@
 """All stages of a self-taught retrofit, in one directory.
 
 out/
-  settings.json    what the directory is for; other settings are refused
+  settings.json    the settings; a call with others is refused
   answers/         the journal of sampled answers
   lessons.jsonl    the answers that are trained on, as token ids; lessons.json counts them
   training/        the run: checkpoints, log.jsonl, snapshots/ at each ratio, model/
@@ -28,10 +28,10 @@ BASE = "vanilla"
 
 
 def self_taught(config: SelfTaught) -> dict[str, Any]:
-    """Runs the stages that are not done yet and returns the figures.
+    """Runs the stages that are not done yet, and returns the figures.
 
     Raises:
-      ConfigError: a setting makes no sense, or the directory is for other settings.
+      ConfigError: a setting makes no sense, or the directory holds a run with other settings.
       DataError: the prompts cannot be used, or no answer is left to train on.
     """
     if not config.model or config.prompts is None:
@@ -51,7 +51,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
                 f"of --model {config.model}: give at most so many."
             )
         questions = read_questions(config, base)
-    _keep_settings(config)
+    write_json(config.out / "settings.json", config.to_dict())  # a wrong call leaves none
     answers = sample(config, base, questions, config.out / "answers")
     lessons = choose(config, questions, answers, config.out)
     held_out = HeldOut(config, base, lessons.held_out)
@@ -70,7 +70,6 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         if not (folder / f"{name}.json").exists():
             measure(config, exported(config, name), *told, name)
         systems[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    files = (config.out / "training" / "model").glob("*.safetensors")
     results = {
         "provenance": provenance(config),
         "prompts": questions.fingerprint,
@@ -79,7 +78,6 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         "chat": questions.chat is not None,
         "lessons": lessons.figures,
         "steps": recipe.total_steps(policy),
-        "trained_bytes": sum(file.stat().st_size for file in files),
         "systems": systems,
     }
     write_json(config.out / "results.json", results)
@@ -89,7 +87,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
 
 
 def train(config: SelfTaught, base: LanguageModel, lessons: Lessons, held_out: HeldOut) -> None:
-    """Retrofits, or goes on; a run that has ended is left as it is."""
+    """Starts or resumes the retrofit, unless it is done."""
     out = config.out / "training"
     if (out / "model").exists():
         return
@@ -108,32 +106,26 @@ def train(config: SelfTaught, base: LanguageModel, lessons: Lessons, held_out: H
 
 
 def exported(config: SelfTaught, ratio: str) -> LanguageModel:
-    """The model as it was exported at a ratio; at the last one, after it has settled."""
+    """Loads the model exported at a ratio; for the last one, the final model."""
     path = config.out / "training" / "snapshots" / ratio
     if float(ratio) == max(config.ratios):
         path = config.out / "training" / "model"
     return config.load(adapter=path) if config.adapter_only else dms_jax.load(path)
 
 
-def _keep_settings(config: SelfTaught) -> None:
-    """Writes what the directory is for, now that model and prompts have been read."""
-    write_json(config.out / "settings.json", config.to_dict())
-
-
 def _check_settings(config: SelfTaught) -> None:
-    """Compares the settings with those of the directory, if it is for any.
-
-    Raises:
-      ConfigError: some differ.
-    """
+    """Raises ConfigError if the directory holds a run with other settings."""
     file, settings = config.out / "settings.json", config.to_dict()
     if not file.exists():
         return
     there = json.loads(file.read_text(encoding="utf-8"))
-    names = sorted(there.keys() | settings.keys())
-    other = [name for name in names if there.get(name) != settings.get(name)]
-    if other:
+    differ = [
+        f"--{name.replace('_', '-')} {there.get(name)}, not {settings.get(name)}"
+        for name in sorted(there.keys() | settings.keys())
+        if there.get(name) != settings.get(name)
+    ]
+    if differ:
         raise dms_jax.ConfigError(
-            f"--out {config.out} is of a run with another {', '.join(other)}. Give the same to go "
-            "on with it, or another directory."
+            f"--out {config.out} holds a run with {', '.join(differ)}. Give the same to go on with "
+            "it, or another directory."
         )

@@ -61,7 +61,7 @@ def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
 
 
-def test_what_is_told_during_the_retrofit_stands_above_its_bar(monkeypatch, tmp_path):
+def test_snapshots_are_told_above_the_bar(monkeypatch, tmp_path):
     """Not behind the bar's figures, where it was cut off."""
     out = io.StringIO()
     out.isatty = lambda: True
@@ -115,7 +115,7 @@ def test_verdict_needs_two_standard_errors():
     assert "nan" not in out.getvalue()
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path):
+def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(dms_jax.ConfigError, match=r"--out .*file: "):
         quickstart.main(quickstart.Config(out=tmp_path / "file"))

@@ -14,7 +14,8 @@ from dms_jax.command_line.demos import solve
 @pytest.mark.usefixtures("optimized")
 def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    results = solve.main(solve.Config(problems=1, lines=4))
+    monkeypatch.setattr(solve, "LINES", 4)
+    results = solve.main(solve.Config(problems=1))
     shown = capsys.readouterr().out
     dense, compressed = results.values()
     policy = dms_jax.DMS(window=16, source="adapter", shift=0)

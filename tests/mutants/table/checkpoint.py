@@ -165,6 +165,6 @@ MUTANTS = [
         "dms_jax/config.py",
         "    return max(positions, extended)",
         "    return positions",
-        ("tests/test_config_lengths.py::test_scaled_ropes_add_positions",),
+        ("tests/test_config.py::test_scaled_ropes_add_positions",),
     ),
 ]

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 FILE = "dms_jax/executables.py"
 PROGRAMS = "dms_jax/generation/programs.py"
 TESTS = "tests/test_executables.py"
-KEYS = f"{TESTS}::test_a_key_depends_on_settings_and_arguments_and_on_no_value"
+KEYS = f"{TESTS}::test_a_key_depends_on_settings_and_shapes_not_values"
 
 MUTANTS = [
     Mutant(
@@ -13,7 +13,7 @@ MUTANTS = [
         FILE,
         "return found.st_uid == os.geteuid() and not found.st_mode & 0o022",
         "return found.st_uid == os.geteuid()",
-        (f"{TESTS}::test_what_others_may_have_written_is_not_read[writable by a group]",),
+        (f"{TESTS}::test_files_that_others_may_write_are_not_read[writable by a group]",),
     ),
     Mutant(
         "executables: files of other users are read",
@@ -27,14 +27,14 @@ MUTANTS = [
         FILE,
         'os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)',
         "os.O_RDONLY",
-        (f"{TESTS}::test_what_others_may_have_written_is_not_read[a link]",),
+        (f"{TESTS}::test_files_that_others_may_write_are_not_read[a link]",),
     ),
     Mutant(
         "executables: a source that was changed is a witness",
         FILE,
         "if max(found.st_mtime, found.st_ctime) > _BEGUN:",
         "if False:",
-        (f"{TESTS}::test_a_source_that_was_changed_while_it_runs_is_no_witness",),
+        (f"{TESTS}::test_nothing_is_kept_once_the_source_has_changed",),
     ),
     Mutant(
         "executables: classes of any package stand for what they are",
