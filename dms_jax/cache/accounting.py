@@ -46,6 +46,7 @@ class Usage:
         or none if an equal request's prefill served this one too. After a preemption, everything
         that is computed again counts again. The other figures are those of a request that reads its
         prompt itself.
+      cached_tokens: tokens of the prompt that a cached prefix provided.
     """
 
     prompt_tokens: int

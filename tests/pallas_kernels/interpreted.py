@@ -94,7 +94,7 @@ def fetch(_, count, block):
 
 
 def prefill(implementation, name, _):
-    case = next(case for case in prefill_cases.CONTRACT if case.name == name)
+    case = prefill_cases.by_name(name)
     module = {"mosaic_gpu": prefill_gpu, "mosaic_mma": prefill_mma}[implementation]
     arguments, scale = prefill_support.draw(case), case.D**-0.5
     operands = prefill_support.split_keys([*map(jnp.asarray, arguments)])
@@ -129,7 +129,7 @@ def training(implementation, name, cuts):
     one sequence, and one KV head has two query heads, or as many as are odd or more than a tile
     holds. The pieces have two heads: a piece's place is the same for all of them.
     """
-    case = next(case for case in training_cases.CONTRACT if case.name == name)
+    case = training_cases.by_name(name)
     case = dataclasses.replace(case, T=min(case.T, 3 * TILE))
     if cuts:
         case = dataclasses.replace(case, H=2, K=1)
