@@ -27,9 +27,6 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-# A name, several names that are tried in order, or None for the best one that can serve the call.
-ImplementationChoice = str | Sequence[str] | None
-
 
 def _serves_everything(*arrays: Any, **static: Any) -> str | None:
     del arrays, static
@@ -82,54 +79,41 @@ class Operation:
     name: str
     implementations: tuple[Implementation, ...]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that a caller may ask for."""
-        return tuple(candidate.name for candidate in self.implementations)
-
-    def candidates(self, choice: ImplementationChoice) -> tuple[Implementation, ...]:
-        """Lists the implementations that a choice allows, in the order in which they are tried.
-
-        Raises:
-          ValueError: a name is unknown, or the choice is empty.
-        """
-        if choice is None:
-            return self.implementations
-        asked = (choice,) if isinstance(choice, str) else tuple(choice)
-        by_name = {candidate.name: candidate for candidate in self.implementations}
-        unknown = [name for name in asked if name not in by_name]
-        if unknown or not asked:
-            raise ValueError(
-                f"{self.name}: implementation={choice!r} names {unknown or 'nothing'}; "
-                f"known implementations are {', '.join(self.names)}"
-            )
-        return tuple(by_name[name] for name in asked)
-
-    def xla_alone(self, choice: ImplementationChoice, why: str) -> str:
+    def xla_alone(self, choice: str | None, why: str) -> str:
         """Returns "xla" for a call that no kernel serves yet.
 
         Raises:
-          NotImplementedError: the choice leaves it out.
+          NotImplementedError: another implementation is chosen.
         """
-        if all(candidate.name != "xla" for candidate in self.candidates(choice)):
+        if choice not in (None, "xla"):
             raise NotImplementedError(f"{self.name}: {why} is served by xla alone, not {choice!r}")
         return "xla"
 
     def select(
-        self, choice: ImplementationChoice, *arrays: Any, **static: Any
+        self, choice: str | None, *arrays: Any, **static: Any
     ) -> tuple[dict[str | None, Implementation], list[str]]:
         """Returns for each platform the first allowed implementation that can serve the arguments.
+
+        Args:
+          choice: the only name that is allowed; None allows all.
+          *arrays: arguments of the implementations.
+          **static: static arguments of the implementations.
 
         Returns:
           A mapping from platform (None for every other platform) to the implementation, and the
           reasons of those that were left out, one line each.
 
         Raises:
+          ValueError: the name is unknown.
           NotImplementedError: no allowed implementation can serve the call on any platform.
         """
+        allowed = [each for each in self.implementations if choice in (None, each.name)]
+        if not allowed:
+            known = ", ".join(each.name for each in self.implementations)
+            raise ValueError(f"{self.name} has no implementation {choice!r}; it has {known}")
         chosen: dict[str | None, Implementation] = {}
         reasons = []
-        for candidate in self.candidates(choice):
+        for candidate in allowed:
             if candidate.platform in chosen or None in chosen:
                 continue
             reason = candidate.why_not(*arrays, **static)
@@ -143,7 +127,7 @@ class Operation:
             )
         return chosen, reasons
 
-    def __call__(self, choice: ImplementationChoice, *arrays: Any, **static: Any) -> Any:
+    def __call__(self, choice: str | None, *arrays: Any, **static: Any) -> Any:
         """Runs the operation with the implementation of the platform that it is lowered for.
 
         Raises:

@@ -37,14 +37,16 @@ class Usage:
         stop string is left out if later tokens ran before it was found.
       compression_ratio: tokens seen divided by live entries, both at the end.
       cache_bytes: device bytes of this sequence at the end: the pages of its entries, without what
-        is reserved beyond them, and the policy's state. Of a request that ends while it waits, what
-        it held before it was put back; 0 if it never began.
+        is reserved beyond them, and the policy's state. For a request that ends while it waits:
+        what it held before its preemption; 0 if it never began.
       peak_cache_bytes: the highest device bytes, with the pages reserved for the running chunk.
-      host_bytes: bytes of values in host memory at the end (KCache), which the others leave out.
+      host_bytes: bytes of values in host memory at the end (KCache); the other figures leave them
+        out.
       prefilled_tokens: tokens that were computed as a prompt for this request: all of its prompt,
-        or none if the prompt was read once for several requests, and this one was not the one that
-        it was read for. After a preemption, everything that is computed again counts again. The
-        other figures are those of a request that reads its prompt itself.
+        or none if an equal request's prefill served this one too. After a preemption, everything
+        that is computed again counts again. The other figures are those of a request that reads its
+        prompt itself.
+      cached_tokens: tokens of the prompt that a cached prefix provided.
     """
 
     prompt_tokens: int
@@ -86,7 +88,7 @@ class Meter:
     cached: int = 0
 
     def fork(self, other: "Meter") -> None:
-        """Takes the use of an equal prompt that was read in another lane, except its bytes."""
+        """Takes over the use of an equal prompt prefilled in another lane, except its bytes."""
         self.reads, self.peak, self.held, self.live = (
             other.reads,
             other.peak,
@@ -115,10 +117,10 @@ class Meter:
         self.reads += sum(reads)
 
     def read_before(self, live: int) -> None:
-        """Adds the tokens of a prefix that was in the cache already, after which rows never shrank.
+        """Adds the tokens of a cached prefix, within which rows never shrank.
 
         Args:
-          live: live entries after it, which are the most after any of its tokens.
+          live: live entries after it, and so the most after any of its tokens.
         """
         self.live, self.peak, self.held = live, max(self.peak, live), max(self.held, live)
 

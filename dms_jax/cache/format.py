@@ -22,19 +22,18 @@ class Format(abc.ABC):
         """Returns the vectors that stored ones stand for."""
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns vectors in the frame of what is stored, in a dtype that has room for them."""
+        """Rotates vectors into the frame of what is stored, in a dtype that has room for them."""
         return x
 
     def rotate_back(self, x: Float[Array, "*slots D"], dtype: Any) -> Float[Array, "*slots D"]:
-        """Returns vectors of the frame of what is stored in their own."""
+        """Rotates vectors in that frame back."""
         return x.astype(dtype)
 
 
 def within(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """Returns numbers in a dtype; one beyond its largest becomes that.
+    """Casts numbers to a dtype, clipped to its largest.
 
-    What stands for a number that a dtype has may lie beyond what it has: 65504 is 66000 in 4 bits,
-    which is infinite in float16.
+    Quantization may round beyond it: 65504 becomes 66000 in 4 bits, which is infinite in float16.
     """
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -largest, largest).astype(dtype)

@@ -22,7 +22,7 @@ _IN_FLIGHT = 8  # blocks on their way to the host, which the device holds beside
 
 
 class HostPages:
-    """A pool of pages in host memory, whose memory is taken as it fills.
+    """A pool of pages in host memory, allocated as it fills.
 
     Args:
       block: shapes of a block of pages, leaves [n, ...]; pages are copied in such blocks.
@@ -70,7 +70,7 @@ class HostPages:
         self._uses[slots[known]] += 1  # before others make room
         missing = pages[~known]
         while len(missing) > len(self._free):
-            # What can never fit takes no other's place.
+            # What can never fit evicts nothing.
             if len(missing) > len(self._uses) or not make_room():
                 self.drop(slots[known])
                 return None

@@ -71,7 +71,7 @@ class Int4(Format):
         return self.rotate_back(wide, dtype)
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns vectors in the rotated frame of the pages.
+        """Rotates vectors into the frame of the pages.
 
         Those of float16 become float32: a rotated number may be sqrt(D) times the largest one. As
         queries they make attention compute in float32, whose keys and values are as large.
@@ -80,7 +80,7 @@ class Int4(Format):
         return turned if x.dtype == jnp.float16 else turned.astype(x.dtype)
 
     def rotate_back(self, x: Float[Array, "*slots D"], dtype: Any) -> Float[Array, "*slots D"]:
-        """Returns vectors of the rotated frame in their own."""
+        """Rotates vectors in the frame of the pages back."""
         return within(self._turn(x), dtype)
 
     def _turn(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:

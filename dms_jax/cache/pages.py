@@ -32,8 +32,8 @@ class PageAllocator:
       reserved: Int32[L, B, K], pages reserved for each row.
 
       reclaim: called with (number of a free list, pages that it lacks) before pages of prefixes are
-        reserved for rows; drops prefixes until there are as many.
-      on_free: called with the pages that prefixes or rows gave back and nothing holds.
+        reserved for rows; drops prefixes until enough are free.
+      on_free: called with pages that were given back and that nothing holds any more.
 
     With `first` = (layers, pages), pages 0 ... pages - 1 of each shard are only for the rows of the
     first `layers` layers, and the other pages for the rows of the other layers.
@@ -98,7 +98,7 @@ class PageAllocator:
         return self._are_free(np.maximum(self.pages_for(slots) - self.reserved, 0))
 
     def _are_free(self, missing: Int[np.ndarray, "L B K"]) -> bool:
-        """Whether there are as many free pages, those of prefixes alone included."""
+        """Whether there are enough free pages, counting those that only prefixes hold."""
         if missing.sum() <= self.free_pages:  # of any one shard
             return True
         wanted = np.bincount(
@@ -174,7 +174,7 @@ class PageAllocator:
         """
         shard = number % self._shards
         several = uses[shard, pages] > 1
-        uses[shard, pages[~several]] = 0  # each of them is there once
+        uses[shard, pages[~several]] = 0  # each of them appears once
         np.subtract.at(uses[shard], pages[several], 1)
         freed = pages[(self._rows[shard, pages] == 0) & (self._prefixes[shard, pages] == 0)]
         if several.any():  # two rows may have given one back together
@@ -336,8 +336,8 @@ class PageAllocator:
     def take_changes(self) -> Int[np.ndarray, "2 n"] | None:
         """Returns the cells of the table that have changed since it was called, (row, column).
 
-        Rows are counted over layers, sequences and heads. A cell that changed twice may be there
-        twice. None stands for so many cells that the whole table is as easily copied.
+        Rows are counted over layers, sequences and heads. A cell that changed twice may appear
+        twice. None if there are so many that copying the whole table is as cheap.
         """
         changes, self._changes, self._num_changes = self._changes, [], 0
         if changes is None:

@@ -57,11 +57,11 @@ class Pool:
         return self.k_pages.shape[1]
 
     def rotate(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
-        """Returns queries in the frame that the pool stores vectors in: 4 bits have their own."""
+        """Rotates queries into the frame in which the pool stores vectors (`int4`)."""
         return x if self.format is None else self.format.rotate(x)
 
     def rotate_back(self, x: Float[Array, "*shape D"], dtype: Any) -> Float[Array, "*shape D"]:
-        """Returns outputs of the pool's values, of queries in that frame, in the usual one."""
+        """Rotates attention outputs in the frame of the pool's values back."""
         return x if self.format is None else self.format.rotate_back(x, dtype)
 
     def store(
@@ -75,7 +75,7 @@ class Pool:
     ) -> tuple["Pool", Float[Array, "B T K D"], Float[Array, "B T K D"]]:
         """Writes keys and values into the rows' slots; negative slots are not written.
 
-        Returns the pool, and the keys and values as they are when they are read again.
+        Returns the pool, and the keys and values as they will be read back.
 
         Args:
           page_table: the pages of the rows.
@@ -152,7 +152,7 @@ class Pool:
         Returns:
           The pool, and the rotated queries.
         """
-        # As the projection orders them, where they are parts of one product: XLA sees that this is
+        # In the order of the projection: where they are parts of one product, XLA sees that this is
         # the product itself, and copies nothing.
         grouped = q.reshape(*k.shape[:3], -1, k.shape[-1])
         heads = jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
@@ -255,8 +255,8 @@ class Cache:
       page_table: the pages of each row; N (no page) beyond the reserved ones.
       lengths: slots in use per row.
       seen: tokens that each sequence has seen, which is the position of its next token.
-      max_lengths: tokens that each sequence can come to, its prompt and its longest answer;
-        for policies whose budget is a share of that.
+      max_lengths: the most tokens of each sequence, its prompt and its longest answer; for policies
+        whose budget is a share of that.
       adapters: the adapter of each sequence; None if all have that of the model.
       row_state: the policy's state per row, leaves [L, B, K, ...]; the axes after L are those of
         `PolicyState.rows`.

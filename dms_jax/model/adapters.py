@@ -1,7 +1,7 @@
 """Several adapters on one base model; each sequence chooses one.
 
-An adapter is a decision head (`layers.Adapter`), low-rank updates (`low_rank`), or both. Those of a
-model are stacked, and every token has the number of its own (its slot):
+An adapter is a decision head (`layers.Adapter`), low-rank updates (`low_rank`), or both. The
+adapters of a model are stacked, and every token carries the number of its adapter (its slot):
 
     decision heads      layers.adapter.each.*                  [L, slots, ...]
     low-rank updates    layers.attention.qkv_proj.q.lora_a     [L, E, R]        R = all ranks
@@ -10,10 +10,10 @@ model are stacked, and every token has the number of its own (its slot):
     y = x W + (s * x A) B        s [R] is a token's own: alpha / r in the columns of its adapter,
                                  and 0 in those of the others
 
-So updates of any ranks are one of their sum, and a product has the shape of one for any number of
-adapters: nothing is gathered by token, and weights are read once for all lanes of a step. The time
-of these products grows with the number of adapters; a rank of 16 of a width of 2,048 is 1% of a
-projection. The decision heads of all adapters are computed, and each token selects its logits.
+So updates of any ranks act as one update whose rank is their sum: nothing is gathered by token, and
+weights are read once for all lanes of a step. The time of these products grows with the number of
+adapters; rank 16 at width 2,048 costs 1% of a projection. The decision heads of all adapters are
+computed, and each token selects its logits.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class AdapterWeights:
     @classmethod
     def of(cls, model: LanguageModel) -> "AdapterWeights":
         """Returns the adapter of a model, as `load(..., adapter=...)` or `retrofit` gives one."""
-        arrays = _arrays(model.transformer)
+        arrays = low_rank.arrays_of(model.transformer)
         return cls(
             model.policy,
             model.transformer.adapter_shape,
@@ -126,7 +126,7 @@ class Slots:
         """Returns the slots with another adapter in the place of one.
 
         Raises:
-          ConfigError: it does not fit, which would take other programs.
+          ConfigError: it does not fit: other programs would be needed.
         """
         slot = self.names.index(name)
         if adapter.rank > self.ranks[slot]:
@@ -139,7 +139,7 @@ class Slots:
         return dataclasses.replace(self, adapters=adapters)
 
     def lanes(self, names: Sequence[str | None]) -> LaneAdapters:
-        """Returns what programs are told of lanes with adapters of these names."""
+        """Returns the adapters of lanes, given by name, as programs take them."""
         slots = np.array([self.names.index(name) for name in names], np.int32)
         ends = np.cumsum([0, *self.ranks])
         scales = np.zeros((len(self.ranks), ends[-1]), jax.dtypes.canonicalize_dtype(float))
@@ -153,7 +153,7 @@ class Slots:
         """Returns the transformer of a model with these adapters stacked into it."""
         arrays = {
             path: array
-            for path, array in _arrays(model.transformer).items()
+            for path, array in low_rank.arrays_of(model.transformer).items()
             if not is_of_adapter(path)
         }
         config, mesh, rank = model.config, model.mesh, sum(self.ranks)
@@ -180,7 +180,7 @@ class Slots:
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
     def _stacked(self, path: Path, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns a parameter of all slots, on the host; zeros are written where one has none."""
+        """Returns a parameter of all slots, on the host; zeros where an adapter has none."""
         is_head = path[:2] == _HEAD
         path = (*_HEAD, *path[3:]) if is_head else path
         found = [each.arrays.get(path) for each in self.adapters]
@@ -196,13 +196,6 @@ class Slots:
             if own is not None:
                 parts[-1][(slice(None),) * axis + (slice(own.shape[axis]),)] = np.asarray(own)
         return np.concatenate(parts, axis=axis)
-
-
-def _arrays(transformer: Transformer) -> dict[Path, jax.Array]:
-    return {
-        path: param.get_value()
-        for path, param in nnx.to_flat_state(nnx.state(transformer, nnx.Param))
-    }
 
 
 class Heads(nnx.Module):

@@ -86,15 +86,15 @@ class Attention(nnx.Module):
     def _normed(self, grouped: Float[Array, "B T K n D"]) -> Float[Array, "B T K n D"]:
         """Applies the norms of queries and keys, if there are any.
 
-        All heads are normed where they lie, in one pass, and values stay as they are. Queries and
-        keys that are taken apart first are two slices and two norms to a GPU, in every step.
+        Norms all heads in place, in one pass; values stay as they are. Taking queries and keys
+        apart first would cost a GPU two slices and two norms in every step.
         """
         if self.q_norm is None or self.k_norm is None:
             return grouped
         if self.q_norm.num_dims > 1:
             q, k, v = (grouped[..., part, :] for part in (slice(0, -2), -2, slice(-1, None)))
             return jnp.concatenate([self.q_norm(q), self.k_norm(k)[..., None, :], v], axis=-2)
-        # Rounded as it is stored, which XLA may leave out between a sum of low rank and a norm.
+        # Round as stored: XLA may skip the rounding between a low-rank sum and a norm.
         info = jnp.finfo(grouped.dtype)
         grouped = jax.lax.reduce_precision(grouped, info.nexp, info.nmant)
         head = jax.lax.broadcasted_iota(jnp.int32, grouped.shape[-2:], 0)
@@ -116,9 +116,9 @@ class Relaxation:
     Attributes:
       noise_keys: random key of each sequence's logistic noise [B], from which every layer draws its
         own; None for no noise.
-      neuron_scale: factor on the borrowed neuron while it decays to zero before the retrofit, in
-        which nothing is evicted; None after that, when decisions take effect.
-      supervised: whether decisions learn from attention, in which nothing is evicted then.
+      neuron_scale: factor on the borrowed neuron while it decays to zero before the retrofit;
+        nothing is evicted then. None after that, when decisions take effect.
+      supervised: whether decisions learn from attention; nothing is evicted then.
     """
 
     noise_keys: Any = None
@@ -136,7 +136,8 @@ def rotate(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
     """Returns rotated queries and keys, with the borrowed neurons multiplied by `scale`.
 
-    Of a row that is split over devices the queries are a shard's, and the keys those of all.
+    In a row that is split over devices, queries are the shard's own, and keys are those of all
+    shards.
     """
     q, k = policy.clear_borrowed(chunk.tokens.q, chunk.tokens.k, scale)
     q, k = apply_rope(q, *of_own_tokens(row, chunk.rotation)), apply_rope(k, *chunk.rotation)
@@ -204,7 +205,8 @@ def attend_sequences(
     elif relaxation is not None:
         noise = jnp.zeros(shape, wide)
         if relaxation.noise_keys is not None:
-            # A draw for each sequence: the noise does not depend on how they are split and passed.
+            # One draw per sequence: the noise does not depend on how sequences are split or
+            # batched.
             noise = jax.vmap(
                 lambda key: logistic_noise(jax.random.fold_in(key, tokens.layer), shape[1:], wide)
             )(relaxation.noise_keys)
@@ -238,7 +240,7 @@ def _sharded_attention(
 ) -> Array:
     """Runs `retrofit_attention` per shard: sequences and KV heads are independent.
 
-    Of a split row each piece of queries attends from its place.
+    In a split row each piece of queries attends from its own place.
     """
 
     def attend(q, k, v, bias, ids, starts, sinks):

@@ -34,7 +34,7 @@ class Attended:
     """The result of attention over a chunk.
 
     `live` and `reads` are totals over the layer's KV heads, for each token of the chunk; after a
-    step None for those that are the sums of `lengths`, which are taken of all layers at once.
+    step None where they are the sums of `lengths`, which are computed for all layers at once.
     """
 
     out: Float[Array, "B T H D"] = struct.field(metadata=axes("sequences", "tokens", "heads"))
@@ -47,7 +47,7 @@ class Attended:
 def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
     """Returns whether a compiled chunk of `num_tokens` attends in one pass, not token by token.
 
-    Whatever it says, tokens before which nothing is evicted (`Policy.kept_whole`) may do so.
+    Tokens before which nothing is evicted (`Policy.kept_whole`) may do so in any case.
 
     A chunk of one token is a decode step where prompts and answers are treated alike. A prompt
     with full attention (Quest) keeps it even in chunks of one token.
@@ -61,7 +61,8 @@ def plan_steps(cache: Cache, counts: Int[Array, " B"]) -> DecodePlan:
     """Returns the plan of one token's attention in every layer, made at once.
 
     What a token evicts is known only in its layer, so each row is planned with one slot more than
-    it has. On a mesh each device plans its own rows, and the plan's arrays are theirs side by side.
+    it has. On a mesh each device plans its own rows, and the arrays of their plans are
+    concatenated.
     """
     num_layers, _, _, columns = cache.page_table.shape
     lengths = jnp.where(counts[:, None] > 0, cache.lengths + 1, 0)
@@ -148,7 +149,7 @@ def _attend(
 class _Written:
     """A chunk that was written to the cache: rotated queries, and keys and values as stored.
 
-    Of a step the keys and values are in the cache alone.
+    In a step, keys and values are only in the cache.
     """
 
     cache: LayerCache
@@ -206,9 +207,9 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
     """Attends with all queries in one pass, over the earlier tokens and over the chunk."""
     chunk = dataclasses.replace(chunk, static=dataclasses.replace(chunk.static, one_pass=True))
     written = _write(policy, cache, chunk, host)
-    # A prompt that will be cut is appended, so that its earlier tokens are still where they were,
-    # but for the last victim, whose place its first token may take: that is masked. Read from the
-    # pool before it, they would have the GPU compiler copy that in every layer.
+    # A prompt that will be cut is appended, so its earlier tokens are still in place, except the
+    # last victim, whose slot the first token may take: that one is masked. Reading them before the
+    # write would make the GPU compiler copy the pool in every layer.
     before = written.cache.pool if policy.shrinks else cache.pool
     placement, q = written.placement, written.q
     assert written.k is not None
@@ -300,7 +301,7 @@ def _in_order(out: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
 
 
 def in_use(lengths: Int[Array, "*L B K"], count: Int[Array, " B"]) -> Int[Array, "B 1"]:
-    """Returns the slots in use after a step, over all rows of a sequence; none of an idle one."""
+    """Returns the slots in use after a step, summed over a sequence's rows; 0 for an idle one."""
     rows = tuple(axis for axis in range(lengths.ndim) if axis != lengths.ndim - 2)
     return jnp.where(count > 0, lengths.sum(rows, dtype=jnp.int32), 0)[:, None]
 

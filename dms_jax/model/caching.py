@@ -82,8 +82,8 @@ def init_cache(
 def init_state(config: ModelConfig, policy: Policy, shape: CacheShape) -> PolicyState:
     """Returns the state of a layer's empty rows and of empty pages, of a model with this policy.
 
-    Of a model with windows that of its rows is a `ByCache`, and a policy's state by page is that of
-    layers without one.
+    With windowed layers the rows' state is a `ByCache`; the state by page is that of the layers
+    without a window.
     """
     state = policy.init_state(shape)
     if config.window is None:
@@ -94,7 +94,7 @@ def init_state(config: ModelConfig, policy: Policy, shape: CacheShape) -> Policy
 
 
 def of_layers(config: ModelConfig, rows: Any) -> Any:
-    """Returns the state of the rows of all layers, given that of one of each sort."""
+    """Returns the state of the rows of all layers, given the state of one layer of each kind."""
 
     def repeated(tree: Any, count: int) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)

@@ -1,9 +1,9 @@
 """Eviction by cutting rows to the slots that their policy keeps, which frees the pages after them.
 
 After a prompt, and between the tokens of a chunk, each layer cuts its own rows. After a decode step
-the rows of all layers are cut together, behind the last one: whether any is due is then checked
-once per step, not once per layer, which would make the host wait for the device each time, and a
-cut costs what the rows that are due cost, not those of all layers and sequences.
+the rows of all layers are cut together, behind the last one: whether any row is due is then checked
+once per step, not once per layer, where the host would wait for the device each time, and a cut
+costs only what the due rows cost.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, PolicyState, Rows
 from dms_jax.sharding import cache_spec, partition
 
-# Numbers of keys in the rows that are cut in one pass behind a decode step. A scorer has several of
-# 32 bits at a time for each of them: with 450 sequences of SmolLM2-135M a pass of
-# ExpectedAttention took 4 GB if their tables had 4,240 slots.
+# Most numbers in the keys that one pass cuts after a decode step. A scorer holds several 32-bit
+# numbers for each of them: with 450 sequences of SmolLM2-135M a pass of ExpectedAttention took 4 GB
+# if their tables had 4,240 slots.
 MOST_NUMBERS = 1 << 25
 
 
@@ -169,11 +169,11 @@ def _cut_due(
     *,
     dtype: Any,
 ) -> tuple[LayerCache, Int[Array, "L B K"]]:
-    """Cuts what is due, some pairs of a layer and a sequence at a time, and touches nothing else.
+    """Cuts the due rows, a few (layer, sequence) pairs per pass, and touches nothing else.
 
-    They are as many as there are sequences, or as `MOST_NUMBERS` allows. Sequences are seldom due
-    together: of 256 whose rows are cut every 16 tokens, 16 are in a step. A pair is a batch of one
-    sequence, so the pairs of a pass may be of different layers.
+    A pass has as many pairs as there are sequences, or as `MOST_NUMBERS` allows. Sequences are
+    seldom due together: of 256 whose rows are cut every 16 tokens, 16 are in a step. A pair is a
+    batch of one sequence, so the pairs of a pass may be of different layers.
     """
     num_layers, batch = due.shape
     *_, page_size, head_dim = cache.pool.k_pages.shape

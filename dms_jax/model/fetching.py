@@ -3,8 +3,8 @@
     scores over all keys -> log-sum-exp -> the N largest of each query head -> their values -> sum
 
 A query head fetches N values of D numbers. Which ones depends on its scores, so the fetch cannot be
-part of the kernel that reads the keys. Where N is each sequence's own, the values of whole rows are
-gathered and the others weighed with zero: that measures the selection, and saves no reads.
+part of the kernel that reads the keys. Where N differs by sequence, the values of whole rows are
+gathered and unselected ones weighed with zero: this measures the selection but saves no reads.
 """
 
 from typing import Any
@@ -87,7 +87,7 @@ def sinks_of_rows(chunk: Chunk, num_rows: int) -> Float[Array, "R g"] | None:
 def _select(
     scores: Float[Array, "R G S"], count: int
 ) -> tuple[Int[Array, "R G n"], Float[Array, "R G n"]]:
-    """Returns the slots of the `count` largest scores of each query head, and these."""
+    """Returns the slots of the `count` largest scores of each query head, and those scores."""
     slots = select_largest(scores.reshape(-1, scores.shape[-1]), count)
     slots = slots.reshape(*scores.shape[:2], count)
     best = jnp.take_along_axis(scores, slots, axis=-1)

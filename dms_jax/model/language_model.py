@@ -54,8 +54,8 @@ class LanguageModel:
       generation: generation defaults such as the end tokens.
       mesh: mesh over which the parameters are sharded; None for the default device.
       source: path of the checkpoint that the parameters were loaded from; None for a new model.
-      untrained: whether policies run that the model never learned, and evict by neurons that say
-        nothing: for tests and benchmarks. `load` and training set it to False.
+      untrained: whether policies may run that the model never learned, so that they evict by
+        meaningless neurons: for tests and benchmarks. `load` and training set it to False.
     """
 
     transformer: Transformer
@@ -114,17 +114,17 @@ class LanguageModel:
         return dataclasses.replace(self, transformer=placed_transformer)
 
     def with_parameters(self, parameters: "Transformer | nnx.State") -> "LanguageModel":
-        """Returns the model with other numbers in its parameters, or in some of them.
+        """Returns the model with other values in its parameters, or in some of them.
 
-        What was compiled for the model serves this one. Arrays that lie where those do that they
-        replace are shared, not copied: who donates them later must give copies.
+        Programs compiled for the model serve this one. Arrays that are already placed like the ones
+        they replace are shared, not copied: a caller that donates them later must pass copies.
 
         Args:
           parameters: a transformer, or the state of parts of one.
 
         Raises:
-          ConfigError: they are none, or the model has no such parameter, or one of another shape
-            or type; names the first.
+          ConfigError: `parameters` is neither, or the model has no such parameter, or one of
+            another shape or type; the message names the first.
         """
         if not isinstance(parameters, nnx.Module | nnx.State):
             raise ConfigError(
@@ -273,8 +273,8 @@ def _placed_as(given: Array | np.ndarray, old: Array) -> Array:
     new: Any = jax.device_put(jnp.asarray(given, old.dtype), old.sharding)
     if old.committed:
         return new
-    # A program that was compiled for an array that nobody has placed is compiled again for one that
-    # somebody has, as trainers do. This is the same memory, placed by nobody.
+    # A program compiled for an uncommitted array is compiled again for a committed one, such as a
+    # trainer's. This is the same memory, uncommitted.
     return ArrayImpl(new.aval, new.sharding, new._arrays, committed=False)
 
 

@@ -30,9 +30,9 @@ from dms_jax.policies.vanilla import Vanilla
 @no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class ByCache:
-    """What layers have of their own where it differs with their cache, stacked over those layers.
+    """Values of layers that differ with their kind of cache, each stacked over its layers.
 
-    A model without windows has none of these: what it would be is `growing`.
+    A model without windows has no such pair, but the `growing` part alone.
 
     Attributes:
       growing: of the layers whose cache grows.
@@ -165,8 +165,8 @@ def scan_layers(
       carry: what the first layer is given.
       layers: the layers' parameters, stacked.
       each: the layers, as stretches.
-      per_layer: arrays [L, ...] of which each layer is given its own, and `ByCache`, of which it is
-        given what is of layers like it. Results are likewise: [L, ...], and `ByCache`.
+      per_layer: arrays [L, ...], of which each layer gets its slice, and `ByCache`, of which it
+        gets its slice of the part for layers like it. Results come likewise.
       unroll: whether the whole loop is unrolled.
       block: layers in a turn of the loop, at most, unless a group of roles is longer; each stretch
         has turns of one length.

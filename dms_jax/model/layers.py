@@ -70,7 +70,7 @@ class Linear(nnx.Module):
 
     @property
     def matrix(self) -> Float[Array, "..."]:
-        """What a layer's inputs are multiplied by, all in all."""
+        """The matrix that inputs are multiplied by, with any update."""
         return self.kernel[...]
 
 
@@ -79,16 +79,16 @@ def product(
 ) -> jax.Array:
     """Returns `multiply(x)`, products of a matrix with the vectors of x, of `inputs` axes each.
 
-    XLA itself multiplies a single vector of a narrow type, where a library is faster: by 17 times
-    on a CPU (1536 x 8960 in bfloat16: 53 ms, and 3 for two vectors), and for attention's matrices
-    on an H200. So a single vector is multiplied beside zeros.
+    XLA multiplies a single vector of a narrow type itself, although a library is faster: 17 times
+    on a CPU (1536 x 8960 in bfloat16: 53 ms, against 3 for two vectors), and for attention's
+    matrices on an H200. So a single vector is multiplied beside zeros.
     """
     if math.prod(x.shape[: x.ndim - inputs]) > 1 or jnp.finfo(x.dtype).bits > 16:
         return multiply(x)
     return multiply(jnp.concatenate([x, jnp.zeros_like(x)]))[:1]
 
 
-# Vectors whose product with a long matrix is summed in halves, at most; and the widest such matrix.
+# Most vectors whose product with a long matrix is summed in halves, and the widest such matrix.
 _FEW_VECTORS, _NARROW = 64, 2048
 
 
@@ -97,9 +97,9 @@ def contract(
 ) -> Float[Array, "..."]:
     """Returns `jnp.tensordot(x, kernel, inputs)`.
 
-    cuBLAS splits a matrix by columns, so a long and narrow one occupies few multiprocessors. To sum
-    two halves of its rows occupies twice as many. On an H200, 8960 x 1536 in bfloat16 takes 15.0 us
-    instead of 20.2 for one vector, 15.8 instead of 21.8 for 32, and the same for 256.
+    cuBLAS splits a matrix by columns, so a long and narrow one occupies few multiprocessors.
+    Summing two halves of its rows occupies twice as many. On an H200, 8960 x 1536 in bfloat16 takes
+    15.0 us instead of 20.2 for one vector, 15.8 instead of 21.8 for 32, and the same for 256.
     """
     length, width = kernel.shape[0], math.prod(kernel.shape[inputs:])
     few = math.prod(x.shape[: x.ndim - inputs]) <= _FEW_VECTORS and jnp.finfo(x.dtype).bits <= 16
@@ -136,9 +136,9 @@ def look_up(
     the tokens of all in its columns, and the parts are exchanged: this moves hidden states, and
     never the table.
 
-    The gradient of the table is accumulated in at least float32 and in a fixed order, which a
-    scatter of the rows has not: by a product with a one-hot matrix, and on GPUs block by block
-    (1.1 ms in place of 15.7 for 16,384 tokens of Llama-3.2-1B on an H200).
+    The gradient of the table is accumulated in at least float32 and in a fixed order, unlike a
+    scatter of the rows: by a product with a one-hot matrix, and on GPUs block by block (1.1 ms in
+    place of 15.7 for 16,384 tokens of Llama-3.2-1B on an H200).
 
     Args:
       table: the table, or its columns on this device.
@@ -304,9 +304,9 @@ def rms_norm(
 def gated(gate_up: Float[Array, "*rows 2 F"]) -> Float[Array, "*rows F"]:
     """Returns silu(gate) * up.
 
-    The gradient is computed in at least float32, and elementwise over both halves at once. That of
-    two halves that were indexed would be padded with zeros and summed, which takes a GPU twice as
-    long as its memory does.
+    The gradient is computed in at least float32, and elementwise over both halves at once. If the
+    two halves were indexed, their gradients would be padded with zeros and summed, which takes a
+    GPU twice as long as its memory does.
     """
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
@@ -409,9 +409,9 @@ class ExpertMatrices(NamedTuple):
     bias: Float[Array, "X ..."] | None
 
 
-# Sequences of a step in which every expert is computed for every token, at most. A step of few
-# tokens takes as long as it reads its matrices; an H200 computes 165 products of bfloat16 numbers
-# in the time in which it reads one.
+# Most sequences of a step that computes every expert for every token. A step of few tokens takes as
+# long as reading its matrices; an H200 computes 165 products of bfloat16 numbers in the time in
+# which it reads one.
 MOST_OF_A_STEP = 128
 
 
@@ -435,7 +435,7 @@ class ExpertMLP(nnx.Module):
         self.down_proj = GroupedLinear(count, mlp, embed, gain=residual_gain(config), **options)
 
     def route(self, x: Float[Array, "B T E"]) -> tuple[Float[Array, "B T n"], Int[Array, "B T n"]]:
-        """Returns the weights of each token's experts, and which they are."""
+        """Returns the weights and the numbers of each token's experts."""
         logits = self._logits(x)
         if self.experts.normalized:
             best, chosen = jax.lax.top_k(logits, self.experts.per_token)

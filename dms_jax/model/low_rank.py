@@ -70,7 +70,7 @@ class Factors(nnx.Module):
         self, x: Float[Array, "..."], scales: Float[Array, "B T R"] | None = None
     ) -> Float[Array, "..."]:
         narrow = jnp.tensordot(x, self.lora_a[...].astype(x.dtype), axes=self.num_inputs)
-        if scales is not None:  # what is of others may be infinite
+        if scales is not None:  # numbers of other adapters may be infinite
             narrow = jnp.where(scales > 0, narrow * scales.astype(x.dtype), 0)
         return jnp.tensordot(narrow, self.lora_b[...].astype(x.dtype), axes=1)
 
@@ -182,7 +182,7 @@ def is_factor(path: Path) -> bool:
 
 def factors_of(transformer: Transformer) -> dict[Path, jax.Array]:
     """Returns the factors that a transformer has."""
-    return {path: array for path, array in _arrays(transformer).items() if is_factor(path)}
+    return {path: array for path, array in arrays_of(transformer).items() if is_factor(path)}
 
 
 def factor_parameters(transformer: Transformer, low_rank: LowRank) -> dict[Path, nnx.Param]:
@@ -214,14 +214,14 @@ def add_factors(
     transformer: Transformer, low_rank: LowRank, factors: Mapping[Path, jax.Array]
 ) -> Transformer:
     """Returns the transformer with these factors, in place of its own if it has any."""
-    return _filled(transformer, low_rank, _arrays(transformer) | dict(factors))
+    return _filled(transformer, low_rank, arrays_of(transformer) | dict(factors))
 
 
 def drop_factors(transformer: Transformer) -> Transformer:
     """Returns the transformer without low-rank updates."""
     if low_rank_of(transformer) is None:
         return transformer
-    return _filled(transformer, None, _arrays(transformer))
+    return _filled(transformer, None, arrays_of(transformer))
 
 
 def merge(transformer: Transformer) -> Transformer:
@@ -231,7 +231,7 @@ def merge(transformer: Transformer) -> Transformer:
     """
     if low_rank_of(transformer) is None:
         return transformer
-    arrays = _arrays(transformer)
+    arrays = arrays_of(transformer)
     attention = transformer.layers.attention
     for name, projection in (("qkv_proj", attention.qkv_proj), ("o_proj", attention.o_proj)):
         assert isinstance(projection, LowRankQKV | LowRankOutput)
@@ -251,7 +251,8 @@ def _flat(transformer: Transformer) -> dict[Path, Any]:
     return dict(nnx.to_flat_state(nnx.state(transformer, nnx.Param)))
 
 
-def _arrays(transformer: Transformer) -> dict[Path, jax.Array]:
+def arrays_of(transformer: Transformer) -> dict[Path, jax.Array]:
+    """Returns the parameters by path."""
     return {path: param.get_value() for path, param in _flat(transformer).items()}
 
 

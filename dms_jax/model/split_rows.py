@@ -6,12 +6,12 @@ many keys.
 
     N = 2, pieces 0 1 2 3    shard 0: 0 3    shard 1: 1 2
 
-A token's hidden states, queries, loss and gradients stay in its shard. Of each layer the keys, the
-values and the decisions of all tokens are gathered (an all-gather, which of grouped-query attention
-are small beside activations: there is no ring), in the order of the row; relaxation, merging and
-rotation of keys run on the whole row in every shard, and each piece of queries attends to it from
-its place. What a policy does with decisions, a delayed window or merged neighbours, needs no
-exchange of its own. The gradients of what was gathered are summed over the shards.
+A token's hidden states, queries, loss and gradients stay in its shard. In each layer the keys,
+values and decisions of all tokens are all-gathered in the order of the row (with grouped-query
+attention they are small beside activations: there is no ring); relaxation, merging and rotation of
+keys run on the whole row in every shard, and each piece of queries attends to it from its place.
+What a policy does with decisions, a delayed window or merged neighbours, needs no exchange of its
+own. The gradients of what was gathered are summed over the shards.
 """
 
 import dataclasses
@@ -70,17 +70,13 @@ class SplitRow:
         ordered = jnp.concatenate([first, jnp.flip(second, axis)], axis)
         return ordered.reshape(gathered.shape)
 
-    def pieces(self, x: Array, axis: int = 1) -> list[Array]:
-        """Returns the pieces of an array over this shard's tokens."""
-        return jnp.split(x, PIECES, axis)
-
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """What a device has of a pass that is split over several.
 
     Attributes:
-      prepare: makes the layer that computes from the layer that is kept, such as a whole one from a
+      prepare: makes the layer to compute with from the layer as stored, such as a whole one from a
         shard; with `sharding.gather` the backward pass makes it again.
       row: how the tokens of a row are split.
     """
@@ -95,5 +91,5 @@ def of_whole_rows(row: SplitRow | None, tree: Any, axis: int = 1) -> Any:
 
 
 def of_own_tokens(row: SplitRow | None, tree: Any, axis: int = 1) -> Any:
-    """Returns what this shard has of arrays over whole rows."""
+    """Returns this shard's part of arrays over whole rows."""
     return tree if row is None else jax.tree.map(lambda x: row.own(x, axis), tree)

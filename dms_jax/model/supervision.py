@@ -1,4 +1,4 @@
-"""What one layer predicts of its keys' importance, and what attention says of it.
+"""One layer's predictions of its keys' importance, and the importance that attention gives them.
 
 The values behind the output projection have the norms of `policies/importance.py`: with the Gram
 matrix of the rows of W_o that read a head, |v W_o|^2 = v (W_o W_o^T) v^T, so that no value of the

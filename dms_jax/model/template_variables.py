@@ -11,14 +11,14 @@ RESERVED = frozenset({"template", "messages", "add_generation_prompt", "self"})
 
 
 def check_template_variables(what: str, variables: Mapping[Any, Any]) -> None:
-    """Refuses names that are no variables of a caller.
+    """Refuses names that a caller may not set.
 
     Args:
       what: where they were given, for the message.
       variables: values by name.
 
     Raises:
-      ConfigError: a name is reserved, or no text.
+      ConfigError: a name is reserved, or not a string.
     """
     if unnamed := [name for name in variables if not isinstance(name, str)]:
         raise ConfigError(

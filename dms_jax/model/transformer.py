@@ -48,7 +48,7 @@ from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState,
 class Layer(nnx.Module):
     """One layer: attention, feed-forward, and an adapter if the policy needs one.
 
-    Each of the two is normed before it, behind it, or both (`ModelConfig.norms`).
+    Each of the two has a norm before it, behind it, or both (`ModelConfig.norms`).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Layer(nnx.Module):
     ) -> Tokens:
         """Returns the layer's tokens as a policy sees them: projections and adapter logits.
 
-        Each has the adapter of its `own`, [B, T, ...], if the model has several.
+        `own` [B, T, ...] chooses each token's adapter if the model has several.
         """
         logits = late = None
         if policy.retrofit.adapter:
@@ -378,12 +378,12 @@ class Transformer(nnx.Module):
           cache: the cache, with pages reserved for the tokens.
           policy: the cache's policy.
           one_pass: whether the tokens attend in one pass, not one by one; see `in_one_pass`.
-          ends_prompt: whether the chunk completes the prompt of each sequence; None if of none, or
-            if the policy cuts no rows behind it.
+          ends_prompt: whether the chunk completes the prompt of each sequence; None if it completes
+            none, or if the policy cuts no rows behind it.
           host: values in host memory of the layers that fetch them; the pool then has a tail.
           block: layers in a turn of the loop over them, at most; see `scan_layers`.
-          line: where the tokens stand for all but attention and the policy, in place of [B, T];
-            with a place for each of them.
+          line: the tokens' places in line, for everything but attention and the policy; None for
+            [B, T]. It must have a place for each token.
         """
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
         x = self.embed(tokens if line is None else line.unpad(tokens))
@@ -506,9 +506,9 @@ class Transformer(nnx.Module):
         return stretches(roles(self.config, policy), len(self.config.kinds))
 
     def _own_layers(self) -> tuple[bool, Callable[[Array], Array]]:
-        """Returns whether layers have windows, and what a policy calls the layer of an index.
+        """Returns whether layers have windows, and the number by which a policy knows each layer.
 
-        It counts the layers without a window.
+        A policy counts only the layers without a window.
         """
         windowed = self.config.windowed
         if not any(windowed):

@@ -23,14 +23,15 @@ class Unpadded:
         #                 2 3 4 .
 
     Dots are padding, where some number in range stands and zeros are read. A token for which there
-    is no place (N < sum(counts)) would be lost: whoever knows the counts refuses that.
+    is no place (N < sum(counts)) would be lost: the caller, which knows the counts, must prevent
+    that.
 
     Attributes:
       place_of: the place of each token in the line.
-      is_token: whether a token is none of padding.
+      is_token: whether a token is not padding.
       token_at: the token of each place, as an index of the flat [B * T].
       is_taken: whether a token stands in a place.
-      last: the place of each sequence's last token; that of another one if it has none.
+      last: the place of each sequence's last token; some other place if it has none.
     """
 
     place_of: Int[Array, "B T"]
@@ -60,11 +61,11 @@ class Unpadded:
         )
 
     def unpad(self, x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "1 N *rest"]:
-        """Returns what belongs to each token, in line; zeros where there is none."""
+        """Moves values [B, T, ...] into the line, with zeros in places without a token."""
         return _take(x.reshape(-1, *x.shape[2:]), self.token_at, self.is_taken)[None]
 
     def pad(self, line: Shaped[Array, "1 N *rest"]) -> Shaped[Array, "B T *rest"]:
-        """Returns what belongs to each token, by sequence; zeros where there is none."""
+        """Moves values in line back to [B, T, ...], with zeros for padding."""
         return _take(line[0], self.place_of, self.is_token)
 
     def pad_tokens(self, tokens: Tokens, positions: Int[Array, "B T"]) -> Tokens:
@@ -92,8 +93,8 @@ class Unpadded:
 def _take(x: Array, index: Int[Array, "..."], valid: Bool[Array, "..."]) -> Array:
     """Returns the rows of x at an index in range, and zeros where it is not valid.
 
-    Both are made once, before the loop over layers. To fill what is out of range would take a GPU a
-    kernel in each layer, which says where that is.
+    Index and mask are made once, before the loop over layers. Filling what is out of range would
+    take a GPU one more kernel in each layer, to find where that is.
     """
     taken = x.at[index].get(mode="promise_in_bounds")
     return jnp.where(

@@ -115,10 +115,10 @@ class Policy(Options):
         return "always"
 
     def kept_whole(self, tokens: int) -> int:
-        """Returns how many first tokens of a sequence are all in the cache, before any is evicted.
+        """Returns how many first tokens of a sequence the cache holds before any is evicted.
 
-        Where `parallel` is "never", these of a prompt attend in one pass all the same, as no later
-        query of theirs depends on what an earlier one saw.
+        Even where `parallel` is "never", these tokens of a prompt attend in one pass: none of their
+        queries depends on what an earlier one saw.
 
         Args:
           tokens: length of the sequence.
@@ -145,12 +145,12 @@ class Policy(Options):
         return False
 
     def prefix_exact(self, seen: int, *, prompt: int, max_length: int) -> bool:
-        """Whether the state of a sequence depends on the tokens that it has seen alone.
+        """Whether the state of a sequence depends only on the tokens that it has seen.
 
-        Then whatever follows continues it as if all had been read anew, as a prompt. It does where
-        tokens of prompts and of answers are treated alike; else within the prompt, before a cut at
-        its end, and behind that as long as nothing can have been evicted. What was cut continues
-        as the turns of a conversation do, which is not what reading it anew would give.
+        Continuing it then gives what reading all tokens anew as a prompt would give. This holds
+        where tokens of prompts and of answers are treated alike; otherwise within the prompt,
+        before the cut at its end, and after it as long as nothing can have been evicted. A sequence
+        that was cut continues as a turn of a conversation does, which differs from reading it anew.
 
         Args:
           seen: tokens of the sequence so far.
@@ -292,7 +292,7 @@ class Policy(Options):
         raise ConfigError(f"{self.name} has no trainable form; retrofit with DMS.")
 
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
-        """Returns what the policy says of each key, to be compared with its importance.
+        """Returns the policy's prediction for each key, to be compared with its importance.
 
         See `Retrofit.supervision`: the logarithm of its importance, or the logit of its eviction.
         """
@@ -389,7 +389,7 @@ LEARN_FIRST = (
 
 
 def check_adapter(policy: Policy, adapter: AdapterShape | None) -> None:
-    """Raises ConfigError for a policy that reads an adapter on a model without such a one."""
+    """Raises ConfigError if a policy reads an adapter that the model does not have."""
     needed = policy.retrofit.adapter
     if needed is None or needed == adapter:
         return

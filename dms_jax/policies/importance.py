@@ -1,4 +1,4 @@
-"""What learned evictions are taught: how much later queries will make of a token.
+"""The target of learned evictions: how important a token is to later queries.
 
     c_hij = a_hij * ||W_o^h v_j|| / ||x_i||     what key j adds to the residual stream of query i
     s_j   = max over i > j + window, h in the group, of c_hij              "max", KVzip+ and KVzap
@@ -12,7 +12,7 @@ repetition of the text; here they are those of the text itself, as in training D
 
 The logarithm is what a scorer predicts. Weights below exp(-16) count as that. The first tokens of
 a document are not judged by it (`FutureAttention.sinks`): their weights are large and their values
-small, so that little is missed of what they add, but without them all other weights grow.
+small, so that little is lost with what they add, but without them all other weights grow.
 """
 
 from typing import no_type_check
@@ -41,7 +41,7 @@ class Importance:
 
 
 def predicted(output: Float[Array, "B K T"], level: float = LEVEL) -> Float[Array, "B K T"]:
-    """Returns what a scorer's output says of the logarithm of the importance, in float32 at least.
+    """Returns the logarithm of the importance that a scorer predicts, in at least float32.
 
     # In: [0.0, 0.2]  Out: [-6.0, -4.0]
     """

@@ -18,9 +18,9 @@ the scorer, which has an RMS norm of its own before its layers and the tanh form
 publication reads the hidden states after the layer's own norm, with the exact GELU. Its
 checkpoints cannot be loaded.
 
-The first tokens are kept unasked. Attention rests on them although their values are next to
-nothing, and the importance of a key is its weight times the norm of its value: it says that they
-may go, and a model that loses them writes nonsense. So nothing is learned of them either.
+The first tokens are always kept. Attention rests on them although their values are next to nothing,
+so their importance, weight times norm of the value, is low; but a model that loses them writes
+nonsense. Nothing is learned of them either.
 
 In training under its own decisions, which the publication does not have, the relaxation is DMS's
 with the logit `threshold - log s_j`.

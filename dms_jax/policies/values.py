@@ -194,7 +194,7 @@ class Fetch:
     """The number of values that each query head fetches, those with the largest weights.
 
     Attributes:
-      top: maximum number of values that a query head fetches, where `counts` does not say it.
+      top: maximum number of values that a query head fetches, unless `counts` gives it.
       counts: that number for each sequence, if it differs between sequences.
       renormalize: whether the weights of the fetched values are scaled to sum to one.
     """

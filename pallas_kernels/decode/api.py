@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.debug import check_pages
 from pallas_kernels.decode import gpu, reference
 from pallas_kernels.decode.plan import DecodePlan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import (
     Implementation,
-    ImplementationChoice,
     Operation,
     deferred,
     target_gpu,
@@ -54,8 +52,7 @@ def decode_attention(
     plan: DecodePlan | None = None,
     sinks: Float[Array, "R G"] | None = None,
     soft_cap: float | None = None,
-    debug: bool = False,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> Array | tuple[Array, ...]:
     """Computes the attention of single queries over rows of pages.
 
@@ -85,28 +82,20 @@ def decode_attention(
         value is 0; the log-sum-exp counts it. None for none.
       soft_cap: c of c tanh(s / c) in place of scores s; None for s. Served by "xla" alone, which
         None then chooses.
-      debug: check that every live table entry is a page of the pool and that lengths fit the
-        table. On concrete arrays this raises before anything is launched; under `jax.jit` it is a
-        `checkify.check`, so wrap the function in `checkify.checkify`.
-      implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
-        implementation; a sequence of names is tried in order; None chooses the best one for the
-        platform that the call is lowered for.
+      implementation: "mosaic_gpu", "mosaic_mma", "mosaic_tpu" or "xla"; None chooses the best one
+        for the platform that the call is lowered for.
 
     Returns:
       o [R, G, D] in q's dtype; a tuple with lse [R, G] and then scores [R, G, M * P] (float32, or
       float64 for float64 inputs) where asked.
 
     Raises:
-      ValueError: shapes or dtypes disagree, or an implementation is unknown; in debug mode, a page
-        or a length is out of range.
-      NotImplementedError: no requested implementation can serve the call.
+      ValueError: shapes or dtypes disagree, or an implementation is unknown.
+      NotImplementedError: the implementation cannot serve the call.
     """
     rows = Rows(k_pages, v_pages, page_table, lengths, k_scales, v_scales)
     _check(q, rows, scale)
     _check_plan(plan, rows=q.shape[0])
-    if debug:
-        pages = min(k_pages.shape[0], v_pages.shape[0])
-        check_pages("decode_attention", page_table, lengths, pages, rows.page_size)
     table, lengths = (x.astype(jnp.int32) for x in (page_table, lengths))
     rows = dataclasses.replace(rows, page_table=table, lengths=lengths)
     options: dict[str, Any] = {
@@ -135,7 +124,7 @@ def decode_plan(
     page_size: int,
     head_dim: int,
     dtype: DTypeLike,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> DecodePlan:
     """Splits the rows of a decode step among the programs of a GPU, once for all calls on them.
 
@@ -151,9 +140,8 @@ def decode_plan(
     Returns:
       The plan for the `plan` argument of `decode_attention`.
     """
-    allowed = [candidate.name for candidate in OPERATION.candidates(implementation)]
     hopper = target_gpu().capability == (9, 0)
-    name = "mosaic_gpu" if "mosaic_gpu" in allowed and hopper else "mosaic_mma"
+    name = "mosaic_gpu" if hopper and implementation in (None, "mosaic_gpu") else "mosaic_mma"
     shape = gpu.Shape(lengths.shape[-1], head_dim, page_size, columns, dtype)
     return gpu.plan_for(name, shape, lengths)
 

@@ -195,9 +195,5 @@ TUNING: tuple[DecodeCase, ...] = (
 
 
 def by_name(name: str) -> DecodeCase:
-    """Returns the case of this name.
-
-    Raises:
-      KeyError: there is no such case.
-    """
+    """Returns the case of this name; raises KeyError for others."""
     return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK, *TUNING)}[name]

@@ -145,66 +145,55 @@ def _why_no_kernel(q, rows: Rows, plan) -> str | None:
         return f"reads scales in float32, not {other[0]}"
     if q.shape[1] > 16:
         return f"serves groups of at most 16 query heads, not {q.shape[1]}"
-    if plan is not None and (plan.tile % _TILE or plan.tile % k_pages.shape[1]):
+    if q.shape[2] not in _HEAD_DIMS:
+        return f"serves head dims {_HEAD_DIMS}, not {q.shape[2]}"
+    if rows.page_size not in _PAGE_SIZES:
+        return f"serves page sizes {_PAGE_SIZES}, not {rows.page_size}"
+    if plan is not None and (plan.tile % _TILE or plan.tile % rows.page_size):
         return f"the plan was made for another page size (tile {plan.tile})"
     return None
+
+
+def _why_too_large(name: str, q, rows: Rows, plan, most: int, **fields) -> str | None:
+    """Returns why the shared memory of a program does not suffice, or None."""
+    shape = _shape(q, rows)
+    tile = tile_of(name, shape) if plan is None else plan.tile
+    unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
+    spec = spec_of(q, rows.k_pages, settings_of(name, shape), tile=tile, **unknown, **fields)
+    if spec.shared_bytes <= most:
+        return None
+    return (
+        f"needs {spec.shared_bytes} bytes of shared memory for pages of {spec.page_size} x "
+        f"{spec.head_dim} x {spec.pages_dtype}, there are {most}"
+    )
 
 
 def why_not_mosaic(q, rows: Rows, plan, **static):
     """Returns why the Hopper kernel cannot serve a call, or None."""
     del static
     gpu = target_gpu()
-    k_pages, page_size, head_dim = rows.k_pages, rows.page_size, q.shape[2]
     if gpu.capability != (9, 0):
         return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
     if reason := _why_no_kernel(q, rows, plan):
         return reason
-    if head_dim not in _HEAD_DIMS:
-        return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
-    if page_size not in _PAGE_SIZES:
-        return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
     shape = _shape(q, rows)
     if shape.itemsize == 1 and not shape.copies_scales:
         least = _COPY_ALIGNMENT // 4
-        return f"copies scales for float8 pages of at least {least} tokens, not {page_size}"
-    settings = settings_of("mosaic_gpu", shape)
-    tile = tile_of("mosaic_gpu", shape) if plan is None else plan.tile
-    unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
-    spec = spec_of(q, k_pages, settings, tile=tile, **unknown)
-    if spec.shared_bytes > _SHARED_BYTES:
-        return _too_large(spec, _SHARED_BYTES)
-    return None
+        return f"copies scales for float8 pages of at least {least} tokens, not {rows.page_size}"
+    return _why_too_large("mosaic_gpu", q, rows, plan, _SHARED_BYTES)
 
 
 def why_not_mma(q, rows: Rows, plan, **static):
     """Returns why the kernel with Ampere's products cannot serve a call, or None."""
     del static
-    gpu, head_dim, page_size = target_gpu(), q.shape[2], rows.page_size
+    gpu = target_gpu()
     if reason := mosaic_lacks(gpu) or _why_no_kernel(q, rows, plan):
         return reason
     if q.dtype == jnp.float32:
         return "multiplies 16-bit numbers, not float32"
     if rows.k_pages.dtype.itemsize == 1 and gpu.capability < (8, 9):
         return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
-    if head_dim not in _HEAD_DIMS:
-        return f"serves head dims {_HEAD_DIMS}, not {head_dim}"
-    if page_size not in _PAGE_SIZES:
-        return f"serves page sizes {_PAGE_SIZES}, not {page_size}"
-    shape = _shape(q, rows)
-    tile = tile_of("mosaic_mma", shape) if plan is None else plan.tile
-    unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
-    settings = settings_of("mosaic_mma", shape)
-    spec = spec_of(q, rows.k_pages, settings, tile=tile, copies=False, **unknown)
-    if spec.shared_bytes > gpu.shared_bytes:
-        return _too_large(spec, gpu.shared_bytes)
-    return None
-
-
-def _too_large(spec: Spec, there_are: int) -> str:
-    return (
-        f"needs {spec.shared_bytes} bytes of shared memory for pages of {spec.page_size} x "
-        f"{spec.head_dim} x {spec.pages_dtype}, there are {there_are}"
-    )
+    return _why_too_large("mosaic_mma", q, rows, plan, gpu.shared_bytes, copies=False)
 
 
 def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=None, interpret=None):

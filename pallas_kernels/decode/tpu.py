@@ -399,8 +399,7 @@ def decode_attention_tpu(
             scratch_shapes=scratch,
         ),
         out_shape=out_shape,
-        # Bounds checks of the copies would double what it takes to start them; the tables of a pool
-        # are checked where they are made (`debug=True`).
+        # Bounds checks of the copies would double what it takes to start them.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
         ),

@@ -9,7 +9,7 @@ bytes at 38 GB/s in this way, and at 8 GB/s where the CPU gathered them
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.dispatch import Implementation, Operation, deferred
 from pallas_kernels.fetch.reference import fetch_rows_xla
 
 OPERATION = Operation(
@@ -26,7 +26,7 @@ def fetch_rows(
     index: Int[Array, " n"],
     *,
     block: int = 1,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> Shaped[Array, "n_block D"]:
     """Gathers rows, or blocks of rows that follow each other, into device memory.
 
@@ -37,15 +37,15 @@ def fetch_rows(
         the rows from i * block on. What stands for a block outside of the store is undefined; one
         with a negative number is not transferred.
       block: rows of a block, S or a divisor of it.
-      implementation: a name ("mosaic_gpu", "xla") forces one implementation; a sequence of names
-        is tried in order; None chooses the best one for the platform that the call is lowered for.
+      implementation: "mosaic_gpu" or "xla"; None chooses the best one for the platform that the
+        call is lowered for.
 
     Returns:
       The rows in the order of their blocks, in device memory.
 
     Raises:
       ValueError: arguments disagree.
-      NotImplementedError: no requested implementation can serve the call, with the reason.
+      NotImplementedError: the implementation cannot serve the call, with the reason.
     """
     if store.ndim != 2 or index.ndim != 1 or 0 in store.shape:
         raise ValueError(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.dispatch import Implementation, Operation, deferred
 from pallas_kernels.grouped import reference
 
 OPERATION = Operation(
@@ -37,7 +37,7 @@ def grouped_product(
     matrices: Float[Array, "X n m"],
     counts: Int[Array, " X"],
     *,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> Float[Array, "R m"]:
     """Multiplies rows by the matrix of their group; differentiable in rows and matrices.
 
@@ -45,16 +45,15 @@ def grouped_product(
       x: the rows of the first group, those of the second, and so on.
       matrices: a matrix for each group.
       counts: number of rows of each group, 0 or more. They may be fewer than R together.
-      implementation: a name ("mosaic_gpu", "ragged_dot", "xla") forces one implementation; a
-        sequence of names is tried in order; None chooses the best one for the platform that the
-        call is lowered for.
+      implementation: "mosaic_gpu", "ragged_dot" or "xla"; None chooses the best one for the
+        platform that the call is lowered for.
 
     Returns:
       The products, accumulated in at least float32; zeros in rows behind the last group.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.
-      NotImplementedError: no requested implementation can serve the call, with the reason.
+      NotImplementedError: the implementation cannot serve the call, with the reason.
     """
     if x.ndim != 2 or matrices.ndim != 3 or counts.shape != matrices.shape[:1]:
         raise ValueError(

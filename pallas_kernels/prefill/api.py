@@ -8,8 +8,7 @@ serves any policy that evicts tokens at a known distance.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.debug import check_pages
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.dispatch import Implementation, Operation, deferred
 from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.prefill.reference import prefill_attention_reference
 
@@ -80,8 +79,7 @@ def prefill_attention(
     scale: float,
     sinks: Float[Array, " H"] | None = None,
     soft_cap: float | None = None,
-    debug: bool = False,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Computes the attention of a chunk of prompt queries, over the pool's pages and the chunk.
 
@@ -106,31 +104,21 @@ def prefill_attention(
       sinks: a logit of each query head that takes a share of its softmax, as one more key whose
         value is 0. None for none. Served by "xla" alone, which None then chooses.
       soft_cap: c of c tanh(s / c) in place of scores s; None for s. Served as sinks are.
-      debug: check that every live table entry is a page of the pool and that lengths fit the
-        table; messages number the rows b * K + k. On concrete arrays this raises before anything is
-        launched; under `jax.jit` it is a `checkify.check`, so wrap the function in
-        `checkify.checkify`.
-      implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
-        implementation; a sequence of names is tried in order; None chooses the best one for the
-        platform that the call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma"
-        (Ampere and later) also float16, "mosaic_tpu" bfloat16 and float32; XLA serves everything.
+      implementation: "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma" (Ampere and later) also
+        float16, "mosaic_tpu" bfloat16 and float32, "xla" everything; None chooses the best one for
+        the platform that the call is lowered for.
 
     Returns:
       The attention output in q's dtype, zero for padded queries. The softmax is computed in float32
       at least, and in float64 for float64 inputs. Unread slots never matter, even if they hold NaN.
 
     Raises:
-      ValueError: arguments disagree; in debug mode, a page or a length is out of range.
-      NotImplementedError: no requested implementation can serve the call, with the reason.
+      ValueError: arguments disagree, or an implementation is unknown.
+      NotImplementedError: the implementation cannot serve the call, with the reason.
     """
     chunk = Chunk(k, v, evicted, counts)
     past = Past(k_pages, v_pages, page_table, past_lengths, past_until)
     check_arguments(q, chunk, past, window)
-    if debug:
-        pages = min(k_pages.shape[0], v_pages.shape[0])
-        table = page_table.reshape(past_lengths.size, page_table.shape[2])
-        rows = past_lengths.reshape(-1)
-        check_pages("prefill_attention", table, rows, pages, past.page_size)
     options = {"window": window, "scale": float(scale)}
     if soft_cap is not None:
         options["soft_cap"] = float(soft_cap)

@@ -68,9 +68,5 @@ SINKS_AND_CAPS = (
 
 
 def by_name(name: str) -> PrefillCase:
-    """Returns the case of the contract of this name.
-
-    Raises:
-      KeyError: there is no such case.
-    """
+    """Returns the case of the contract of this name; raises KeyError for others."""
     return {case.name: case for case in CONTRACT}[name]

@@ -18,16 +18,8 @@ from pallas_kernels.padding import pad_axis
 from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, order_by_sort
 from pallas_kernels.training import gpu_tiles
-from pallas_kernels.training.gpu_tiles import (
-    COMPUTE,
-    HIDDEN,
-    LOG2E,
-    LOWEST,
-    ROWS,
-    Problem,
-    Ring,
-    find_ring,
-)
+from pallas_kernels.training.gpu_tiles import COMPUTE, ROWS, Problem, Ring, find_ring
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST
 
 HEAD_DIMS = (64, 96, 128, 256)
 

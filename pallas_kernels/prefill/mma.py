@@ -22,7 +22,8 @@ from pallas_kernels.prefill.gpu import problem_of, why_no_kernel
 from pallas_kernels.prefill.tiles import TILE, Plan, make_plan, order_by_sort
 from pallas_kernels.stores import store
 from pallas_kernels.training import gpu_tiles, mma_tiles
-from pallas_kernels.training.gpu_tiles import HIDDEN, LOG2E, LOWEST, Problem
+from pallas_kernels.training.gpu_tiles import Problem
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST
 from pallas_kernels.training.mma_forward import blocks_of
 from pallas_kernels.training.mma_tiles import Blocks
 
@@ -52,15 +53,10 @@ def prefill(
     interpret: bool = False,
     blocks: Blocks | None = None,
 ) -> jax.Array:
-    """Computes `prefill_attention` with Ampere's products.
+    """Computes `prefill_attention` with Ampere's products, as `gpu.prefill` on Hopper.
 
     Args:
-      q: see `prefill_attention`.
-      chunk: the keys and values of the chunk.
-      past: the pages of the past.
-      window: see `prefill_attention`.
-      scale: see `prefill_attention`.
-      interpret: run in the interpreter, for tests.
+      q, chunk, past, window, scale, interpret: see `gpu.prefill`.
       blocks: the tiles of the kernel; None takes those of training.
     """
     length = q.shape[1]

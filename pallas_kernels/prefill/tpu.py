@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.padding import pad_axis
 from pallas_kernels.prefill.chunk import Chunk, Past
 from pallas_kernels.prefill.tiles import TILE, make_plan, order_by_count
-from pallas_kernels.training.tpu_blocks import HIDDEN, LOG2E, LOWEST, why_too_wide
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST
+from pallas_kernels.training.tpu_blocks import why_too_wide
 
 # Tiles in VMEM, a power of two: 8 of 64 KB with 128 dims of 16 bits.
 BUFFERS = 8

@@ -9,7 +9,7 @@ themselves, T x S of them for every head, are never in memory.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.dispatch import Implementation, Operation, deferred
 from pallas_kernels.received.reference import received_attention_xla
 
 OPERATION = Operation(
@@ -28,7 +28,7 @@ def received_attention(
     since: Int[Array, "B K S"],
     *,
     scale: float,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B K S"]:
     """Adds up the attention weights that slots receive from all queries of a chunk.
 
@@ -41,9 +41,8 @@ def received_attention(
       since: the first position that sees each slot, 0 or more: that of its token; NEVER for a slot
         that is not in use, whose key may be anything.
       scale: factor on the dot products; static.
-      implementation: a name ("mosaic_gpu", "xla") forces one implementation; a sequence of names
-        is tried in order; None chooses the best one for the platform that the call is lowered for.
-        "mosaic_gpu" (Hopper) serves bfloat16; XLA serves everything, and TPUs.
+      implementation: "mosaic_gpu" (Hopper) serves bfloat16, "xla" everything, and TPUs; None
+        chooses the best one for the platform that the call is lowered for.
 
     Returns:
       The sums over queries of the weights' means over the group, in float32, or in float64 for
@@ -51,7 +50,7 @@ def received_attention(
 
     Raises:
       ValueError: arguments disagree.
-      NotImplementedError: no requested implementation can serve the call, with the reason.
+      NotImplementedError: the implementation cannot serve the call, with the reason.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape[::3] != q.shape[::3]:
         raise ValueError(

@@ -54,9 +54,5 @@ CONTRACT = (
 
 
 def by_name(name: str) -> ReceivedCase:
-    """Returns the case of the contract of this name.
-
-    Raises:
-      KeyError: there is no such case.
-    """
+    """Returns the case of the contract of this name; raises KeyError for others."""
     return {case.name: case for case in CONTRACT}[name]

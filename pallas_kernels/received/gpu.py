@@ -26,17 +26,8 @@ from pallas_kernels.dispatch import target_gpu
 from pallas_kernels.padding import pad_axis
 from pallas_kernels.received.reference import NEVER
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import (
-    COMPUTE,
-    HIDDEN,
-    LOG2E,
-    LOWEST,
-    ROWS,
-    TILE,
-    Problem,
-    Ring,
-    find_ring,
-)
+from pallas_kernels.training.gpu_tiles import COMPUTE, ROWS, TILE, Problem, Ring, find_ring
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST
 
 HEAD_DIMS = (64, 96, 128, 256)
 # The log-sum-exp of a query that is padding: no weight is left of any score.

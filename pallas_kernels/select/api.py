@@ -8,7 +8,7 @@ and their indices are written in ascending order.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.dispatch import Implementation, Operation, deferred
 from pallas_kernels.select.reference import select_largest_xla
 
 OPERATION = Operation(
@@ -25,7 +25,7 @@ def select_largest(
     scores: Float[Array, "R S"],
     count: int,
     *,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> Int[Array, "R count"]:
     """Finds the largest entries of each row.
 
@@ -33,16 +33,15 @@ def select_largest(
       scores: floating-point numbers, without NaN, which have no place in the order. -0.0 equals
         0.0.
       count: how many to find in each row; static, 1 to S.
-      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one implementation; a
-        sequence of names is tried in order; None chooses the best one for the platform that the
-        call is lowered for.
+      implementation: "mosaic_gpu", "mosaic_tpu" or "xla"; None chooses the best one for the
+        platform that the call is lowered for.
 
     Returns:
       Indices of the `count` largest entries in ascending order; of equal entries, the first.
 
     Raises:
       ValueError: the scores are not rows of floating-point numbers, or the count is out of range.
-      NotImplementedError: no requested implementation can serve the call, with the reason.
+      NotImplementedError: the implementation cannot serve the call, with the reason.
     """
     if scores.ndim != 2 or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(

@@ -50,9 +50,5 @@ BENCHMARK: tuple[SelectCase, ...] = (
 
 
 def by_name(name: str) -> SelectCase:
-    """Returns the case of this name.
-
-    Raises:
-      KeyError: there is no such case.
-    """
+    """Returns the case of this name; raises KeyError for others."""
     return {case.name: case for case in (*CONTRACT, *BENCHMARK)}[name]

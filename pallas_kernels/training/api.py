@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.dispatch import Implementation, Operation, deferred
 from pallas_kernels.training import reference
-from pallas_kernels.training.inputs import Inputs
+from pallas_kernels.training.inputs import LOG2E, Inputs
 
 GPU, MMA, TPU = (f"pallas_kernels.training.{module}" for module in ("gpu", "mma", "tpu"))
 
@@ -57,8 +57,8 @@ def _attend_forward(inputs, sinks, options, implementation):
 
 def _with_sinks(output, lse2, sinks):
     """Takes the sinks' share of every softmax; see `reference`."""
-    sink2 = sinks.astype(lse2.dtype)[:, None] * reference.LOG2E
-    share = jax.nn.sigmoid((lse2 - sink2) / reference.LOG2E)
+    sink2 = sinks.astype(lse2.dtype)[:, None] * LOG2E
+    share = jax.nn.sigmoid((lse2 - sink2) / LOG2E)
     output = (output * jnp.swapaxes(share, 1, 2)[..., None]).astype(output.dtype)
     return output, jnp.logaddexp2(lse2, sink2)
 
@@ -69,7 +69,7 @@ def _attend_backward(options, implementation, residuals, output_gradient):
     of_sinks = None
     if sinks is not None:
         # Its own share, times what the mean that it takes part in falls short by: its value is 0.
-        share = jnp.exp2(sinks.astype(lse2.dtype)[:, None] * reference.LOG2E - lse2)
+        share = jnp.exp2(sinks.astype(lse2.dtype)[:, None] * LOG2E - lse2)
         mean = jnp.einsum(
             "bthd,bthd->bht", output, output_gradient, preferred_element_type=lse2.dtype
         )
@@ -121,7 +121,7 @@ def retrofit_attention(
     start: Int[Array, ""] | int | None = None,
     sinks: Float[Array, " H"] | None = None,
     soft_cap: float | None = None,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Computes causal attention with a bias on keys more than `window` tokens behind the query.
 
@@ -144,11 +144,10 @@ def retrofit_attention(
         sees and whose value is 0; differentiable. None for none.
       soft_cap: c of c tanh(s / c) in place of scores s, before the bias; None for s. Served by
         "xla" alone, which None then chooses.
-      implementation: a name ("mosaic_gpu", "mosaic_mma", "mosaic_tpu", "xla") forces one
-        implementation; a sequence of names is tried in order; None chooses the best one for the
-        platform that the call is lowered for. "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma"
-        (Ampere and later) also float16, "mosaic_tpu" bfloat16 and float32; XLA serves everything,
-        in full precision and also with memory linear in T.
+      implementation: "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma" (Ampere and later) also
+        float16, "mosaic_tpu" bfloat16 and float32, "xla" everything, in full precision and also
+        with memory linear in T; None chooses the best one for the platform that the call is lowered
+        for.
 
     Returns:
       The attention output in q's dtype. The softmax is computed in float32 at least, and in float64
@@ -156,7 +155,7 @@ def retrofit_attention(
 
     Raises:
       ValueError: arguments disagree.
-      NotImplementedError: no requested implementation can serve the call, with the reason.
+      NotImplementedError: the implementation cannot serve the call, with the reason.
     """
     start = None if start is None else jnp.asarray(start, jnp.int32)
     inputs = Inputs(q, k, v, bias, segment_ids, start)
@@ -168,6 +167,4 @@ def retrofit_attention(
     if segment_ids is not None and start is not None:
         own = jax.lax.dynamic_slice_in_dim(segment_ids, start, q.shape[1], 1)
         inputs = dataclasses.replace(inputs, query_segments=own)
-    if implementation is not None and not isinstance(implementation, str):
-        implementation = tuple(implementation)
     return _attend(inputs, sinks, tuple(options.items()), implementation)

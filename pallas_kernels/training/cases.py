@@ -81,9 +81,5 @@ SPEED = (
 
 
 def by_name(name: str) -> TrainingCase:
-    """Returns the case of the contract of this name.
-
-    Raises:
-      KeyError: there is no such case.
-    """
+    """Returns the case of the contract of this name; raises KeyError for others."""
     return {case.name: case for case in CONTRACT}[name]

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import target_gpu
 from pallas_kernels.padding import pad_axis
+from pallas_kernels.training import gpu_forward, gpu_key_gradient, gpu_query_gradient
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_forward import forward as forward_kernel
-from pallas_kernels.training.gpu_key_gradient import key_gradients
-from pallas_kernels.training.gpu_query_gradient import query_gradient
-from pallas_kernels.training.inputs import Inputs, Residuals
+from pallas_kernels.training.inputs import LOG2E, Inputs, Residuals
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -46,13 +44,6 @@ def prepare(inputs: Inputs, window, scale, interpret) -> tuple[tiles.Problem, In
     dim = next(size for size in HEAD_DIMS if size >= inputs.q.shape[3])
     arrays = (inputs.q, inputs.k, inputs.v)
     q, k, v = (pad_axis(pad_axis(x, 3, dim), 1, tiles.TILE) for x in arrays)
-    raw_bias = jnp.maximum(inputs.bias.astype(jnp.float32), tiles.HIDDEN) / scale
-    segments = own_segments = None
-    if inputs.packed:
-        segments, own_segments = (
-            pad_axis(x.astype(jnp.int32), 1, tiles.TILE, mode="edge")
-            for x in (inputs.segments, inputs.own_segments)
-        )
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
     problem = tiles.Problem(
@@ -69,56 +60,51 @@ def prepare(inputs: Inputs, window, scale, interpret) -> tuple[tiles.Problem, In
         inputs.start is not None,
         interpret,
     )
-    start = None if inputs.start is None else inputs.start.reshape(1)
-    raw_bias = pad_axis(raw_bias, 2, tiles.TILE)
-    return problem, Inputs(q, k, v, raw_bias, segments, start, own_segments)
+    return problem, inputs.for_kernels(q, k, v, tiles.TILE, scale)
 
 
-def run_forward(kernel, inputs: Inputs, window, scale, interpret):
-    """Computes the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T] with a kernel."""
-    problem, padded = prepare(inputs, window, scale, interpret)
-    output, lse2 = kernel(problem, padded)
-    _, length, _, dim = inputs.q.shape
-    return output[:, :length, :, :dim], lse2[:, :, :length]
+def passes(forward_kernel, query_gradient, key_gradients):
+    """Returns the forward and the backward pass that run these kernels."""
+
+    def forward(inputs: Inputs, *, window: int, scale: float, interpret: bool = False):
+        """Computes the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T]."""
+        problem, padded = prepare(inputs, window, scale, interpret)
+        output, lse2 = forward_kernel(problem, padded)
+        _, length, _, dim = inputs.q.shape
+        return output[:, :length, :, :dim], lse2[:, :, :length]
+
+    def backward(
+        inputs: Inputs,
+        output,
+        lse2,
+        output_gradient,
+        *,
+        window: int,
+        scale: float,
+        interpret: bool = False,
+    ):
+        """Computes dq, dk, dv and dbias."""
+        problem, padded = prepare(inputs, window, scale, interpret)
+        _, length, _, dim = inputs.q.shape
+        delta = jnp.einsum(
+            "bthd,bthd->bht", output, output_gradient, preferred_element_type=jnp.float32
+        )
+        minus_lse = lse2 * (-1 / (LOG2E * scale))
+        gradient = pad_axis(
+            pad_axis(output_gradient.astype(inputs.q.dtype), 3, problem.D), 1, tiles.TILE
+        )
+        residuals = Residuals(
+            gradient, pad_axis(minus_lse, 2, tiles.TILE), pad_axis(-delta, 2, tiles.TILE)
+        )
+        dk, dv, dbias = key_gradients(problem, padded, residuals)
+        dq = query_gradient(problem, padded, residuals)
+        keys = inputs.k.shape[1]
+        dk, dv = (x[:, :keys, :, :dim] for x in (dk, dv))
+        return dq[:, :length, :, :dim], dk, dv, dbias[:, :, :keys].astype(inputs.bias.dtype)
+
+    return forward, backward
 
 
-def run_backward(kernels, inputs: Inputs, output, lse2, output_gradient, window, scale, interpret):
-    """Computes dq, dk, dv and dbias with the kernels of queries and of keys."""
-    of_queries, of_keys = kernels
-    problem, padded = prepare(inputs, window, scale, interpret)
-    _, length, _, dim = inputs.q.shape
-    delta = jnp.einsum(
-        "bthd,bthd->bht", output, output_gradient, preferred_element_type=jnp.float32
-    )
-    minus_lse = lse2 * (-1 / (tiles.LOG2E * scale))
-    gradient = pad_axis(
-        pad_axis(output_gradient.astype(inputs.q.dtype), 3, problem.D), 1, tiles.TILE
-    )
-    residuals = Residuals(
-        gradient, pad_axis(minus_lse, 2, tiles.TILE), pad_axis(-delta, 2, tiles.TILE)
-    )
-    dk, dv, dbias = of_keys(problem, padded, residuals)
-    dq = of_queries(problem, padded, residuals)
-    keys = inputs.k.shape[1]
-    dk, dv = (x[:, :keys, :, :dim] for x in (dk, dv))
-    return dq[:, :length, :, :dim], dk, dv, dbias[:, :, :keys].astype(inputs.bias.dtype)
-
-
-def forward(inputs: Inputs, *, window: int, scale: float, interpret: bool = False):
-    """Computes the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T]."""
-    return run_forward(forward_kernel, inputs, window, scale, interpret)
-
-
-def backward(
-    inputs: Inputs,
-    output,
-    lse2,
-    output_gradient,
-    *,
-    window: int,
-    scale: float,
-    interpret: bool = False,
-):
-    """Computes dq, dk, dv and dbias."""
-    kernels = query_gradient, key_gradients
-    return run_backward(kernels, inputs, output, lse2, output_gradient, window, scale, interpret)
+forward, backward = passes(
+    gpu_forward.forward, gpu_query_gradient.query_gradient, gpu_key_gradient.key_gradients
+)

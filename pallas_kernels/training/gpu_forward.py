@@ -14,18 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import (
-    COMPUTE,
-    HIDDEN,
-    LOG2E,
-    LOWEST,
-    ROWS,
-    TILE,
-    Problem,
-    Ring,
-    find_ring,
-)
-from pallas_kernels.training.inputs import Inputs
+from pallas_kernels.training.gpu_tiles import COMPUTE, ROWS, TILE, Problem, Ring, find_ring
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST, Inputs
 
 
 def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, Problem, Ring, find_ring
+from pallas_kernels.training.gpu_tiles import COMPUTE, ROWS, Problem, Ring, find_ring
 from pallas_kernels.training.gpu_wide_gradients import Walk, compute_wide, wide_memory
-from pallas_kernels.training.inputs import Inputs, Residuals
+from pallas_kernels.training.inputs import LOG2E, Inputs, Residuals
 
 
 def _is_wide(problem: Problem) -> bool:

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import COMPUTE, LOG2E, ROWS, TILE, Problem, Ring, find_ring
-from pallas_kernels.training.inputs import Inputs, Residuals
+from pallas_kernels.training.gpu_tiles import COMPUTE, ROWS, TILE, Problem, Ring, find_ring
+from pallas_kernels.training.inputs import LOG2E, Inputs, Residuals
 
 # What a program sums, it sums in the products.
 REDUCTIONS = 0

@@ -11,7 +11,6 @@ bulk copies. A tile of scores is in one of four zones, by the distances query - 
 Each zone has its own loop, so that far and near tiles, nearly all of the work, need no mask.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -31,12 +30,6 @@ from pallas_kernels.training.inputs import Inputs
 ROWS = 64  # number of rows of one wgmma, and so of one computing warpgroup
 TILE = 128  # sequences are padded to a multiple of this
 COMPUTE = 2  # number of computing warpgroups of a program
-LOG2E = math.log2(math.e)
-# A masked score, and the initial running maximum. Both are finite, and the first is so far below
-# the second that exp2(HIDDEN - maximum) = 0 however the two are rounded: a tile in which a row sees
-# no key adds nothing to that row.
-HIDDEN = -1e30
-LOWEST = -1e20
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.training import gpu_tiles as tiles
-from pallas_kernels.training.gpu_tiles import LOG2E, ROWS, Problem
+from pallas_kernels.training.gpu_tiles import ROWS, Problem
+from pallas_kernels.training.inputs import LOG2E
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,20 @@
 """The arrays of training attention, as its implementations and their kernels take them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels.padding import pad_axis
+
+LOG2E = math.log2(math.e)
+# A masked score, and the initial running maximum. Both are finite, and the first is so far below
+# the second that exp2(HIDDEN - maximum) = 0 however the two are rounded: a tile in which a row sees
+# no key adds nothing to that row.
+HIDDEN = -1e30
+LOWEST = -1e20
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +52,18 @@ class Inputs:
     def packed(self) -> bool:
         """Whether there are segment ids."""
         return self.segments is not None
+
+    def for_kernels(self, q, k, v, tile: int, scale: float) -> "Inputs":
+        """Returns the inputs of a kernel: queries, keys and values as given, the rest padded."""
+        segments = own_segments = None
+        if self.packed:
+            segments, own_segments = (
+                pad_axis(x.astype(jnp.int32), 1, tile, mode="edge")
+                for x in (self.segments, self.own_segments)
+            )
+        bias = jnp.maximum(self.bias.astype(jnp.float32), HIDDEN) / scale
+        start = None if self.start is None else self.start.reshape(1)
+        return Inputs(q, k, v, pad_axis(bias, 2, tile), segments, start, own_segments)
 
 
 class Residuals(NamedTuple):

@@ -6,11 +6,9 @@ They run on Hopper too, where the kernels made for it are faster.
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
-from pallas_kernels.training.gpu import run_backward, run_forward, why_no_kernel
+from pallas_kernels.training import mma_forward, mma_key_gradient, mma_query_gradient
+from pallas_kernels.training.gpu import passes, why_no_kernel
 from pallas_kernels.training.inputs import Inputs
-from pallas_kernels.training.mma_forward import forward as forward_kernel
-from pallas_kernels.training.mma_key_gradient import key_gradients
-from pallas_kernels.training.mma_query_gradient import query_gradient
 from pallas_kernels.training.mma_tiles import on_blackwell
 
 
@@ -26,21 +24,6 @@ def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
     return why_no_kernel(inputs, scale)
 
 
-def forward(inputs: Inputs, *, window: int, scale: float, interpret: bool = False):
-    """Computes the output [B, T, H, D] and the base-2 log-sum-exp [B, H, T]."""
-    return run_forward(forward_kernel, inputs, window, scale, interpret)
-
-
-def backward(
-    inputs: Inputs,
-    output,
-    lse2,
-    output_gradient,
-    *,
-    window: int,
-    scale: float,
-    interpret: bool = False,
-):
-    """Computes dq, dk, dv and dbias."""
-    kernels = query_gradient, key_gradients
-    return run_backward(kernels, inputs, output, lse2, output_gradient, window, scale, interpret)
+forward, backward = passes(
+    mma_forward.forward, mma_query_gradient.query_gradient, mma_key_gradient.key_gradients
+)

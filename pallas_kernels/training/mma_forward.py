@@ -13,8 +13,8 @@ from jax import lax
 from pallas_kernels.stores import store
 from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training import mma_tiles
-from pallas_kernels.training.gpu_tiles import HIDDEN, LOG2E, LOWEST, Problem
-from pallas_kernels.training.inputs import Inputs
+from pallas_kernels.training.gpu_tiles import Problem
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST, Inputs
 from pallas_kernels.training.mma_tiles import Blocks
 
 

@@ -17,8 +17,8 @@ from pallas_kernels.stores import store
 from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training import mma_tiles
 from pallas_kernels.training.gpu_key_gradient import query_kinds, query_zones
-from pallas_kernels.training.gpu_tiles import LOG2E, Problem
-from pallas_kernels.training.inputs import Inputs, Residuals
+from pallas_kernels.training.gpu_tiles import Problem
+from pallas_kernels.training.inputs import LOG2E, Inputs, Residuals
 from pallas_kernels.training.mma_tiles import Blocks
 
 

@@ -24,7 +24,6 @@ the other. Memory is linear in T, and about half of the T x T products are never
 queries that start at some place in the row, known when the program runs, each block reads all keys.
 """
 
-import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -32,13 +31,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.padding import pad_axis
-from pallas_kernels.training.inputs import Inputs
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, Inputs
 
 BLOCK = 128
 SPANS = 8
-LOG2E = math.log2(math.e)
-# Stands for -inf: its exp is exactly 0 in every float type used here, and sums with it stay finite.
-HIDDEN = -1e30
 
 
 def einsum(equation: str, a: Array, b: Array) -> Array:

@@ -4,12 +4,14 @@ A program of a kernel takes one KV head with the rows of its whole query group: 
 [B, K, G, T, D], and a block of `query` tokens is G * query rows of one matrix product.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from pallas_kernels.padding import pad_axis
-from pallas_kernels.training.inputs import Inputs, Residuals
+from pallas_kernels.training.inputs import LOG2E, Inputs, Residuals
 from pallas_kernels.training.tpu_backward import key_gradients, query_gradient
-from pallas_kernels.training.tpu_blocks import HIDDEN, LANES, LOG2E, Problem, why_too_wide
+from pallas_kernels.training.tpu_blocks import LANES, Problem, why_too_wide
 from pallas_kernels.training.tpu_forward import forward as forward_kernel
 
 
@@ -32,17 +34,8 @@ def _prepare(inputs: Inputs, window, scale, interpret) -> tuple[Problem, Inputs]
     """Returns the problem and its inputs as the kernels take them."""
     problem = Problem.make(inputs, window, scale, interpret)
     k, v = (pad_axis(jnp.swapaxes(x, 1, 2), 2, LANES) for x in (inputs.k, inputs.v))
-    raw_bias = jnp.maximum(inputs.bias.astype(jnp.float32), HIDDEN) / scale
-    segments = own_segments = None
-    if inputs.packed:
-        segments, own_segments = (
-            pad_axis(x.astype(jnp.int32), 1, LANES, mode="edge")
-            for x in (inputs.segments, inputs.own_segments)
-        )
-    raw_bias = pad_axis(raw_bias, 2, LANES)[:, :, None]
-    start = None if inputs.start is None else inputs.start.reshape(1)
-    q = problem.group(inputs.q)
-    return problem, Inputs(q, k, v, raw_bias, segments, start, own_segments)
+    laid_out = inputs.for_kernels(problem.group(inputs.q), k, v, LANES, scale)
+    return problem, dataclasses.replace(laid_out, bias=laid_out.bias[:, :, None])
 
 
 def forward(inputs: Inputs, *, window: int, scale: float, interpret=False):

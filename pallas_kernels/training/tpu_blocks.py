@@ -9,7 +9,6 @@ diagonal, or without a common segment, are neither copied nor computed. The othe
 """
 
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
@@ -19,12 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.padding import pad_axis
-from pallas_kernels.training.inputs import Inputs
+from pallas_kernels.training.inputs import LOG2E, Inputs
 
 LANES = 128
-LOG2E = math.log2(math.e)
-HIDDEN = -1e30  # a masked score
-LOWEST = -1e20  # the initial running maximum, far above HIDDEN
 MAXIMUM_ROWS = 1024
 MAXIMUM_TOKEN_BYTES = 8192  # of the query heads of a KV head; more do not fit the VMEM of a v5e
 MAXIMUM_SCORES = 256 * 1024

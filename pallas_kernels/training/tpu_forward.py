@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.training import tpu_blocks as blocks
-from pallas_kernels.training.inputs import Inputs
-from pallas_kernels.training.tpu_blocks import HIDDEN, LANES, LOG2E, LOWEST, Problem
+from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST, Inputs
+from pallas_kernels.training.tpu_blocks import LANES, Problem
 
 
 def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:

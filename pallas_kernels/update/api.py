@@ -10,15 +10,12 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jax.experimental import checkify
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.dispatch import Implementation, ImplementationChoice, Operation, deferred
+from pallas_kernels.dispatch import Implementation, Operation, deferred
 from pallas_kernels.four_bits import PACKED
 from pallas_kernels.update import gpu
-from pallas_kernels.update.reference import Rotation, Zeroed, is_slot, write_pages_xla
+from pallas_kernels.update.reference import Rotation, Zeroed, write_pages_xla
 
 OPERATION = Operation(
     "write_pages",
@@ -44,8 +41,7 @@ def write_pages(
     v_scales: Float[Array, "N P *g"] | None = None,
     k_new_scales: Float[Array, " R *g"] | None = None,
     v_new_scales: Float[Array, " R *g"] | None = None,
-    debug: bool = False,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Writes one slot of each row.
 
@@ -65,20 +61,15 @@ def write_pages(
       v_scales: the same of each slot's value.
       k_new_scales: the same of each new key.
       v_new_scales: the same of each new value.
-      debug: refuse pages and offsets that are out of range, for rows that write, and pages that
-        several rows write to. On concrete arrays this raises before anything is launched; under
-        `jax.jit` it is a `checkify.check`, so wrap the function in `checkify.checkify`.
-      implementation: a name ("mosaic_gpu", "mosaic_tpu", "xla") forces one
-        implementation; a sequence of names is tried in order; None chooses the best one for the
+      implementation: "mosaic_gpu", "mosaic_tpu" or "xla"; None chooses the best one for the
         platform that the call is lowered for.
 
     Returns:
       (k_pages, v_pages), followed by k_scales and v_scales where there are any.
 
     Raises:
-      ValueError: shapes or dtypes disagree, or an implementation is unknown; in debug mode, a page
-        or an offset is out of range, or several rows write to one page.
-      NotImplementedError: no requested implementation can serve the call.
+      ValueError: shapes or dtypes disagree, or an implementation is unknown.
+      NotImplementedError: the implementation cannot serve the call.
     """
     old: tuple[Any, ...] = (k_pages, v_pages)
     new: tuple[Any, ...] = (k_new, v_new)
@@ -88,8 +79,6 @@ def write_pages(
     stacked = (jnp.stack(new, axis=1),)
     if k_new_scales is not None and v_new_scales is not None:
         old, stacked = old + scales, (*stacked, jnp.stack([k_new_scales, v_new_scales], axis=1))
-    if debug:
-        _check_slots("write_pages", old, pages, offsets)
     if pages.size == 0:
         return old
     at = pages.astype(jnp.int32), offsets.astype(jnp.int32)
@@ -105,8 +94,7 @@ def rotate_and_write(
     offsets: Int[Array, " R"],
     *,
     zeroed: Zeroed = (),
-    debug: bool = False,
-    implementation: ImplementationChoice = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "R G D"], Array, Array]:
     """Rotates the queries and the key of each row (RoPE), and writes its key and its value.
 
@@ -124,7 +112,6 @@ def rotate_and_write(
       offsets: see `write_pages`. The queries of a row that writes nothing are rotated too.
       zeroed: numbers that are zero before the rotation and after it, each as (head, dimension) with
         head G for the key.
-      debug: see `write_pages`.
       implementation: see `write_pages`.
 
     Returns:
@@ -132,12 +119,10 @@ def rotate_and_write(
 
     Raises:
       ValueError: as `write_pages`; or what is rotated disagrees.
-      NotImplementedError: no requested implementation can serve the call.
+      NotImplementedError: the implementation cannot serve the call.
     """
     old = k_pages, v_pages
     _check_rotation(old, heads, rotation, pages, offsets, zeroed)
-    if debug:
-        _check_slots("rotate_and_write", old, pages, offsets)
     if pages.size == 0:
         return heads[:, :-2], *old
     at = pages.astype(jnp.int32), offsets.astype(jnp.int32)
@@ -218,26 +203,3 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
         ):
             if array.shape != shape:
                 fail(f"{name} must have shape {shape}, has {array.shape}")
-
-
-def _check_slots(name: str, old, pages, offsets) -> None:
-    """Refuses slots that are not in the pool, and pages that several rows write to."""
-    num_pages, page_size = min(x.shape[0] for x in old), old[0].shape[1]
-    writes = is_slot(pages, offsets, old)
-    bad = (offsets >= 0) & ~writes
-    same = (pages[:, None] == pages) & writes[:, None] & writes
-    shared = jnp.tril(same, -1)
-    limits = f"pages 0..{num_pages - 1}, offsets 0..{page_size - 1}"
-    if isinstance(bad, Tracer):
-        checkify.check(~bad.any(), f"{name}: a slot is not in {limits}")
-        checkify.check(~shared.any(), f"{name}: several rows write to one page")
-        return
-    if bad.any():
-        row = int(np.argmax(np.asarray(bad)))
-        raise ValueError(
-            f"{name}: page {int(pages[row])}, offset {int(offsets[row])} of row {row} is not "
-            f"in {limits}"
-        )
-    if shared.any():
-        row, other = np.argwhere(np.asarray(shared))[0]
-        raise ValueError(f"{name}: rows {other} and {row} write to one page, {pages[row]}")

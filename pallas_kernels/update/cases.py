@@ -100,9 +100,5 @@ BENCHMARK: tuple[WriteCase, ...] = tuple(
 
 
 def by_name(name: str) -> WriteCase:
-    """Returns the case of this name.
-
-    Raises:
-      KeyError: there is no such case.
-    """
+    """Returns the case of this name; raises KeyError for others."""
     return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK)}[name]

@@ -21,7 +21,7 @@ def test_figures_are_averages_over_rows():
     assert (usage.prompt_tokens, usage.new_tokens) == (3, 4)
 
 
-def test_what_is_held_at_once_is_told_beside_what_is_live():
+def test_held_tokens_are_reported_beside_live_ones():
     """Two rows; two chunks of three tokens in one pass, of which one stays live each time."""
     meter = Meter(rows=2)
     meter.add([2, 2, 2], held=6)
@@ -40,14 +40,14 @@ def test_nothing_seen_is_nothing_compressed():
     assert usage.peak_tokens == 0.0
 
 
-def test_the_peak_is_never_less_than_what_is_held_at_the_end():
+def test_the_peak_is_at_least_what_is_held_at_the_end():
     """A turn of a conversation may start with more bytes than any of its chunks reserves."""
     meter = Meter(rows=2, peak_bytes=300)
     usage = meter.usage(prompt_tokens=1, new_tokens=1, seen=1, cache_bytes=700)
     assert (usage.cache_bytes, usage.peak_cache_bytes) == (700, 700)
 
 
-def test_a_prefix_that_was_cached_counts_as_if_it_were_read():
+def test_a_cached_prefix_counts_as_if_prefilled():
     cached, read = Meter(rows=2), Meter(rows=2)
     cached.read_before(8)
     read.add([2, 4, 8])

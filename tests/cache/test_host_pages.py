@@ -63,7 +63,7 @@ def test_a_shared_page_is_there_until_its_last_prefix_goes():
     assert contents(host, third) == [3]
 
 
-def test_a_page_of_the_device_that_changes_is_another():
+def test_a_changed_page_of_the_device_is_copied_again():
     host, device = make()
     first = host.add(np.array([7, 3]), *device)
     assert first is not None

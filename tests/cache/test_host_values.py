@@ -26,7 +26,7 @@ def table_of(random) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_what_programs_leave_is_what_the_next_one_reads(dtype):
+def test_programs_read_what_earlier_ones_wrote(dtype):
     """Tokens overwrite each other's slots, within a program and from one to the next."""
     dtype = jnp.dtype(dtype)
     random = np.random.default_rng(0)
@@ -106,7 +106,7 @@ def stories_tokens(model, count: int) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first_layers", [2, 9])
-def test_half_of_the_memory_of_the_other_layers_is_the_hosts(stories, first_layers):
+def test_half_of_the_other_layers_memory_is_on_the_host(stories, first_layers):
     policy = KCache(top=8, first_layers=first_layers)
     here = dataclasses.replace(policy, values="device")
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=12))
@@ -193,14 +193,14 @@ def test_survivors_values_can_live_there_too(stories):
     assert away.usage.cache_bytes + away.usage.host_bytes == home.usage.cache_bytes
 
 
-def test_a_mesh_is_told_to_keep_them():
+def test_a_mesh_refuses_values_on_the_host():
     model = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 4))
     with pytest.raises(ConfigError, match="values='device'"):
         generate(model, [[1, 2]], policy=KCache(), sampling=Sampling(max_new_tokens=2))
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_host_writes_what_programs_read(stories):
+def test_the_host_writes_what_programs_read_on_a_gpu(stories):
     """The memory of a pinned array is written in place between programs."""
     policy = KCache(top=8, first_layers=1)
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=40), chunk=8)

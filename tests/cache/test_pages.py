@@ -107,7 +107,7 @@ def test_the_table_comes_in_any_width_that_holds_it():
         pages.table_of_width(2)
 
 
-def test_the_pages_of_copies():
+def test_copies_name_source_and_target_pages():
     """Two layers, four sequences over two shards of two, two heads over two shards."""
     pages = PageAllocator(
         num_layers=2,
@@ -143,7 +143,7 @@ def slots_of(sequence: int, slots: int) -> np.ndarray:
     return found
 
 
-def test_pages_of_prefixes_alone_count_as_free_and_are_reclaimed():
+def test_pages_only_prefixes_hold_are_reclaimed():
     pages, asked = make(pages_per_shard=20), []
     pages.reserve(slots_of(0, 12))  # 4 rows of 4 pages
     held = pages.pages_of(0, np.full((LAYERS, KV_HEADS), 12))
@@ -195,7 +195,7 @@ def test_a_page_is_free_when_its_last_row_and_prefix_are_gone():
     assert sorted(np.concatenate(pages._free).tolist()) == list(range(20))
 
 
-def test_a_prefix_takes_and_gives_pages_of_rows_of_different_lengths():
+def test_prefixes_of_uneven_rows_take_and_give_pages():
     pages, counts = make(), np.array([[3, 1], [0, 2]])
     taken = pages.take(counts)
     assert taken is not None

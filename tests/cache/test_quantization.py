@@ -31,7 +31,7 @@ def draws(seed: int, dtype) -> np.ndarray:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**20))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_slots_hold_what_the_format_can_say(seed, dtype):
+def test_slots_hold_the_nearest_numbers_of_the_format(seed, dtype):
     x = draws(seed, dtype)
     values, scales = put(x)
     chex.assert_type([values, scales], [FLOAT8, jnp.float32])
@@ -45,7 +45,7 @@ def test_slots_hold_what_the_format_can_say(seed, dtype):
     assert (np.abs(stored - wide)[normal] <= np.abs(wide)[normal] / 16).all()
 
 
-def test_what_was_stored_once_stays_as_it_is():
+def test_quantizing_again_changes_nothing():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         x = jnp.asarray(draws(3, jnp.float32) / 2.0**16, dtype)
         once = round_trip(x)
@@ -80,7 +80,7 @@ def test_the_largest_numbers_in_8_bits_stay_within_their_type(dtype):
 
 
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_is_not_made_finite(number):
+def test_infinities_and_nan_stay_not_finite(number):
     assert jnp.isnan(round_trip(jnp.asarray([[number, 1.0]]))[0, 0])
 
 
@@ -194,7 +194,7 @@ def test_a_pool_gives_back_what_it_stored(kv_dtype):
     assert plain.readable(table, jnp.float32)[0] is plain.k_pages
 
 
-def test_types_that_no_cache_has_are_refused():
+def test_unknown_cache_dtypes_are_refused():
     assert stored_vector(8, jnp.bfloat16, None)[0].dtype == jnp.bfloat16
     assert stored_vector(8, jnp.bfloat16, "float8_e4m3")[0].dtype == FLOAT8
     assert format_of("int4") == Int4(group=32, rotated=True)

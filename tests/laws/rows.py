@@ -176,7 +176,7 @@ ROWS = [Row(policy, **values) for policy, values in covering(POLICY_ROWS, FACTOR
 
 
 def of_other_groups(rows: Iterable[Row]) -> list[Row]:
-    """Returns a row for every policy and each group size that it is not met with in `rows`."""
+    """Returns a row for every policy and each group size that `rows` lacks for it."""
     met = {(row.policy.name, row.group) for row in rows}
     first = {policy.name: policy for _, policy in reversed(POLICY_ROWS)}
     return [

@@ -1,4 +1,4 @@
-"""Law: in a batch of several adapters each request is answered as by an engine with its own alone.
+"""Law: in a batch of several adapters each request answers as in an engine with its own alone.
 
 The adapters decide and project differently: heads, low-rank updates of several ranks and scales,
 or one of the two. Lanes are few and the pool is small, so that lanes change hands between adapters
@@ -88,7 +88,7 @@ def check_each_as_alone(pages: int | None = None) -> None:
     assert len(answers) >= len(prompts) - 2  # so whoever took another's adapter is seen
 
 
-def test_a_batch_of_adapters_answers_each_request_as_its_own_alone():
+def test_batched_adapters_answer_as_each_alone():
     """With preemptions, and again from the prefixes that each adapter has read."""
     _, engine, _ = engines()
     check_each_as_alone(pages=36)
@@ -97,7 +97,7 @@ def test_a_batch_of_adapters_answers_each_request_as_its_own_alone():
     check_each_as_alone()
 
 
-def test_replaced_weights_answer_as_an_engine_that_was_made_with_them():
+def test_replaced_weights_answer_as_a_new_engine():
     """Adapters, one of them of a smaller rank, and then the base; nothing is compiled."""
     base, engine, alone = engines()
     check_each_as_alone()

@@ -1,8 +1,8 @@
-"""Law 10: an answer is the same while prompts of others are read as alone, and so are these.
+"""Law 10: a request that decodes during the prefills of others answers as alone, and so do they.
 
-A request decodes when two longer ones come, whose prompts are read in parts between its steps. All
-three have the tokens and figures of usage that they have alone, and log-probabilities up to
-rounding, as programs of other shapes may read them.
+A request decodes when two longer ones arrive, whose prompts are prefilled in parts between its
+steps. All three have the tokens and usage that they have alone, and log-probabilities up to
+rounding, as programs of other shapes may prefill them.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def figures(completion: Completion) -> dict:
 
 
 @pytest.mark.parametrize("row", nightly_but(QUICK, ROWS), ids=lambda row: row.name)
-def test_answers_are_the_same_while_prompts_are_read(row, record_property):
+def test_answers_are_the_same_during_prefills(row, record_property):
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = engine_of(model, row, prefill_tokens=PREFILL_CHUNK)
     samplings = [dataclasses.replace(ALMOST_GREEDY, max_new_tokens=most) for most in ANSWERS]

@@ -64,7 +64,7 @@ def check_answers(model: LanguageModel, policy: Policy, found: list) -> None:
 
 @pytest.mark.parametrize("policy", [dms_jax.Vanilla(), *further(dms_jax.DMS(window=3))])
 @pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
-def test_the_cache_gives_what_one_pass_gives(family, policy):
+def test_the_cache_equals_one_pass(family, policy):
     if family in OF_WINDOWS and policy != dms_jax.Vanilla():
         pytest.skip("every layer has a window: policies other than Vanilla are refused")
     model = model_of(family)
@@ -89,7 +89,7 @@ def test_with_nothing_to_evict_every_policy_is_vanilla(family, policy):
 
 
 @pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
-def test_what_is_put_back_answers_as_alone(family, monkeypatch):
+def test_a_preempted_request_answers_as_alone(family, monkeypatch):
     """The pool is full once two answers have begun, and the younger is put back in the queue."""
     model, left, preempt = model_of(family), [], Scheduler.preempt
     policy = dms_jax.Vanilla() if family in OF_WINDOWS else dms_jax.DMS(window=3)
@@ -136,7 +136,7 @@ QUICK_MESHES = [
 
 
 @pytest.mark.parametrize(("family", "axes"), nightly_but(QUICK_MESHES, MESHES), ids=str)
-def test_a_mesh_changes_nothing(family, axes):
+def test_a_mesh_changes_no_result(family, axes):
     """Neither answers nor logits; experts that an axis does not divide are split within."""
     mesh = dms_jax.make_mesh(**axes)
     spread = model_of(family, mesh)

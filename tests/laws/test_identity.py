@@ -43,7 +43,7 @@ def test_every_entry_point_refuses():
         score(model, [[1, 2, 3]], policy=TOVA())
 
 
-def test_the_same_neurons_with_other_options_are_no_surprise():
+def test_other_options_of_the_same_neurons_do_not_warn():
     model = LanguageModel(model_of(2, False), policy=DMS(window=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -65,14 +65,14 @@ def test_the_same_neurons_with_other_options_are_no_surprise():
     ],
     ids=repr,
 )
-def test_decisions_are_not_read_as_what_they_were_not_trained_to_be(declared, asked):
+def test_decisions_trained_for_another_meaning_are_refused(declared, asked):
     model = LanguageModel(model_of(2, True), policy=declared)
     with pytest.raises(ConfigError, match=r"its decisions mean .* would read them as"):
         model.resolve_policy(asked)
 
 
 @pytest.mark.parametrize("policy", BORROWERS, ids=repr)
-def test_borrowing_from_a_model_that_never_learned_it_is_refused(policy):
+def test_borrowing_from_an_untrained_model_is_refused(policy):
     model = LanguageModel(model_of(2, False), untrained=False)
     with pytest.raises(ConfigError, match=rf"^{policy.name} .*`dms-jax retrofit`.*TOVA\(budget"):
         model.logits(TOKENS, policy=policy)
@@ -99,7 +99,7 @@ def test_an_adapter_must_be_there():
         LanguageModel(model_of(2, True)).resolve_policy(DMS(source="adapter"))
 
 
-def test_what_is_no_policy_is_refused():
+def test_other_values_than_policies_are_refused():
     unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # past the types that tests check
     with pytest.raises(ConfigError, match="Not a cache policy"):
         unchecked(LanguageModel(model_of(2, False)), 7)

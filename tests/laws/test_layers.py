@@ -132,7 +132,7 @@ def test_prompts_and_answers(row, record_property):
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.policy.parallel == "never"], ids=lambda row: row.name
 )
-def test_what_is_kept_whole_of_a_prompt_attends_in_one_pass(row, record_property):
+def test_kept_whole_tokens_attend_in_one_pass(row, record_property):
     """Chunks of it end at the budget; then come those whose tokens run one by one, and steps."""
     prompts, whole = SPLITS[0], [row.policy.kept_whole(length) for length in LENGTHS]
     assert min(whole) > 0

@@ -166,9 +166,7 @@ def assert_empty(engine: Engine) -> None:
 
 
 @every_mechanism
-def test_requests_that_are_put_back_are_answered_as_if_they_were_not(
-    row, monkeypatch, record_property
-):
+def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch, record_property):
     """Checks answers, usage and memory when the pool is full between and within prompts."""
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
@@ -295,4 +293,4 @@ def test_a_small_pool_interrupts_and_errors_leave_nothing_behind(monkeypatch):
     for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, sampling=GREEDY), strict=True):
         check_completion(row, weights_of(row), model.config, prompt, completion, row.page_size)
     assert_empty(engine)
-    assert watch.cleared > len(PROMPTS)  # one was put back because the pool was full
+    assert watch.cleared > len(PROMPTS)  # one was preempted because the pool was full

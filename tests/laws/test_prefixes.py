@@ -1,9 +1,9 @@
-"""Law 9: a request that continues a cached prefix is answered as one that reads all of its prompt.
+"""Law 9: a request that continues a cached prefix answers as one that prefills its whole prompt.
 
-An engine that keeps prefixes serves requests that begin alike, one after the other; another engine
-keeps none and reads each of them. Decisions, figures of usage and tokens are the same, and
-log-probabilities up to rounding, as the programs of a prompt in two parts are others. Where they
-are the same, because a prompt is read to the same place before, every bit is.
+An engine that keeps prefixes serves requests with a common beginning, one after the other; another
+engine keeps none and prefills each of them. Decisions, usage and tokens are the same, and
+log-probabilities up to rounding, because a prompt in two parts runs in other programs. Where the
+programs are the same, because both prompts are split at the same place, every bit is.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def figures(completion: Completion) -> dict:
 
 
 @pytest.mark.parametrize("row", nightly_but(QUICK, ROWS), **by_name)
-def test_a_continued_prefix_equals_a_prompt_that_is_read(row, record_property):
+def test_a_cached_prefix_equals_a_full_prefill(row, record_property):
     model, page = LanguageModel(model_for(row), policy=row.policy), row.page_size
     options = dict(prefill_tokens=PREFILL_CHUNK)
     plain, keeps = (
@@ -98,7 +98,7 @@ def test_a_continued_prefix_equals_a_prompt_that_is_read(row, record_property):
 
 
 @pytest.mark.parametrize("row", EVERY_POLICY, **by_name)
-def test_what_is_exact(row):
+def test_exact_prefixes(row):
     """Which prefixes may be continued, of the forms that the text of `prefixes` names."""
     policy, exact = row.policy, row.policy.prefix_exact
     assert exact(7, prompt=8, max_length=30)

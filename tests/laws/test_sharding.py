@@ -83,7 +83,7 @@ def on_mesh(row: Row, num_kv_heads: int, experts: int = 1) -> LanguageModel:
     return LanguageModel(transformer, policy=row.policy, mesh=mesh)
 
 
-def test_the_mesh_is_used():
+def test_parameters_and_pool_are_split_over_the_mesh():
     transformer, mesh = sharded(4)
     assert dict(mesh.shape) == {"data": 2, "model": 4}
     split = [x for x in parameters(transformer).values() if not x.is_fully_replicated]
@@ -193,7 +193,7 @@ def test_score(row, record_property):
 
 
 @by_row([AVERAGES])
-def test_on_a_mesh_every_device_reads_a_prompt_once(row):
+def test_each_device_of_a_mesh_prefills_a_prompt_once(row):
     """On a (2, 4) mesh two lanes of four have their pages on the same devices.
 
     All lanes take part in every program there, so several prompts run in one.

@@ -59,7 +59,7 @@ def prefilled(completions: list[Completion]) -> list[int]:
 
 
 @pytest.mark.parametrize("row", nightly_but(STATES, [*MODEL_ROWS, *OTHER_STATES]), **by_name)
-def test_chains_of_one_prompt_equal_prompts_read_one_by_one(row, monkeypatch):
+def test_chains_of_one_prompt_equal_separate_prefills(row, monkeypatch):
     monkeypatch.setattr(Prefixes, "serves", lambda self, request: False)
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = engine_of(model, row, prefill_tokens=PREFILL_CHUNK)

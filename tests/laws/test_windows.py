@@ -113,7 +113,7 @@ def test_one_pass_over_whole_sequences(name):
 
 
 @pytest.mark.parametrize("row", nightly_but(QUICK, MODEL_ROWS), ids=lambda row: row.name)
-def test_requests_that_are_put_back_are_answered_as_if_they_were_not(row, monkeypatch):
+def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch):
     """Pages are reserved for a window and no more; usage counts rows of both sorts."""
     if row.policy.name == "KCache":
         row = dataclasses.replace(row, policy=dataclasses.replace(row.policy, values="device"))
@@ -133,7 +133,7 @@ def test_requests_that_are_put_back_are_answered_as_if_they_were_not(row, monkey
         assert (watch.cleared > len(PROMPTS)) == bool(refusals)
 
 
-def test_a_continued_prefix_is_answered_as_one_that_is_read():
+def test_a_cached_prefix_answers_as_a_full_prefill():
     """A window is written over, whatever the policy: what is kept are copies, not shared pages."""
     row = MODEL_ROWS[0]
     model = LanguageModel(model_of("a group and a part", row), policy=row.policy)

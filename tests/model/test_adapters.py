@@ -54,7 +54,7 @@ def test_each_token_has_the_logits_of_its_own_head(shape, num_tokens):
     assert (found[1] is not None) == shape.late
 
 
-def test_an_update_is_that_of_a_tokens_own_columns_whatever_others_hold():
+def test_an_update_uses_only_a_tokens_own_columns():
     random = np.random.default_rng(1)
     factors = filled(Factors({"embed": 6}, {"heads": 2, "head_dim": 3}, 5, (), jnp.float64), random)
     a, b = np.asarray(factors.lora_a[...]), np.asarray(factors.lora_b[...])

@@ -45,7 +45,7 @@ def cut_in_passes(pairs: int):
 
 @pytest.mark.parametrize("pairs", [0, 3, BATCH, 100])
 @pytest.mark.parametrize("due", [[], [6], [1, 2, 7], list(range(BATCH))])
-def test_a_cut_costs_what_is_due(due, pairs):
+def test_a_cut_scores_only_due_rows(due, pairs):
     """Checks lengths, the slots that stay, and that pages of other sequences are as they were.
 
     A pass has one pair where even that is more than memory is meant for.

@@ -87,7 +87,7 @@ def oracle(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer(name):
+def test_a_layer_equals_numpy(name):
     with jax.enable_x64(True):
         x = tokens()
         found = module(name)(jnp.asarray(x))
@@ -106,7 +106,7 @@ def test_every_expert_for_every_token_is_the_same(name):
         chex.assert_trees_all_close(found, oracle(name, x)[0][:, 0], rtol=0, atol=1e-12)
 
 
-def test_what_an_expert_overflows_to_does_not_reach_tokens_of_others():
+def test_an_overflowing_expert_spares_other_tokens():
     """0 times infinity is no number."""
     matrices = ExpertMatrices(jnp.full((2, 1, 2, 1), jnp.inf).at[0].set(1.0), None)
     down = ExpertMatrices(jnp.ones((2, 1, 1)), None)
@@ -140,7 +140,7 @@ def test_only_steps_of_few_sequences_compute_every_expert(sequences, length, eve
     ],
     ids=str,
 )
-def test_a_mesh_changes_nothing(name, axes):
+def test_a_mesh_changes_no_result(name, axes):
     """Neither outputs nor gradients, whether experts, each of them, or tokens are split."""
 
     def both(mlp, x):
@@ -168,7 +168,7 @@ def test_a_mesh_changes_nothing(name, axes):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_where_routers_send_tokens(name):
+def test_routed_counts_tokens_and_sums_probabilities(name):
     """Tokens that do not count are left out."""
     with jax.enable_x64(True):
         x = tokens()

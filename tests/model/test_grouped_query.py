@@ -69,7 +69,7 @@ def test_a_converted_checkpoint_is_a_checkpoint(tmp_path):
     chex.assert_trees_all_equal(again.logits(tokens), converted.logits(tokens))
 
 
-def test_a_mesh_keeps_its_places():
+def test_a_converted_model_stays_on_its_mesh():
     config = tiny_config(num_heads=8, num_kv_heads=8)
     model = LanguageModel(random_model(config, dtype=jnp.float32))
     mesh = dms_jax.make_mesh(2, 4)

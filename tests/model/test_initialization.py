@@ -81,7 +81,7 @@ def test_a_tokenizer_sets_what_generation_ends_at():
         (dict(dtype="float33"), "dtype 'float33' is not known"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(options, message):
+def test_invalid_seeds_and_dtypes_are_refused(options, message):
     with pytest.raises(dms_jax.ConfigError, match=message):
         dms_jax.initialize(tiny_config(), **options)
 
@@ -123,7 +123,7 @@ def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16(form, monkeypatch):
     chex.assert_trees_all_equal(found, np.array([[4096, 4096], [0, 0], [0, 0], [0, 0]]))
 
 
-def test_a_look_up_of_no_tokens_has_no_gradient():
+def test_an_empty_look_up_has_a_zero_gradient():
     table, tokens = jnp.ones((5, 3)), jnp.zeros((2, 0), jnp.int32)
     gradient = jax.grad(lambda table: layers.look_up(table, tokens, 3).sum())(table)
     chex.assert_trees_all_equal(gradient, jnp.zeros((5, 3)))

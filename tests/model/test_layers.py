@@ -11,7 +11,7 @@ from dms_jax.model.layers import Linear, contract, product
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_single_narrow_vector_has_the_product_that_it_has_beside_others(dtype):
+def test_a_single_narrow_vector_multiplies_as_in_a_batch(dtype):
     inputs, outputs = {"heads": 3, "head_dim": 32}, {"embed": 200}
     linear = Linear(inputs, outputs, bias=True, dtype=dtype, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 1, 3, 32), dtype)
@@ -31,7 +31,7 @@ def test_a_single_narrow_vector_has_the_product_that_it_has_beside_others(dtype)
         ((1, 1, 4), 1, jnp.float32, 1),
     ],
 )
-def test_only_a_single_narrow_vector_is_multiplied_beside_zeros(shape, inputs, dtype, rows):
+def test_only_a_single_narrow_vector_is_padded(shape, inputs, dtype, rows):
     seen = []
 
     def multiply(x):

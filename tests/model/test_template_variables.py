@@ -57,7 +57,7 @@ WAYS = pytest.mark.parametrize("write", [evaluated, told, served])
 
 @WAYS
 @pytest.mark.parametrize("name", ["template", "messages", "add_generation_prompt", "self"])
-def test_what_a_conversation_sets_is_refused_everywhere(write, name, model):
+def test_reserved_variables_are_refused_everywhere(write, name, model):
     with pytest.raises((dms_jax.ConfigError, RefusalError), match=rf": {name} cannot be given"):
         write(model, {name: "x"})
 

@@ -15,7 +15,7 @@ with true positions, so the order of slots does not matter.
 import numpy as np
 
 from tests.oracles.rope import rotate_tokens
-from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale
+from tests.oracles.trace import Trace, as_float64, default_scale, follow
 
 
 def slots_per_step(decisions, window: int, shift: int) -> list[list[int]]:
@@ -73,12 +73,7 @@ def simulate(
     decisions = np.asarray(decisions).astype(int)
     if per == "layer":
         decisions = np.repeat(decisions[:, :1], decisions.shape[1], axis=1)
-    steps = [slots_per_step(head, window, shift) for head in decisions.T]
-    recorder = Recorder(q.shape[1])
-    for t in range(len(q)):
-        live = [head[t] for head in steps]
-        recorder.step(attend_live(q[t], k, v, live, scale), live)
-    return recorder.trace()
+    return follow(q, k, v, [slots_per_step(head, window, shift) for head in decisions.T], scale)
 
 
 def from_query_neuron(q, k, cos, sin, *, alpha_scale: float = 100.0, alpha_offset: float = 5.0):

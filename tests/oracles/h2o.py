@@ -23,6 +23,7 @@ from tests.oracles.trace import (
     attend_live,
     attention_weights,
     default_scale,
+    is_dense,
 )
 
 
@@ -38,8 +39,6 @@ def simulate(
     scale: float | None = None,
 ) -> Trace:
     """Simulate over q [T, H, D] and k, v [T, K, D], all rotated already; heavy + recent >= 1."""
-    if prefill not in ("evict_past_budget", "dense_then_evict"):
-        raise ValueError(prefill)
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)
     query_heads, kv_heads = q.shape[1], k.shape[1]
@@ -51,7 +50,7 @@ def simulate(
         cached = [[*head, t] for head in cached]
         live = cached
         output = attend_live(q[t], k, v, live, scale)
-        inside_prompt = prefill == "dense_then_evict" and t < prompt_length - 1
+        inside_prompt = is_dense(prefill) and t < prompt_length - 1
         kept = []
         for kv_head, ids in enumerate(cached):
             rows = [

@@ -11,7 +11,7 @@ whole prompt attend densely and cuts once after its last token, to the budget's 
 
 import numpy as np
 
-from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale
+from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale, is_dense
 
 
 def score(own, late, token: int, now: int, window: int) -> float:
@@ -32,8 +32,6 @@ def simulate(
     prefill: str = "evict_past_budget",
 ) -> Trace:
     """Simulate over q [T, H, D], k, v [T, K, D], all rotated, and own, late [T, K]."""
-    if prefill not in ("evict_past_budget", "dense_then_evict"):
-        raise ValueError(prefill)
     q, k, v, own, late = as_float64(q, k, v, own, late)
     scale = default_scale(q, None)
     recorder = Recorder(q.shape[1])
@@ -49,7 +47,7 @@ def simulate(
             victims[head] = None
         live = [list(row) for row in slots]
         output = attend_live(q[t], k, v, live, scale)
-        dense = prefill == "dense_then_evict" and t < prompt_length
+        dense = is_dense(prefill) and t < prompt_length
         kept = []
         for head, row in enumerate(slots):
             scores = [score(own[:, head], late[:, head], j, t, window) for j in row]

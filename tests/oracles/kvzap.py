@@ -7,7 +7,7 @@ nothing keeps gives its slot to the token that pushes it out.
 
 import numpy as np
 
-from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale
+from tests.oracles.trace import Trace, as_float64, default_scale, follow
 
 
 def slots_per_step(scores, threshold: float, window: int, sinks: int = 0) -> list[list[int]]:
@@ -29,11 +29,7 @@ def simulate(q, k, v, *, scores, threshold: float, window: int, sinks: int = 0) 
     q, k, v, scores = as_float64(q, k, v, scores)
     scale = default_scale(q, None)
     heads = [slots_per_step(head, threshold, window, sinks) for head in scores.T]
-    recorder = Recorder(q.shape[1])
-    for t in range(len(q)):
-        live = [head[t] for head in heads]
-        recorder.step(attend_live(q[t], k, v, live, scale), live)
-    return recorder.trace()
+    return follow(q, k, v, heads, scale)
 
 
 def visible(scores, threshold: float, window: int, sinks: int = 0) -> np.ndarray:

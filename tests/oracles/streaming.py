@@ -9,7 +9,7 @@ them attend to the whole prompt before them, and what is neither a sink nor amon
 after the last of them.
 """
 
-from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale
+from tests.oracles.trace import Recorder, Trace, as_float64, attend_live, default_scale, is_dense
 
 
 def simulate(
@@ -24,8 +24,6 @@ def simulate(
     scale: float | None = None,
 ) -> Trace:
     """Simulate over q [T, H, D] and k, v [T, K, D], all rotated already; recent >= 1."""
-    if prefill not in ("evict_past_budget", "dense_then_evict"):
-        raise ValueError(prefill)
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)
     recorder = Recorder(q.shape[1])
@@ -38,7 +36,7 @@ def simulate(
             recent_slots.append(t)
         # A sink within the recent window does not extend the window.
         window = [j for j in recent_slots if t - j < recent]
-        if prefill == "evict_past_budget" or t >= prompt_length:
+        if not is_dense(prefill) or t >= prompt_length:
             recent_slots = window
         live = [sink_slots + recent_slots for _ in range(k.shape[1])]
         if t == prompt_length - 1:

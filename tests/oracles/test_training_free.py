@@ -101,7 +101,7 @@ def test_h2o_cuts_a_prompt_by_column_sums_of_the_mean_over_the_group():
 
 @pytest.mark.parametrize("prefill", ["evict_past_budget", "dense_then_evict"])
 @pytest.mark.parametrize("length", [12, 13])
-def test_a_budget_that_suffices_is_vanilla(prefill, length):
+def test_a_sufficient_budget_equals_vanilla(prefill, length):
     q, k, v = tensors(10, length=length)
     dense = vanilla.simulate(q, k, v).outputs
     for trace in (

@@ -21,6 +21,7 @@ from tests.oracles.trace import (
     attend_live,
     attention_weights,
     default_scale,
+    is_dense,
 )
 
 
@@ -41,8 +42,6 @@ def simulate(
     scale: float | None = None,
 ) -> Trace:
     """Simulate over q [T, H, D] and k, v [T, K, D], all rotated already; budget >= 1."""
-    if prefill not in ("evict_past_budget", "dense_then_evict"):
-        raise ValueError(prefill)
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)
     query_heads, kv_heads = q.shape[1], k.shape[1]
@@ -53,7 +52,7 @@ def simulate(
         cached = [*cached, t]
         live = [cached] * kv_heads
         output = attend_live(q[t], k, v, live, scale)
-        inside_prompt = prefill == "dense_then_evict" and t < prompt_length - 1
+        inside_prompt = is_dense(prefill) and t < prompt_length - 1
         if len(cached) > budget and not inside_prompt:
             rows = [
                 attention_weights(q[t, head], k[cached, head // group], scale)

@@ -107,3 +107,17 @@ def attend_live(queries, k, v, live, scale) -> np.ndarray:
 
 def default_scale(q: np.ndarray, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def is_dense(prefill: str) -> bool:
+    """Whether a prompt gets full attention and one cut, not treatment like generated tokens."""
+    return {"dense_then_evict": True, "evict_past_budget": False}[prefill]
+
+
+def follow(q, k, v, heads: list[list[list[int]]], scale: float) -> Trace:
+    """The trace over slots that do not depend on attention: heads[kv_head][t] lists them."""
+    recorder = Recorder(q.shape[1])
+    for t in range(len(q)):
+        live = [head[t] for head in heads]
+        recorder.step(attend_live(q[t], k, v, live, scale), live)
+    return recorder.trace()

@@ -194,6 +194,17 @@ def with_all_results(implementation=None):
     )
 
 
+def on_the_card(contract):
+    """Each case that a kernel for GPUs serves, with the kernel, as parameters of a test."""
+    served = {"mosaic_gpu": ("bfloat16",), "mosaic_mma": ("bfloat16", "float16")}
+    return [
+        pytest.param(implementation, case, id=f"{implementation}-{case.name}")
+        for implementation, dtypes in served.items()
+        for case in contract
+        if case.dtype in dtypes and case.D <= 256  # wider ones are XLA's
+    ]
+
+
 def poison_free_memory():
     """Leave NaN in memory of the device that the next outputs will be given."""
     import jax
@@ -203,7 +214,7 @@ def poison_free_memory():
 
 
 def lower_for_cuda(function, **shapes):
-    """Lower a function for an H200 that is not there; returns the program's text."""
+    """Lower a function for an absent H200; return the program's text."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -248,7 +259,7 @@ def launched_with(card, function, **shapes) -> list[int]:
 
 
 def run_apart(script, *arguments, **environment):
-    """Run a script in a process of its own, which must end well: the lines that it printed."""
+    """Run a script in its own process, which must succeed; return the lines that it printed."""
     finished = subprocess.run(
         [sys.executable, str(script), *arguments],
         env=os.environ | {"PYTHONPATH": str(CHECKOUT), **environment},
@@ -262,7 +273,7 @@ def run_apart(script, *arguments, **environment):
 
 
 def tpu_interpreters():
-    """Return the interpreter of TPU kernels in two forms, each of which sees other mistakes.
+    """Return the interpreter of TPU kernels in two forms, each of which finds other mistakes.
 
     Where copies are made when they are waited for, what is read without a wait is missing; where
     they are made when they start, what they overwrite too early is wrong.
@@ -297,17 +308,18 @@ def interpret_quickly():
     gc.set_threshold(20_000)  # as for tests
 
 
-def interpret(script, *arguments):
-    """Run a script that interprets kernels with races looked for: the lines that it printed.
+def interpret(operation, implementation, names):
+    """Run `interpreted.py`; every case must be right, and no race may be found.
 
     The interpreters keep of the last kernel alone whether it raced, but print every race they find.
     """
     # With fewer threads than a program has warpgroups the interpreter of Mosaic GPU waits for ever.
     settings = {"JAX_PLATFORMS": "cpu", "NPROC": "4", "JAX_NUM_CPU_DEVICES": "1"}
-    lines = run_apart(script, *arguments, **settings)
+    script = Path(__file__).with_name("interpreted.py")
+    lines = run_apart(script, operation, implementation, *names, **settings)
     races = [i for i, line in enumerate(lines) if "RACE DETECTED" in line]
     assert not races, "\n".join(lines[races[0] : races[0] + 7])
-    return lines
+    assert [line for line in lines if line.endswith(" ok")] == [f"{name} ok" for name in names]
 
 
 def compile_for_tpu(script, kind, *arguments):

@@ -48,7 +48,7 @@ def test_attention_reads_what_the_integers_stand_for():
         assert relative_error(one, want) <= 2e-5
 
 
-def test_only_rows_are_unpacked():
+def test_only_read_rows_are_unpacked():
     """The pool is neither copied nor made into numbers as a whole."""
     case = cases.DecodeCase("few of many", (40, 33), head_dim=64, spare_pages=1000)
     arrays = as_arrays(packed_inputs(case)[0])
@@ -58,7 +58,7 @@ def test_only_rows_are_unpacked():
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_mma", "mosaic_tpu"])
-def test_no_kernel_reads_or_writes_them(name):
+def test_no_kernel_reads_or_writes_4_bits(name):
     inputs, _ = packed_inputs()
     inputs["q"] = inputs["q"].astype(jnp.bfloat16)
     shapes = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in inputs.items()}
@@ -109,7 +109,7 @@ def test_a_write_lands_in_its_slot_with_its_scales():
         ("q", (len(CASE.lengths), CASE.group, 32), "head dim"),
     ],
 )
-def test_what_does_not_belong_to_pages_is_refused(name, shape, message):
+def test_mismatched_pages_are_refused(name, shape, message):
     inputs = as_arrays(packed_inputs()[0])
     inputs[name] = None if shape is None else jnp.ones(shape)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""What serves a call is said as it is chosen, with the reasons."""
+"""`serving` reports the implementation that a call runs, and why others cannot."""
 
 import pytest
 
@@ -37,7 +37,7 @@ HOPPER, ADA = "compute capability 9.0 (Hopper)", "float8 needs compute capabilit
     ids=str,
 )
 def test_on_a_gpu(gpu, options, served, reasons, monkeypatch):
-    """What does not fit is left to XLA, without being asked to."""
+    """XLA serves what no kernel can, without being asked to."""
     kind, capability = gpu
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
     found = serving(**options, platform="cuda")
@@ -48,7 +48,7 @@ def test_on_a_gpu(gpu, options, served, reasons, monkeypatch):
             assert str(each).endswith(f": mosaic_gpu ({kind})")
 
 
-def test_elsewhere():
+def test_without_a_gpu():
     assert [str(each) for each in serving(platform="cpu")] == [
         "decoding: xla (no kernel is for cpu)",
         "training: xla (no kernel is for cpu)",

@@ -39,7 +39,7 @@ def test_the_first_entry_that_applies_is_taken(tmp_path, monkeypatch):
     assert tuned.lookup(both, "attend", head_dim=64, small=True) == {"stages": 3}
 
 
-def test_cards_of_one_architecture_share_what_was_measured():
+def test_gpus_of_one_architecture_share_measured_settings():
     assert DEFAULT_GPU.measured_as == ("NVIDIA H200",)
     assert RELATED.measured_as == ("NVIDIA H100 PCIe", "NVIDIA H200")
     for other in (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), GPU("NVIDIA B200", 148, (10, 0))):
@@ -60,7 +60,7 @@ def test_cards_of_one_architecture_share_what_was_measured():
         (128, 4, 1),
     ],
 )
-def test_a_heuristic_plans_as_many_programs_as_were_measured_to_be_best(
+def test_the_heuristic_plans_the_measured_number_of_programs(
     head_dim, size, programs, page_size, monkeypatch
 ):
     """With float8 pages one program a core takes half as long again (`nvidia_h200.json`)."""

@@ -26,7 +26,7 @@ def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
 
 
 @pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 2.531, 3, 3.3, 4.911, 7.7])
-def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
+def test_a_share_is_rounded_down_and_exact_ones_are_kept(ratio):
     """Compares the budget in a program with that on the host, and with exact fractions."""
     policy = Knorm(compression_ratio=ratio)
     lengths = [*range(1, 4097), *range(2**17 - 500, 2**17 + 1), 2**23]
@@ -38,7 +38,7 @@ def test_a_share_is_rounded_down_and_whole_ones_stay_whole(ratio):
 
 class HighestTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
-    def test_of_equal_scores_the_later_stays(self):
+    def test_the_later_of_equal_scores_stays(self):
         choose = self.variant(highest)
         scores = jnp.asarray([[[3.0, 1, 3, 2], [5, 5, 5, 5]]])
         kept = choose(scores, jnp.asarray([[1]]))

@@ -106,7 +106,7 @@ def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate
 @pytest.mark.parametrize(
     ("window", "shift", "seen"), [(2, 1, 21), *further((0, 0, 15), (6, 7, 21))]
 )
-def test_rows_at_a_length_are_those_that_came_to_it(window, shift, seen):
+def test_rows_at_a_length_equal_rows_grown_to_it(window, shift, seen):
     policy, size = DMS(window=window, shift=shift), window + 1
     marks = np.random.default_rng(seen).random((BATCH, KV_HEADS, LENGTH)) < 0.6
     empty = state_of(policy, BATCH, KV_HEADS, HEAD_DIM).rows

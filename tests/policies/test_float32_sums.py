@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dms_jax.policies import DMC, DMS, H2O, ExpectedAttention, KeyDiff, Quest, SnapKV, Vanilla
-from dms_jax.policies.attention_weights import query_weights
 from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.values import Chunk, Decisions, PolicyState, Rows, Tokens
+from dms_jax.policies.victims import query_weights
 from tests.oracles import dmc, scored
 from tests.support.chunks import chunk_of, observed, read, state_of, tokens_of
 

@@ -41,7 +41,7 @@ def test_adakv_of_the_authors(scores, alpha, budget):
     assert abs(found.sum() - 4 * budget) <= 4
 
 
-def test_its_guarantee_is_beside_the_window_and_kvpresss_is_not(scores):
+def test_only_the_published_guarantee_excludes_the_window(scores):
     whole = np.concatenate([scores, np.full((4, 32), np.inf, np.float32)], axis=1)
     kept = {}
     for rule in ("published", "kvpress"):
@@ -52,7 +52,7 @@ def test_its_guarantee_is_beside_the_window_and_kvpresss_is_not(scores):
     assert kept["published"][[1, 2]].tolist() == [44, 44]  # 32 + int(0.2 * 64)
 
 
-def test_heads_on_several_devices_compete_all_the_same(scores):
+def test_heads_on_several_devices_compete_as_on_one(scores):
     policy = AdaKV(SnapKV(window=32, budget=96), alpha=0.2, rule="published")
     whole = np.concatenate([scores, np.full((4, 32), np.inf, np.float32)], axis=1)[None]
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))

@@ -116,7 +116,7 @@ def test_the_largest_numbers_fit_in_32_bits(policy):
         assert int(number) == want if is_whole else float(number) == pytest.approx(want, rel=1e-7)
 
 
-def test_what_chooses_code_is_part_of_the_structure():
+def test_options_that_choose_code_are_static():
     structure = jax.tree.structure
     assert structure(TOVA(budget=5)) == structure(TOVA(budget=900))
     assert structure(TOVA()) != structure(TOVA(per="head"))

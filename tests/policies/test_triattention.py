@@ -123,7 +123,7 @@ def test_centres_are_arguments_of_programs(centres, tmp_path):
     chex.assert_trees_all_equal(jax.tree.leaves(policy)[-1], 2 * jax.tree.leaves(on_device)[-1])
 
 
-def test_files_that_hold_something_else_are_refused(centres, tmp_path):
+def test_wrong_files_are_refused(centres, tmp_path):
     _, arrays = centres
     (tmp_path / "no.safetensors").write_bytes(b"{}")
     save_file({"mean": arrays["mean"]}, tmp_path / "half.safetensors")

@@ -1,8 +1,8 @@
-"""Programs compiled ahead of time for devices that are not there, kept from run to run.
+"""Programs compiled ahead of time for absent devices; their reports are kept from run to run.
 
-jax keeps executables, and cannot read one back without the device that it is for. What tests ask of
-such a program is its text and its memory: these are kept beside jax's own cache, by a hash of all
-that the compiler is given. Whoever changes a program, the options or a compiler compiles it again.
+jax keeps executables, and cannot read one back without the device that it is for. Tests need the
+text and the memory of such a program: these are kept beside jax's own cache, by a hash of all that
+the compiler is given. A changed program, option or compiler is compiled again.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a script says that compiles for GPUs which are not there."""
+"""Runs scripts that compile for GPUs that are not present, and reads what they print."""
 
 import json
 import os
@@ -23,10 +23,10 @@ QUICKLY = (
 
 
 def environment(**told: str) -> dict[str, str]:
-    """Returns the environment of a process that compiles for GPUs which are not there.
+    """Returns the environment of a process that compiles for GPUs that are not present.
 
     Args:
-      told: variables that differ from those of this process.
+      told: variables that differ from this process.
     """
     paths = os.pathsep.join(map(str, (ROOT, GPU_COMPILER)))
     flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}"

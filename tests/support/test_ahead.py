@@ -1,4 +1,4 @@
-"""What compilers said of programs is read again, and only of the very same program."""
+"""Reports of compilers are reused, and only for the very same program."""
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +63,11 @@ def test_a_report_is_the_compilers_and_is_kept():
     ],
     ids=["program", "donation", "options of the function", "options", "target"],
 )
-def test_what_differs_is_compiled(change):
+def test_changed_programs_compile_again(change):
     assert compiled_again(**change())
 
 
-def test_other_flags_and_care_of_the_compiler_are_told_apart(monkeypatch, optimized):
+def test_compiler_flags_are_part_of_the_key(monkeypatch, optimized):
     compile_ahead(lowered(), "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     other = Counted(lowered())

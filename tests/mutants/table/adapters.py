@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 LAW = "tests/laws/test_adapters.py"
-ALONE = f"{LAW}::test_a_batch_of_adapters_answers_each_request_as_its_own_alone"
+ALONE = f"{LAW}::test_batched_adapters_answer_as_each_alone"
 PREFIXES = "tests/generation/test_prefixes.py::test_no_prefix_is_shared_between_adapters"
 ADAPTERS = "tests/generation/test_adapters.py"
 SERVING = "tests/serving/test_adapters.py"
@@ -57,7 +57,7 @@ MUTANTS = [
         "dms_jax/model/language_model.py",
         "    if old.committed:\n",
         "    if True:\n",
-        (f"{LAW}::test_replaced_weights_answer_as_an_engine_that_was_made_with_them",),
+        (f"{LAW}::test_replaced_weights_answer_as_a_new_engine",),
     ),
     Mutant(
         "adapters: a base is served from which the policy would evict",

@@ -12,10 +12,10 @@ TRAINING = "pallas_kernels/training/"
 PLAN = "tests/pallas_kernels/decode/test_plan.py"
 INTERPRETED = "tests/pallas_kernels/decode/test_interpreted.py"
 RECEIVED = "tests/pallas_kernels/received/test_received.py"
-RECEIVED_VISITS = f"{RECEIVED}::test_the_plan_visits_what_is_seen_and_compares_where_it_must"
+RECEIVED_VISITS = f"{RECEIVED}::test_the_plan_visits_visible_tiles_and_compares_partial_ones"
 RECEIVED_SUMS = f"{RECEIVED}::test_gpu_kernel_in_the_interpreter[['reused', 'ragged']]"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
-VISITS = f"{PREFILL}::test_the_plan_visits_what_is_seen_and_nothing_else"
+VISITS = f"{PREFILL}::test_the_plan_visits_exactly_the_visible_tiles"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
 KERNELS = "tests/pallas_kernels/training/test_kernels.py"
 MMA_TRAINING = f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_mma-['odd_group']]"
@@ -37,7 +37,7 @@ MUTANTS = [
         DECODE + "gpu.py",
         "if q.shape[1] > 16:",
         "if q.shape[1] > 8:",
-        (f"{DISPATCH}::test_every_form_serves_the_cases_that_it_is_to_serve",),
+        (f"{DISPATCH}::test_each_kernel_serves_its_listed_cases",),
     ),
     Mutant(
         "kernels: programs share a core that it has no memory for",
@@ -51,7 +51,7 @@ MUTANTS = [
         DECODE + "spec.py",
         "in operands) + REDUCTION_BYTES",
         "in operands)",
-        (f"{SHARED}::test_the_form_of_ampere_takes_the_bytes_that_are_counted",),
+        (f"{SHARED}::test_amperes_kernel_takes_the_counted_bytes",),
     ),
     Mutant(
         "kernels: a key is rotated by the angles of another sequence",
@@ -120,14 +120,14 @@ MUTANTS = [
         TRAINING + "gpu_tiles.py",
         "far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))",
         "far_end = ceil_div(jnp.maximum(q0 - window, 0), block)",
-        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
+        (f"{TILES}::test_zones_on_a_gpu_hold_their_distances",),
     ),
     Mutant(
         "kernels: the diagonal tile of a key block larger than the queries is left out",
         TRAINING + "gpu_tiles.py",
         "end = ceil_div(q0 + rows, block)",
         "end = lax.div(q0 + rows, jnp.int32(block))",
-        (f"{TILES}::test_zones_on_a_gpu_hold_the_distances_that_they_promise",),
+        (f"{TILES}::test_zones_on_a_gpu_hold_their_distances",),
     ),
     Mutant(
         "kernels: a ring of tiles counts keys without their values",
@@ -162,7 +162,7 @@ MUTANTS = [
         TRAINING + "gpu_key_gradient.py",
         "k0 + window + 1, 0",
         "k0 + window + 2, 0",
-        (f"{TILES}::test_zones_of_queries_hold_the_distances_that_they_promise",),
+        (f"{TILES}::test_zones_of_queries_hold_their_distances",),
     ),
     Mutant(
         "kernels: Ampere's products of 96 take 64 twice",
@@ -199,8 +199,8 @@ MUTANTS = [
         "far = below & (q0 - (k0 + problem.keys - 1) > problem.window)",
         "far = below & (q0 - (k0 + problem.keys - 1) >= problem.window)",
         (
-            f"{TILES}::test_zones_on_a_tpu_hold_the_distances_that_they_promise",
-            f"{TILES}::test_a_zone_on_a_tpu_is_plain_where_it_can_be",
+            f"{TILES}::test_zones_on_a_tpu_hold_their_distances",
+            f"{TILES}::test_zones_on_a_tpu_at_the_border_of_the_window",
         ),
     ),
     Mutant(
@@ -257,7 +257,7 @@ MUTANTS = [
         "pallas_kernels/fetch/gpu.py",
         "source = store_ref.at[pl.ds(chosen * piece, piece)]",
         "source = store_ref.at[pl.ds(chosen * block, piece)]",
-        ("tests/pallas_kernels/fetch/test_fetch.py::test_the_interpreted_kernel_gathers_the_same",),
+        ("tests/pallas_kernels/fetch/test_fetch.py::test_gpu_kernel_in_the_interpreter",),
     ),
     Mutant(
         "kernels: received attention compares no key that the last query of a tile sees",

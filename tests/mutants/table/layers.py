@@ -159,7 +159,7 @@ MUTANTS = [
         "dms_jax/generation/runner.py",
         "return self.policy.appends and self.model.config.window is None",
         "return self.policy.appends",
-        (f"{WINDOWS}::test_a_continued_prefix_is_answered_as_one_that_is_read",),
+        (f"{WINDOWS}::test_a_cached_prefix_answers_as_a_full_prefill",),
     ),
     Mutant(
         "layers: experts are weighed by their logits",
@@ -173,21 +173,21 @@ MUTANTS = [
         "dms_jax/model/layers.py",
         "down = down._replace(bias=jnp.where(first, down.bias, 0))",
         "down = down._replace(bias=jnp.where(first, down.bias, down.bias))",
-        (f"{EXPERTS}::test_a_mesh_changes_nothing",),
+        (f"{EXPERTS}::test_a_mesh_changes_no_result",),
     ),
     Mutant(
         "layers: every shard computes the first experts",
         "dms_jax/model/layers.py",
         "chosen = chosen - jax.lax.axis_index(experts_over) * len(down.kernel)",
         "chosen = chosen % len(down.kernel)",
-        (f"{EXPERTS}::test_a_mesh_changes_nothing",),
+        (f"{EXPERTS}::test_a_mesh_changes_no_result",),
     ),
     Mutant(
         "layers: experts that a token does not go to are multiplied by 0",
         "dms_jax/model/layers.py",
         "hidden = jnp.where(chosen.any(1)[..., None], weights[..., None] * hidden, 0)",
         "hidden = (weights[..., None] * hidden)",
-        (f"{EXPERTS}::test_what_an_expert_overflows_to_does_not_reach_tokens_of_others",),
+        (f"{EXPERTS}::test_an_overflowing_expert_spares_other_tokens",),
     ),
     Mutant(
         "layers: a step of a few tokens reads every expert",

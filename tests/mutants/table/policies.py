@@ -58,11 +58,11 @@ MUTANTS = [
         FOLDER + "budget.py",
         "return math.ceil(2**31 / compression_ratio)",
         "return math.floor(2**31 / compression_ratio)",
-        (f"{ALLOCATION}::test_a_share_is_rounded_down_and_whole_ones_stay_whole",),
+        (f"{ALLOCATION}::test_a_share_is_rounded_down_and_exact_ones_are_kept",),
     ),
     Mutant(
         "policies: attention weights without the maximum taken off",
-        FOLDER + "attention_weights.py",
+        FOLDER + "victims.py",
         "weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), -1e30))",
         "weights = jnp.exp(scores)",
         (f"{FLOAT32}::test_the_weights_of_a_query",),

@@ -15,14 +15,14 @@ MUTANTS = [
         "dms_jax/policies/base.py",
         "return (seen == prompt and not self.shrinks) or",
         "return seen == prompt or",
-        (f"{LAW}::test_what_is_exact",),
+        (f"{LAW}::test_exact_prefixes",),
     ),
     Mutant(
         "prefixes: an answer that was read in another way is exact",
         "dms_jax/policies/base.py",
         'if self.parallel != "prompts" or seen < prompt:',
         "if not self.shrinks or seen < prompt:",
-        (f"{LAW}::test_what_is_exact",),
+        (f"{LAW}::test_exact_prefixes",),
     ),
     Mutant(
         "prefixes: a sequence that overwrites has the pages of its prefix",
@@ -71,7 +71,7 @@ MUTANTS = [
         "dms_jax/cache/pages.py",
         "need <= len(free) or need <= len(free) + self._reclaimable(number)",
         "need <= len(free)",
-        (f"{PAGES}::test_pages_of_prefixes_alone_count_as_free_and_are_reclaimed",),
+        (f"{PAGES}::test_pages_only_prefixes_hold_are_reclaimed",),
     ),
     Mutant(
         "prefixes: a page that another sequence shares is freed with the first",
@@ -85,7 +85,7 @@ MUTANTS = [
         "dms_jax/cache/host_pages.py",
         "        self._host_of[pages] = NO_PAGE\n",
         "",
-        (f"{HOST}::test_a_page_of_the_device_that_changes_is_another",),
+        (f"{HOST}::test_a_changed_page_of_the_device_is_copied_again",),
     ),
     Mutant(
         "prefixes: the host has no bound",

@@ -57,7 +57,7 @@ MUTANTS = [
         "dms_jax/policies/budget.py",
         "        return self.budget_for(tokens)",
         "        return self.budget_for(tokens) + 1",
-        ("tests/laws/test_layers.py::test_what_is_kept_whole_of_a_prompt_attends_in_one_pass",),
+        ("tests/laws/test_layers.py::test_kept_whole_tokens_attend_in_one_pass",),
     ),
     Mutant(
         "generation: what a later turn of a conversation has in one pass begins anew",

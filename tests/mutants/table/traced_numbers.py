@@ -34,7 +34,7 @@ MUTANTS = [
         BASE,
         "return few_sizes(value)",
         "return value",
-        (f"{TESTS}::test_what_chooses_code_is_part_of_the_structure",),
+        (f"{TESTS}::test_options_that_choose_code_are_static",),
     ),
     Mutant(
         "traced numbers: static fields come back in the order of their names",

@@ -1,7 +1,7 @@
-"""Compile the kernels to machine code of GPUs that are not there; says how many each has, as JSON.
+"""Compile the kernels for GPUs that are not present; print how many each program has, as JSON.
 
 Run by `test_compiles_for_gpus.py` in a process for each kind of GPU, with the compiler for GPUs on
-its path (`make gpu-compiler`). What the compiler refuses ends the process.
+its path (`make gpu-compiler`). If the compiler refuses a kernel, the process ends.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Compile a kernel for a TPU that is not there; prints one line a case.
+"""Compile a kernel for a TPU that is not present; print one line per case.
 
 Usage: compile_for_tpus.py KERNEL TOPOLOGY CASE...
 A line says whether the program has the kernel, whether nothing is sorted in it, and whether what it

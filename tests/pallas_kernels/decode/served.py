@@ -1,7 +1,7 @@
 """Which cases each kernel of decode attention serves, written down apart from the kernels.
 
-Tests run what is served and never ask a kernel for it: one that refused a case that it has served
-before would not be run with it any more, and nobody would see.
+Tests run what this table says, and never ask a kernel: a kernel that began to refuse a case would
+silently no longer be tested with it.
 """
 
 from pallas_kernels.decode.cases import DecodeCase

@@ -36,14 +36,14 @@ OPERATION = Operation(
 )
 
 
-def test_the_platform_is_that_of_lowering():
+def test_the_platform_is_chosen_at_lowering():
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
     function = jax.jit(lambda x: OPERATION(None, x))
     assert "stablehlo.subtract" in function.trace(x).lower(lowering_platforms=("cpu",)).as_text()
     assert "stablehlo.add" in function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_a_kernel_is_traced_for_its_platform_alone():
+def test_a_kernel_is_traced_only_for_its_platform():
     traced = []
 
     def card(x):
@@ -79,18 +79,17 @@ class TestNames(chex.TestCase):
             run("card", 1.0)
 
 
-def test_names_are_tried_in_order_and_reasons_come_together():
-    assert OPERATION(("picky", "plain"), 1.0) == 0
-    with pytest.raises(NotImplementedError) as refusal:
-        OPERATION(("picky", "card"), 1.0)
-    assert "picky: serves nothing" in str(refusal.value)
-    assert "only card" in str(refusal.value)
+def test_refusals_say_why():
+    with pytest.raises(NotImplementedError, match="picky: serves nothing"):
+        OPERATION("picky", 1.0)
+    cards = replace(OPERATION, implementations=OPERATION.implementations[1::-1])
+    with pytest.raises(NotImplementedError, match=r"only card(.|\n)*picky: serves nothing"):
+        cards(None, 1.0)
 
 
-@pytest.mark.parametrize("choice", ["fast", ("plain", "fast"), ()])
-def test_unknown_names_are_refused(choice):
-    with pytest.raises(ValueError, match="known implementations are card, picky, plain"):
-        OPERATION(choice, 1.0)
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="no implementation 'fast'; it has card, picky, plain"):
+        OPERATION("fast", 1.0)
 
 
 def decode(case, implementation=None, **options):
@@ -109,7 +108,6 @@ def decode(case, implementation=None, **options):
         ("base", "xla", XLA),
         *further(
             ("base", None, "mosaic_gpu"),
-            ("base", ("mosaic_mma", "mosaic_gpu"), "decode_attention_mma"),
         ),
     ],
 )
@@ -121,7 +119,7 @@ def test_decode_attention_for_cuda(name, implementation, marker):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_scales_that_are_not_float32_are_left_to_xla(dtype):
+def test_scales_of_other_dtypes_are_left_to_xla(dtype):
     function, shapes = decode(cases.by_name("float8"))
     with jax.enable_x64(dtype == "float64"):
         for name in ("k_scales", "v_scales"):
@@ -145,7 +143,7 @@ FORMS = {
 
 @pytest.mark.parametrize("card", [T4, A100, L4, H200, B200], ids=lambda card: card.kind)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_serves_the_cases_that_it_is_to_serve(card, form, monkeypatch):
+def test_each_kernel_serves_its_listed_cases(card, form, monkeypatch):
     """And refuses the others in words; what is served is run by the other tests."""
     monkeypatch.setattr(gpu, "target_gpu", lambda: card)
     for case in (*cases.CONTRACT, *cases.XLA_ONLY):
@@ -213,7 +211,7 @@ def test_decode_attention_without_an_accelerator_is_xla():
 
 
 @pytest.mark.parametrize("rows", [0, -1])
-def test_a_plan_of_other_steps_is_refused(rows):
+def test_a_plan_of_another_step_is_refused(rows):
     """Of several layers, or of fewer rows."""
     inputs = as_arrays(decode_inputs(cases.by_name("head_dim64")))
     lengths = inputs["lengths"]

@@ -21,7 +21,7 @@ from tests.pallas_kernels.support import (
 SCALE = 0.1
 
 
-def test_float8_keys_are_multiplied_as_they_are():
+def test_float8_keys_are_not_converted():
     """By queries of three operands, which one kernel of XLA writes."""
     case = cases.by_name("float8")
     function = functools.partial(decode_attention, scale=0.1, implementation="mosaic_gpu")

@@ -1,4 +1,4 @@
-"""Every GPU kernel is lowered for an H200, up to the compiler that only the card's machine has."""
+"""Every GPU kernel lowers for an H200, up to the compiler that needs the card."""
 
 import functools
 import re
@@ -83,7 +83,7 @@ def test_no_work_on_arrays_around_the_kernel():
 
 
 @pytest.mark.nightly
-def test_the_merge_in_place_is_shielded_from_slices():
+def test_barriers_shield_the_merge_in_place():
     """In a scan over layers the plan is a slice and the result updates one."""
     case = cases.BASE
     shapes = structs(case)

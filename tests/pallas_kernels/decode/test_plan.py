@@ -47,7 +47,7 @@ def test_programs_share_the_line_evenly(seed):
     assert len({row + program for row, program in pairs}) == len(pairs)
 
 
-def test_many_rows_are_summed_by_a_scan_alike():
+def test_many_rows_are_summed_by_a_scan():
     lengths = np.random.default_rng(0).integers(0, 300, 1500)
     plan = make_plan(jnp.asarray(lengths), tile=64, programs=7)
     tiles = np.maximum(1, -(-lengths // 64))
@@ -65,7 +65,7 @@ def test_long_lines_do_not_overflow():
     )
 
 
-def test_a_plan_of_layers_is_the_plans_of_each():
+def test_a_plan_of_layers_equals_the_plan_of_each():
     lengths = jnp.asarray(np.random.default_rng(1).integers(0, 3000, (3, 5)))
     together = make_plan(jnp.asarray(lengths), tile=64, programs=11)
     for layer in range(3):
@@ -103,7 +103,7 @@ def test_long_rows_of_float8_are_read_in_tiles_of_128(changed, tile, programs_pe
     assert (plan.tile, plan.programs) == (tile, 132 * programs_per_core)
 
 
-def test_the_products_of_ampere_take_tiles_of_64():
+def test_amperes_products_take_tiles_of_64():
     lengths = jnp.full(512, 4096)
     shape = {"columns": 64, "page_size": 64, "head_dim": 128, "dtype": "float8_e4m3fn"}
     assert decode_plan(lengths, **shape, implementation="mosaic_mma").tile == 64

@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import json
-from pathlib import Path
 
 import chex
 import jax
@@ -40,7 +38,7 @@ def test_rows_arrive_in_device_memory(memory, count, dtype):
     chex.assert_trees_all_equal(rows, np.asarray(store)[index])
 
 
-def test_a_loop_fetches_what_the_round_before_asks_for():
+def test_a_loop_fetches_rows_that_its_last_step_chose():
     """The store is read inside a compiled loop, where it stays."""
     store = draw(np.float32, "pinned_host")
 
@@ -59,12 +57,9 @@ def test_a_loop_fetches_what_the_round_before_asks_for():
     chex.assert_trees_all_equal(chase(store, want[0]), np.stack(want))
 
 
-def test_the_interpreted_kernel_gathers_the_same():
-    lines = interpret(Path(__file__).with_name("interpreted.py"))
-    records = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [tuple(each.values()) for each in records] == [
-        *((1, 1), (16, 1), (37, 1), (5, 4), (4, 20), (3, 60))
-    ]
+def test_gpu_kernel_in_the_interpreter():
+    """Blocks of one copy, of which a program makes one or several, and of two copies."""
+    interpret("fetch", "mosaic_gpu", ["1:1", "16:1", "37:1", "5:4", "4:20", "3:60"])
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
@@ -140,7 +135,7 @@ def test_the_kernel_on_a_gpu(memory):
         (DEFAULT_GPU, "bfloat16", 512, "at most 256 numbers"),
     ],
 )
-def test_what_a_card_cannot_do_is_left_to_xla(card, dtype, width, reason, monkeypatch):
+def test_xla_serves_what_a_gpu_cannot(card, dtype, width, reason, monkeypatch):
     monkeypatch.setattr(fetch_gpu, "target_gpu", lambda: card)
     store = draw(jnp.dtype(dtype), "pinned_host", width)
     index = jnp.zeros(5, jnp.int32)
@@ -159,7 +154,7 @@ def test_float64_stays_what_it_is():
         chex.assert_trees_all_equal(rows, store[np.array([8, 0])])
 
 
-def test_what_no_kernel_serves_is_said():
+def test_refusals_name_the_limit():
     store, index = jnp.zeros((4, 6)), jnp.zeros(3, jnp.int32)
     with pytest.raises(NotImplementedError, match="this one is in device memory"):
         fetch_rows(store, index, implementation="mosaic_gpu")

@@ -60,7 +60,7 @@ def test_products_and_gradients(rows, implementation):
             assert np.abs(of_matrices - change).max() < 1e-12
 
 
-def test_it_is_differentiable():
+def test_gradients_equal_finite_differences():
     random = np.random.default_rng(1)
     with jax.enable_x64(True):
         x, matrices = (jnp.asarray(random.normal(size=size)) for size in ((9, 3), (2, 3, 4)))
@@ -139,7 +139,7 @@ def test_other_gpus_multiply_block_by_block(monkeypatch):
         (((4, 3, 1), (2, 3, 5), (2,)), r"takes rows \[R, n\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(shapes, message, pytestconfig):
+def test_mismatched_shapes_are_refused(shapes, message, pytestconfig):
     if pytestconfig.getoption("--jaxtyping-packages"):
         pytest.skip("jaxtyping's checks refuse what the code is to refuse")
     x, matrices, counts = shapes

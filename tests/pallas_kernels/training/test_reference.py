@@ -54,9 +54,7 @@ def test_no_kernel_serves_a_soft_cap():
     inputs, _ = draw(BY_NAME["one_group"])
     arrays = [jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias")]
     with pytest.raises(NotImplementedError, match="a soft cap is served by xla alone"):
-        retrofit_attention(
-            *arrays, window=3, scale=1.0, soft_cap=2.0, implementation=["mosaic_gpu", "mosaic_tpu"]
-        )
+        retrofit_attention(*arrays, window=3, scale=1.0, soft_cap=2.0, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("name", ["ragged", "packed", "evicted", "one_token"])
@@ -76,7 +74,7 @@ def test_sequences_of_several_spans():
 
 
 @pytest.mark.parametrize("name", ["ragged", "packed"])
-def test_a_row_in_pieces_is_the_row(name):
+def test_a_row_in_pieces_equals_the_whole_row(name):
     """Queries from a place in the row on attend to all keys, as where it is split over devices."""
     case = BY_NAME[name]
     inputs, segments = draw(case, dtype="float64")

@@ -61,7 +61,7 @@ def of_training(head_dim: int, packed: bool, placed: bool):
     ("head_dim", "packed", "placed"),
     [(256, True, True), (64, False, False), *further((128, True, False), (256, False, False))],
 )
-def test_training_takes_the_bytes_that_are_counted(card, head_dim, packed, placed, monkeypatch):
+def test_training_kernels_take_the_counted_bytes(card, head_dim, packed, placed, monkeypatch):
     function, shapes = of_training(head_dim, packed, placed)
     launched = launched_with(card, function, **shapes)
     monkeypatch.setattr(gpu_tiles, "target_gpu", lambda: card)
@@ -71,7 +71,7 @@ def test_training_takes_the_bytes_that_are_counted(card, head_dim, packed, place
 
 @every_hopper
 @pytest.mark.parametrize("head_dim", [96, *further(64, 128, 256)])
-def test_a_prompt_takes_the_bytes_that_are_counted(card, head_dim, monkeypatch):
+def test_prompt_kernels_take_the_counted_bytes(card, head_dim, monkeypatch):
     case = dataclasses.replace(prefill_cases.by_name("plain"), D=head_dim)
     function = functools.partial(prefill_attention, window=case.window, scale=0.1)
     shapes = dict(zip(ORDER, prefill_structs(case), strict=True))
@@ -94,23 +94,12 @@ def test_every_plan_fits(card, head_dim, packed, monkeypatch):
         assert gpu_tiles.TILE % ring.block == 0
 
 
-def test_a_gradient_of_wide_queries_has_a_second_tile_of_keys():
-    """Two rings of one pair of tiles would fit beside it, and a pair more does not."""
-    one = problem(256, True, False)
-    fits = functools.partial(gpu_tiles.fits, gpu_query_gradient.scratch_of, one)
-    assert fits(gpu_tiles.Ring(64, 1), gpu_query_gradient.REDUCTIONS)
-    assert not fits(gpu_tiles.Ring(64, 2), gpu_query_gradient.REDUCTIONS)
-    # Of queries, gradients, two tiles of keys and one of values, 64 x 256 numbers of 16 bits each,
-    # biases and segments there is 1 KB left; sums over threads would take two.
-    assert not fits(gpu_tiles.Ring(64, 1), REDUCTION_BYTES)
-
-
 @pytest.mark.parametrize(
     ("card", "head_dim"),
     [(L4, 128), *further((L4, 256), (B200, 128))],
     ids=lambda each: getattr(each, "kind", each),
 )
-def test_the_forms_of_ampere_fit_every_card(card, head_dim):
+def test_amperes_kernels_fit_every_gpu(card, head_dim):
     """Most of all the gradients of keys: keys, values, queries and gradients of outputs.
 
     An A100 has the tiles of an L4 (`test_kernels.py`) and more memory; narrower heads take less.

@@ -28,7 +28,7 @@ def all_zones(zones, starts):
 @pytest.mark.parametrize(
     ("rows", "block"), [(64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
 )
-def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block):
+def test_zones_on_a_gpu_hold_their_distances(rows, block):
     starts = np.arange(0, 512, rows, dtype=np.int32)
     for window, first in itertools.product(WINDOWS, (0, 1)):
         zones = all_zones(
@@ -52,7 +52,7 @@ def test_zones_on_a_gpu_hold_the_distances_that_they_promise(rows, block):
 
 
 @pytest.mark.parametrize(("keys", "block"), [(64, 16), (64, 32), (64, 64), (128, 64)])
-def test_zones_of_queries_hold_the_distances_that_they_promise(keys, block):
+def test_zones_of_queries_hold_their_distances(keys, block):
     count = 512 // block
     starts = np.arange(-280, 768, 7, dtype=np.int32)  # keys before, among and after the queries
     for window in (*WINDOWS, 77, 125):
@@ -120,7 +120,7 @@ def zone_of(problem, query, key, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zones_on_a_tpu_hold_the_distances_that_they_promise(dtype, monkeypatch):
+def test_zones_on_a_tpu_hold_their_distances(dtype, monkeypatch):
     """Beside the mixed ones, whose body masks every score."""
     for window in WINDOWS:
         problem = tpu_problem(window=window, dtype=dtype)
@@ -137,7 +137,7 @@ def test_zones_on_a_tpu_hold_the_distances_that_they_promise(dtype, monkeypatch)
         assert ((False, False) in kinds) == (window >= 10**6)
 
 
-def test_a_zone_on_a_tpu_is_plain_where_it_can_be(monkeypatch):
+def test_zones_on_a_tpu_at_the_border_of_the_window(monkeypatch):
     """Tiles next to the border of the window, where one token decides."""
 
     def zone(window):  # of queries 512 to 639 and keys 0 to 255
