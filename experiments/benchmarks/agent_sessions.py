@@ -39,10 +39,10 @@ from dms_jax.generation import Engine, Sampling, Update
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.json_text import json_text
-from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.serving import ask_all, model_name
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, random_model
+from experiments.benchmarks.timing import environment
 
 POLICIES = {
     "Vanilla": dms_jax.Vanilla(),

@@ -34,8 +34,8 @@ from dms_jax.json_text import json_text
 from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps, shapes
-from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.timing import environment
 
 Part = Literal["batch", "prompt", "kcache"]
 LLAMA_2_7B: dict[str, Any] = dict(

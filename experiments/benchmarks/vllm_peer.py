@@ -180,7 +180,7 @@ class Ours:
 
     def start(self) -> dict[str, Any]:
         """Returns what it runs on."""
-        from experiments.benchmarks.kernel_timing import environment
+        from experiments.benchmarks.timing import environment
 
         return environment()
 

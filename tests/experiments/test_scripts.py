@@ -36,21 +36,17 @@ RUNS: dict[str, dict] = {
         shapes=("tiny",),
         window=16,
         ratios=(1, 4),
+        heads=("uneven", "even", "few"),
         model_parallel=(1, 2),
         data_parallel=(2,),
     ),
-    "benchmarks.draw_decode_steps": {},
-    "benchmarks.engine_host": dict(lanes=4, requests=9, clients=3, runs=1),
-    "benchmarks.even_heads": dict(
-        STEPS, shapes=("tiny",), context=256, window=16, ratios=(4,), rounds=1
+    "benchmarks.engine": dict(host=True, lanes=4, requests=9, clients=3, runs=1, regex="(.|\n)*"),
+    "benchmarks.policies": dict(
+        shape="tiny", context=640, batch=1, ratios=(2,), only=("SnapKV", "KVzap", "KCache")
     ),
-    "benchmarks.policy_prompts": dict(
-        shape="tiny", context=600, batch=2, ratio=2, only=("H2O",), repeats=1, dtype="float32"
+    "benchmarks.policies, prompts": dict(
+        what="prompts", shape="tiny", context=600, batch=2, ratios=(2,), only=("H2O",)
     ),
-    "benchmarks.policy_steps": dict(
-        shape="tiny", context=640, batch=1, ratios=(2.0,), only=("SnapKV", "KVzap", "KCache")
-    ),
-    "benchmarks.step_launches": dict(STEPS, shape="tiny", ratio=1),
     "benchmarks.step_options": dict(
         STEPS, shape="tiny", window=16, ratios=(4,), turns=1, only=("XLA's defaults",)
     ),
@@ -67,7 +63,7 @@ RUNS: dict[str, dict] = {
         repeats=1,
         dtype="float32",
     ),
-    "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2+model2"), steps=1),
+    "benchmarks.training": dict(cases=("tiny+products", "tiny-fsdp2+model2"), steps=1),
     "reproduction.answers_under_load": dict(
         policies=("Vanilla",), requests=3, lanes=2, most_tokens=16, share=1.0
     ),
@@ -146,7 +142,7 @@ def test_it_runs_on_its_smallest_settings(name, tmp_path, monkeypatch):
     def refuse(word):
         raise ValueError(f"{word} is not JSON")
 
-    module = importlib.import_module(f"experiments.{name}")
+    module = importlib.import_module(f"experiments.{name.partition(',')[0]}")
     default = module.Config().out
     folder = default is not None and not default.suffix
     out = tmp_path / (default.name if default is not None else "report.json")

@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import gzip
-import importlib
 import importlib.util
 import json
-import pathlib
 import threading
 
 import jax
@@ -19,23 +17,23 @@ from experiments.benchmarks import (
     agent_sessions,
     decode_steps,
     engine,
-    engine_host,
-    even_heads,
-    first_answer,
     first_results,
+    kernels,
+    kernels_decoding,
+    kernels_training,
     serving,
     shapes,
-    step_launches,
     throughput,
+    timing,
     tpu_schedule,
     traces,
     training,
     vllm_peer,
 )
-from experiments.benchmarks import kernel_timing as timing
 from experiments.benchmarks.serving import Answer
 from pallas_kernels.training.cases import TrainingCase
 from tests.serving.support import serving as a_server
+from tests.support.tree import ROOT
 
 # -- shapes ----------------------------------------------------------------------------------------
 
@@ -55,7 +53,7 @@ def test_the_roofline_is_that_of_the_device_with_the_longest_heads(monkeypatch):
     config = decode_steps.Config(**sizes, ratios=(4,), model_parallel=(2,))
     lengths = np.ones((2, 2, 2), int) * [64, 16]
     monkeypatch.setattr(decode_steps, "row_lengths", lambda *_: lengths)
-    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (1e-3, 1000.0))
+    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (1e-3, 1000.0, None))
     figures = decode_steps.time_paged(config, model, 4, 1e9)
     assert figures["read_cache_bytes_a_device"] == 0.8 * 1000 * 2 * 16 * 4
 
@@ -70,7 +68,7 @@ def test_each_group_of_devices_has_its_own_sequences(monkeypatch):
     rows = np.arange(rows.size).reshape(rows.shape)
     quarters = [rows[:, :3, :1], rows[:, :3, 1:], rows[:, 3:, :1], rows[:, 3:, 1:]]
     assert decode_steps.by_device(rows, model).tolist() == [each.sum() for each in quarters]
-    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (0.5, 1000.0))
+    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (0.5, 1000.0, None))
     figures = decode_steps.time_paged(config, model, 1, 1e9)
     assert figures["tokens_per_second"] == 12
     assert figures["read_cache_bytes_a_device"] == 1000 / 4 * 2 * 16 * 4
@@ -104,33 +102,18 @@ def test_a_ratio_leaves_what_the_window_keeps():
         throughput.Config(contexts=(8192, 1031))
 
 
-@pytest.mark.nightly
-def test_all_forms_hold_the_same_tokens():
-    config = even_heads.Config(shapes=("tiny",), context=2048, window=32, batch=3)
-    lengths = even_heads.forms(config, shapes.model_of("tiny", jnp.float32), 4)
-    totals = {form: int(rows.sum()) for form, rows in lengths.items()}
-    assert len(set(totals.values())) == 1
-    assert abs(np.mean(lengths["even"]) - 2048 / 4) < 2
-    assert np.ptp(lengths["even"]) <= 1
-    few = lengths["a few near dense"]
-    assert few.max() > 0.9 * 2048
-    assert (few == 33).mean() >= 0.5
-    budgets = [
-        policy.budget
-        for _, policy in even_heads.cases(config, 4, lengths)
-        if isinstance(policy, dms_jax.KVpop)
-    ]
-    assert budgets == [int(lengths["even"].mean())]
-
-
-@pytest.mark.own_seeds("other rows may all be equally long")
-def test_no_row_holds_more_than_the_budget_that_it_is_timed_with():
-    """Rows that cannot all be equally long differ by one token."""
-    config = even_heads.Config(shapes=("tiny",), context=512, window=8, batch=2)
-    lengths = even_heads.forms(config, shapes.model_of("tiny", jnp.float32), 4)
-    assert {127, 128} == set(lengths["even"].flatten().tolist())
-    (kvpop,) = (p for _, p in even_heads.cases(config, 4, lengths) if p.name == "KVpop")
-    assert kvpop.budget == 128
+def test_live_tokens_have_one_total_however_they_are_spread():
+    model = shapes.model_of("tiny", jnp.float32)
+    config = decode_steps.Config(shapes=("tiny",), context=2048, window=32, batch=3, ratios=(4,))
+    rows = {
+        spread: decode_steps.row_lengths(config, model, 4, spread)
+        for spread in ("uneven", "even", "few")
+    }
+    assert len({int(each.sum()) for each in rows.values()}) == 1
+    assert abs(np.mean(rows["even"]) - 2048 / 4) < 2
+    assert np.ptp(rows["even"]) <= 1
+    assert rows["few"].max() > 0.9 * 2048
+    assert (rows["few"] == 33).mean() >= 0.5
 
 
 def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
@@ -152,50 +135,19 @@ def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_whole_calls_are_timed_beside_their_limit(tmp_path):
+def test_whole_calls_are_timed(tmp_path):
     out = tmp_path / "engine.json"
-    config = engine.Config(
-        shape="tiny",
-        policies=("live",),
-        live=12,
-        lanes=2,
-        requests=3,
-        prompts=(5, 9),
-        new_tokens=4,
-        memory=1e6,
-        chunk=4,
-        runs=1,
-        dtype="float32",
-        out=out,
-    )
-    engine.main(config)
+    sizes: dict = dict(lanes=2, requests=3, prompts=(5, 9), new_tokens=4, chunk=4, runs=1)
+    engine.main(engine.Config(shape="tiny", **sizes, dtype="float32", out=out))
     results = json.loads(out.read_text())
-    (policy,) = results["policies"]
-    (run,) = policy["runs"]
-    assert policy["first_call"]["requests"] == run["requests"] == 3
+    (run,) = results["runs"]
+    assert results["first_call"]["requests"] == run["requests"] == 3
     assert 15 <= run["prompt_tokens"] <= 27
     assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
-    assert run["padded_prompt_tokens"] >= run["prompt_tokens"]
-    assert run["launches"] - run["prompt_programs"] == run["lane_steps"] / (4 * config.lanes)
-    assert run["lane_steps"] >= run["new_tokens"] - run["requests"]
-    limit = run["limit"]
-    parts = ("weights_seconds", "cache_seconds", "prefill_seconds")
-    assert limit["seconds"] == pytest.approx(sum(limit[part] for part in parts))
-    weights = 4 * (2 * (4 * 64 * 64 - 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64 + 512 * 64)
-    # The output matrix is as large as the embedding, of which a step reads only a few rows.
-    steps = run["new_tokens"] / 2
-    assert limit["weights_seconds"] == pytest.approx(steps * weights / 4.8e12, rel=1e-3)
-    rates, measured = results["measured_rates"], run["limit_measured"]
-    assert measured["weights_seconds"] == pytest.approx(
-        steps * weights / rates["bandwidth"], rel=1e-3
-    )
-    ratio = measured["prefill_seconds"] / limit["prefill_seconds"]
-    assert ratio == pytest.approx(989e12 / rates["peak"], rel=1e-2)
-    assert run["share_of_limit_measured"] == measured["seconds"] / run["seconds"]
 
 
 def test_a_turn_is_split_at_its_launches():
-    marks = engine_host.Marks()
+    marks = engine.Marks()
     marks.events = [
         *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
         *(("chunk", 1.0), ("extend", 1.003), ("extend", 1.005), ("decode", 1.010)),
@@ -343,40 +295,15 @@ def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path):
     monkeypatch.setattr(first_results, "STEPS", steps)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/would/be/warm")
     out = tmp_path / "times.json"
-    rows = first_results.main(first_results.Config(only=("a", "b", "c"), out=out))
-    assert [row["cache"] for row in rows] == ["empty", "empty", "of the steps before"]
+    rows = first_results.main(first_results.Config(only=("a", "b", "c"), again=1, out=out))
+    again = "of the steps before"
+    assert [row["cache"] for row in rows] == ["empty", again, "empty", again, again, again]
     for row in rows:
         assert 0.1 <= row["processor_seconds"] < 60
         assert row["wall_seconds"] >= 0.1
         assert len(row["load"]) == 2
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["rows"] == rows
-
-
-def test_the_first_process_has_an_empty_cache_and_the_others_have_what_it_left(
-    monkeypatch, tmp_path
-):
-    seen: list[tuple[str, tuple[str, ...]]] = []
-
-    def timed(config, environment):
-        place = pathlib.Path(environment["DMS_JAX_COMPILATION_CACHE"])
-        assert "JAX_COMPILATION_CACHE_DIR" not in environment
-        seen.append((place.name, tuple(sorted(each.name for each in place.iterdir()))))
-        (place / str(len(seen))).touch()
-        return {"seconds": {"ready": 10.0 * len(seen), "answered": 7.0}}
-
-    monkeypatch.setattr(first_answer, "TIMED", {"generate": timed, "serve": timed})
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/would/be/warm")
-    out = tmp_path / "times.json"
-    report = first_answer.main(
-        first_answer.Config("model", warm=2, only=("generate", "serve"), out=out)
-    )
-    assert [files for _, files in seen] == [(), ("1",), ("1", "2"), (), ("4",), ("4", "5")]
-    assert len({place for place, _ in seen}) == 2
-    assert json.loads(out.read_text(encoding="utf-8")) == report
-    assert report["medians"]["generate, warm"] == {"ready": 25.0, "answered": 7.0}
-    assert report["medians"]["serve, cold"] == {"ready": 40.0, "answered": 7.0}
-    assert [row["cache"] for row in report["rows"]] == ["cold", "warm", "warm"] * 2
 
 
 # -- traces of a profiler, and kernels -------------------------------------------------------------
@@ -408,7 +335,6 @@ def test_launches_and_busy_time_are_counted(tmp_path):
     assert len(trace.kernels) == 11
     assert trace.calls == {"cuGraphLaunch": 1}
     kernels = trace.of("decode")
-    assert step_launches.launches_a_layer(kernels, steps=2, num_layers=2) == 2
     figures = traces.summarise(kernels, runs=2)
     assert figures["launches"] == 5
     assert figures["busy_ms"] == 0.05  # 20 a layer and 10 at the end, of 100
@@ -440,46 +366,72 @@ def test_families_of_kernels(monkeypatch):
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
     """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""
-    script = importlib.import_module(f"experiments.benchmarks.{name}_kernel")
     events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
 
     def device_events(run):
         run()
         return events
 
-    monkeypatch.setattr(timing, "require_gpu", lambda: None)
+    monkeypatch.setattr(kernels, "require_gpu", lambda: None)
     monkeypatch.setattr(timing, "device_events", device_events)
-    case = next(one for one in script.cases.CONTRACT if one.name in ("width7", "base"))
-    monkeypatch.setattr(script.cases, "BENCHMARK", (case,))
-    monkeypatch.setattr(script, "IMPLEMENTATIONS", ("xla", "mosaic_gpu"))
-    script.main(script.Config(out=tmp_path))
+    contract = kernels.select_cases.CONTRACT if name == "select" else kernels.write_cases.CONTRACT
+    case = next(one for one in contract if one.name in ("width7", "base"))
+    monkeypatch.setitem(kernels.TABLES, name, kernels.TABLES[name]._replace(cases=(case,)))
+    for only in kernels.OURS_AND_XLA:
+        kernels.main(kernels.Config(kernel=name, only=(only,), extend=True, out=tmp_path))
     report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(report["commands"]) == 2
     done, refused = report["records"]
     assert done["right"]
     assert done[unit] == pytest.approx(4 - 1 / timing.CALLS, abs=0.01)
     assert (done["kernels_us"], done["launches"]) == (3, 1)
     assert (refused["implementation"], refused["case"]) == ("mosaic_gpu", case.name)
-    assert "failed" in refused
+    assert "NotImplementedError" in refused["failed"]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["prefill_kernel", "training_kernels"])
+@pytest.mark.parametrize("name", ["prefill", "training"])
 def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
     """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
-    script = importlib.import_module(f"experiments.benchmarks.{name}")
-    if name == "prefill_kernel":
-        monkeypatch.setattr(script, "HEADS", 2)
-        monkeypatch.setattr(script, "KV_HEADS", 1)
-        errors = {"output": script.check(np.random.default_rng(3), 4, "xla")}
-        kernel = functools.partial(script.check, np.random.default_rng(3), 4)
+    if name == "prefill":
+        monkeypatch.setattr(kernels_training, "HEADS", 2)
+        monkeypatch.setattr(kernels_training, "KV_HEADS", 1)
+        check = functools.partial(kernels_training.check_chunk, np.random.default_rng(3), 4)
+        errors = {"output": check("xla")}
     else:
         case = TrainingCase("small", 1, 96, 2, 1, 64, 20)
-        errors = script.check(case, jax.random.key(3), "xla")
+        check = functools.partial(kernels_training.check, case, jax.random.key(3))
+        errors = check("xla")
         assert errors.pop("same_bits_twice")
-        kernel = functools.partial(script.check, case, jax.random.key(3))
     assert all(1e-5 < error < 1e-2 for error in errors.values()), errors
     with pytest.raises(NotImplementedError, match=r"only mosaic_mma \(cuda\) may serve"):
-        kernel("mosaic_mma")
+        check("mosaic_mma")
+
+
+def test_kernel_times_are_those_of_all_launches():
+    rounds = [[("a", 1.0), ("b", 2.0), ("a", 3.0)], [("a", 5.0), ("b", 4.0), ("a", 7.0)]]
+    assert timing.kernel_medians(rounds) == {"a": 4.0, "b": 3.0}
+    assert [kernels_training.total(each) for each in rounds] == [6.0, 16.0]
+
+
+@pytest.mark.nightly
+def test_fetched_rows_are_checked(monkeypatch):
+    monkeypatch.setattr(kernels_decoding, "_STORE", 512)
+    found = kernels_decoding.measure_fetch(kernels_decoding.FetchCase("few", 8), "xla", 0)
+    assert found["right"]
+
+
+@pytest.mark.nightly
+def test_pictures_of_published_records_are_drawn(tmp_path):
+    for folder, picture in (("kernels", "decode"), ("training_kernels", "training_kernels")):
+        source = ROOT / "experiments" / "results" / folder
+        kernels.main(kernels.Config(picture=source, out=tmp_path))
+        assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
+    steps, out = ROOT / "experiments" / "results" / "decode", tmp_path / "steps.json"
+    decode_steps.main(decode_steps.Config(picture=steps, out=out))
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    with pytest.raises(dms_jax.ConfigError, match=r"there is no decode\.json"):
+        kernels.main(kernels.Config(picture=tmp_path, out=tmp_path))
 
 
 # -- the model of the TPU kernels ------------------------------------------------------------------
