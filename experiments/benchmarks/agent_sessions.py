@@ -64,11 +64,8 @@ class Config:
     """Sessions, which take each turn together."""
     turns: int = 30
     """Turns of a session, the first ones of the recording."""
-    recording: pathlib.Path | None = None
-    """JSON file with the tokens of each prompt (`prompts`) and answer (`answers`) of a session, and
-    of the beginning that all sessions share (`shared`); Codex's unless given."""
     shorten: int = 1
-    """Divides these lengths, for a trial."""
+    """Divides the recorded lengths, for a trial."""
     url: str | None = None
     """Address of a server, without /v1, that is timed in place of an engine."""
     policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
@@ -109,31 +106,19 @@ class Lengths:
         """Reads the recording.
 
         Raises:
-          ConfigError: it cannot be read, or has too few turns.
+          ConfigError: it has fewer turns than are asked for.
         """
-        file = config.recording or RECORDING
-        name = f"--recording {file}"
-        try:
-            found = json.loads(file.read_text())
-            prompts, answers, shared = found["prompts"], found["answers"], found["shared"]
-            before = [0, *map(sum, zip(prompts, answers, strict=True))]
-            more = [now - then for now, then in zip(prompts, before[:-1], strict=True)]
-        except OSError as error:
-            raise dms_jax.ConfigError(f"{name}: {error.strerror}") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise dms_jax.ConfigError(
-                f"{name}: it has prompts and answers, a number for each turn, and shared."
-            ) from error
-        if len(prompts) < config.turns or min(more) < 1 or not 0 <= shared < prompts[0]:
-            raise dms_jax.ConfigError(
-                f"{name} has {len(prompts)} turns, whose prompts must grow and share less than the "
-                f"first; --turns {config.turns}."
-            )
+        found = json.loads(RECORDING.read_text())
+        prompts, answers = found["prompts"], found["answers"]
+        if len(prompts) < config.turns:
+            raise dms_jax.ConfigError(f"--turns {config.turns}: {len(prompts)} are recorded.")
+        before = [0, *map(sum, zip(prompts, answers, strict=True))]
+        more = [now - then for now, then in zip(prompts, before[:-1], strict=True)]
         shorter = [
             Turn(max(new // config.shorten, 1), max(answer // config.shorten, 1))
             for new, answer in zip(more, answers, strict=True)
         ]
-        return cls(shorter[: config.turns], shared // config.shorten)
+        return cls(shorter[: config.turns], found["shared"] // config.shorten)
 
     @property
     def total(self) -> int:

@@ -45,6 +45,7 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.json_text import json_text
 from dms_jax.model.layer_loop import window_policy
 from dms_jax.model.rope import apply_rope, rope_tables
+from dms_jax.policies import Policy
 from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
 from experiments.benchmarks.settings import check_numbers
@@ -245,6 +246,14 @@ def by_device(rows: np.ndarray, model: dms_jax.LanguageModel) -> np.ndarray:
     return np.asarray([part.sum() for group in groups for part in np.split(group, split, axis=2)])
 
 
+def policy_of(context: int, window: int, ratio: int) -> Policy:
+    """Eviction at random that leaves context / ratio tokens; the plain cache at a ratio of 1."""
+    if ratio == 1:
+        return dms_jax.Vanilla()
+    kept = (context / ratio - window - 1) / (context - window - 1)
+    return dms_jax.RandomEviction(window=window, rate=1 - kept)
+
+
 def time_paged(
     config: Config,
     model: dms_jax.LanguageModel,
@@ -254,13 +263,7 @@ def time_paged(
 ) -> dict[str, Any]:
     """Times decode steps through the library's own loop."""
     lengths = row_lengths(config, model, ratio, spread)
-    far = config.context - config.window - 1
-    evicted = 1 - (config.context / ratio - config.window - 1) / far
-    policy = (
-        dms_jax.Vanilla()
-        if ratio == 1
-        else dms_jax.RandomEviction(window=config.window, rate=evicted)
-    )
+    policy = policy_of(config.context, config.window, ratio)
     runner = filled_runner(config, model, policy, lengths, ratio)
     data, split = parallel(model)
     seconds, live_reads, run = time_runner(config, runner)

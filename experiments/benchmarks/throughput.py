@@ -99,15 +99,6 @@ def device_bytes(config: Config) -> int:
     return int(config.memory * limit)
 
 
-def policy_for(config: Config, context: int, ratio: int) -> Policy:
-    """Eviction at random that leaves context / ratio tokens; the plain cache at a ratio of 1."""
-    if ratio == 1:
-        return dms_jax.Vanilla()
-    far = context - config.window - 1
-    rate = 1 - (context / ratio - config.window - 1) / far
-    return dms_jax.RandomEviction(window=config.window, rate=rate)
-
-
 def largest(config: Config, model: dms_jax.LanguageModel, tokens: float) -> int:
     """Sequences of so many live tokens a row that fit beside the weights."""
     shape = model.config
@@ -148,7 +139,7 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
         for ratio in (config.ratios[0], config.ratios[-1]):
             engine = dms_jax.Engine(
                 model,
-                policy_for(config, tokens, ratio),
+                decode_steps.policy_of(tokens, config.window, ratio),
                 num_lanes=1,
                 max_tokens=tokens + 1,
                 table_width=-(-(tokens + 1) // PAGE),  # one program, not one for each width

@@ -16,10 +16,10 @@ and have the length that is asked for. Parts:
 vLLM's wheel and what it needs may lie unpacked in a folder of its own (--vllm). Without --model
 both read random weights of --shape from a directory.
 
-    python -m experiments.benchmarks.vllm_peer --model qwen2.5-coder-1.5b \
-        --out experiments/results/vllm/qwen2.5-1.5b.json
-    python -m experiments.benchmarks.vllm_peer --shape llama-3.1-8b --parts prompts mixed \
-        --out experiments/results/vllm/llama-3.1-8b.json
+    python -m experiments.benchmarks.vllm_peer --shape qwen2.5-1.5b --parts plain \
+        --out experiments/results/speed/qwen2.5-1.5b.json
+    python -m experiments.benchmarks.vllm_peer --shape llama-3.1-8b --parts plain mixed \
+        --chats 64 --prompts 8 8192 --out experiments/results/speed/llama-3.1-8b.json
 """
 
 import contextlib

@@ -98,7 +98,7 @@ def ended(name, monkeypatch, *arguments) -> int:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_its_options_are_read(name, monkeypatch, capsys, tmp_path):
+def test_options_are_read_and_bad_ones_refused(name, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(running, "running_program", lambda: f"python -m {name}")
     fields = {field.name: field for field in dataclasses.fields(config_of(name))}
@@ -136,7 +136,7 @@ def config_of(name: str) -> type:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
-def test_it_runs_on_its_smallest_settings(name, tmp_path, monkeypatch):
+def test_smallest_run_writes_figures(name, tmp_path, monkeypatch):
     """Figures are written, and none of them is not a number."""
 
     def refuse(word):
@@ -155,7 +155,7 @@ def test_it_runs_on_its_smallest_settings(name, tmp_path, monkeypatch):
             assert json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
-def test_a_number_that_cannot_be_is_called_by_its_option():
+def test_bad_number_names_its_option():
     @dataclasses.dataclass(frozen=True)
     class Config:
         rounds: int = 2
@@ -178,7 +178,7 @@ def test_a_number_that_cannot_be_is_called_by_its_option():
 
 
 @pytest.mark.parametrize("name", ["README.md", "slurm.sh", "gke.yaml", "tpu_slice.sh"])
-def test_what_launches_a_retrofit_gives_it_options_that_it_has(name):
+def test_launch_files_use_options_of_retrofit(name):
     text = (ROOT / "experiments" / "launch" / name).read_text(encoding="utf-8")
     assert re.search(r"dms-jax,? retrofit", text)
     known = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(retrofit.Config)}
