@@ -34,15 +34,14 @@ import numpy as np
 
 import dms_jax
 from dms_jax.command_line.reports import make_place, provenance, write_json
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling, Update
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
-from dms_jax.json_text import json_text
 from experiments.benchmarks.serving import ask_all, model_name
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, random_model
-from experiments.benchmarks.timing import environment
+from experiments.benchmarks.timing import about
 
 POLICIES = {
     "Vanilla": dms_jax.Vanilla(),
@@ -259,15 +258,7 @@ def main(config: Config) -> None:
         # Only now: a card that this process held would be missing to the server.
         write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
         return
-    results: dict[str, Any] = environment() | dict(
-        command=command(without=("--out",)),
-        config={
-            f.name: str(getattr(config, f.name))
-            for f in dataclasses.fields(config)
-            if f.name != "out"
-        },
-        rows=[],
-    )
+    results = about(config) | dict(rows=[])
     fields = dict(SHAPES[config.shape])
     fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
     model = random_model(fields, jnp.dtype(config.dtype))
@@ -283,7 +274,7 @@ def main(config: Config) -> None:
             f"{figures['kept']['prefixes']['host_bytes'] / 1e9:.2f} GB of the host",
             flush=True,
         )
-        config.out.write_text(json_text(results, indent=1) + "\n")
+        write_json(config.out, results)
         gc.collect()
         jax.clear_caches()
 

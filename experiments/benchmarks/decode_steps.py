@@ -37,12 +37,11 @@ import numpy as np
 
 import dms_jax
 from dms_jax.cache import Pool
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
-from dms_jax.json_text import json_text
 from dms_jax.model.layer_loop import window_policy
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.policies import Policy
@@ -50,7 +49,7 @@ from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
-from experiments.benchmarks.timing import environment
+from experiments.benchmarks.timing import about
 
 Heads = Literal["uneven", "even", "few"]
 NEAR_DENSE = 0.95  # of what a head can hold beyond the window
@@ -525,12 +524,7 @@ def main(config: Config) -> None:
         return
     meshes = meshes_of(config.model_parallel, config.data_parallel)
     rate = read_rate()
-    results: dict[str, Any] = environment() | dict(
-        read_rate=rate,
-        command=command(),
-        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
-        rows=[],
-    )
+    results = about(config) | dict(read_rate=rate, rows=[])
 
     print(f"{results['device']}: a large read reaches {rate / 1e12:.2f} TB/s", flush=True)
 
@@ -541,7 +535,7 @@ def main(config: Config) -> None:
             for key, value in figures.items()
         }
         print(shape, name, shown, flush=True)
-        config.out.write_text(json_text(results, indent=1) + "\n")
+        write_json(config.out, results)
 
     for shape in config.shapes:
         dtype = jnp.dtype(config.dtype)

@@ -33,11 +33,10 @@ import numpy as np
 
 import dms_jax
 from dms_jax.command_line.options import check_names
-from dms_jax.command_line.reports import make_folder
-from dms_jax.command_line.running import command, run
-from dms_jax.json_text import json_text
+from dms_jax.command_line.reports import make_folder, write_json
+from dms_jax.command_line.running import run
 from experiments.benchmarks import kernels_decoding, kernels_training
-from experiments.benchmarks.timing import environment, require_gpu
+from experiments.benchmarks.timing import about, require_gpu
 from pallas_kernels.decode import cases as decode_cases
 from pallas_kernels.select import cases as select_cases
 from pallas_kernels.training import cases as training_cases
@@ -151,11 +150,11 @@ def main(config: Config) -> None:
     require_gpu()
     make_folder("--out", config.out)
     seed = int.from_bytes(os.urandom(4), "little")
-    report: dict[str, Any] = environment() | {"command": command(without=("--out",)), "seed": seed}
+    report: dict[str, Any] = about(config) | {"seed": seed}
     path = config.out / FILES.get(config.kernel, f"{config.kernel}.json")
 
     def write() -> None:
-        path.write_text(json_text(report, indent=1) + "\n")
+        write_json(path, report)
 
     if table is not None:
         report["records"] = []

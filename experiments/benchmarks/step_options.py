@@ -27,15 +27,14 @@ import numpy as np
 
 from dms_jax.cache import pool
 from dms_jax.command_line.options import check_names
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.compilation import SWITCH
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
-from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.timing import environment
+from experiments.benchmarks.timing import about
 
 OURS = programs.GPU_STEP_OPTIONS
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
@@ -158,7 +157,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
     variants = [each for each in VARIANTS if not config.only or each.name in config.only]
-    report = environment() | dict(command=command(), read_rate=rate, rows=rows)
+    report = about(config) | dict(read_rate=rate, rows=rows)
     for ratio in config.ratios:
         own: list[dict[str, Any]] = [
             dict(
@@ -194,7 +193,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                     f"{row['same_tokens']:.0%} of the tokens the same",
                     flush=True,
                 )
-                config.out.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
+                write_json(config.out, report)
     return rows
 
 

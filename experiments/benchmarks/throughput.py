@@ -28,14 +28,13 @@ import numpy as np
 
 import dms_jax
 from dms_jax.checks import Range, check
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
-from dms_jax.json_text import json_text
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.timing import environment
+from experiments.benchmarks.timing import about
 
 Part = Literal["batch", "prompt", "kcache"]
 LLAMA_2_7B: dict[str, Any] = dict(
@@ -208,11 +207,7 @@ def measure_kcache(config: Config, add: Any) -> None:
 def main(config: Config) -> None:
     """Measures the parts and writes the figures after each."""
     make_place("--out", config.out)
-    results: dict[str, Any] = environment() | dict(
-        command=command(),
-        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
-        rows=[],
-    )
+    results = about(config) | dict(rows=[])
 
     def add(part: str, **figures: Any) -> None:
         results["rows"].append(dict(part=part, **figures))
@@ -221,7 +216,7 @@ def main(config: Config) -> None:
             for key, value in figures.items()
         }
         print(part, shown, flush=True)
-        config.out.write_text(json_text(results, indent=1) + "\n")
+        write_json(config.out, results)
 
     if {"batch", "prompt"} & set(config.parts):
         model = shapes.model_of(config.shape, jnp.dtype(config.dtype))

@@ -4,6 +4,7 @@ A call is repeated in one compiled chain, each call feeding the next, so that th
 and not the host. Inputs that would fit the second-level cache are rotated.
 """
 
+import dataclasses
 import datetime
 import functools
 import glob
@@ -13,7 +14,6 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
+from dms_jax.command_line.running import command
 from pallas_kernels.decode.cases import DecodeCase
 
 # Calls in a chain, and chains in a measurement.
@@ -29,7 +30,7 @@ CALLS, CHAINS = 8, 4
 ROTATED_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Timing:
     """Times of one call, in microseconds.
 
@@ -230,3 +231,10 @@ def environment() -> dict[str, Any]:
         "versions": {name: found[name] for name in names if name in found},
         "date": datetime.date.today().isoformat(),
     } | ({"xla_flags": flags} if (flags := os.environ.get("XLA_FLAGS")) else {})
+
+
+def about(config: Any) -> dict[str, Any]:
+    """The environment, the command and the settings of a report, but for where it goes."""
+    settings = {f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    settings.pop("out")
+    return environment() | {"command": command(without=("--out",)), "config": settings}

@@ -34,10 +34,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dms_jax
 from dms_jax.command_line.options import check_names
-from dms_jax.command_line.reports import make_folder, provenance
+from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.devices import DEVICES
-from dms_jax.json_text import json_text
 from pallas_kernels import decode_attention, fetch_rows, prefill_attention, select_largest
 from pallas_kernels.prefill.tiles import TILE
 from pallas_kernels.prefill.tpu import BUFFERS
@@ -426,7 +425,7 @@ def main(config: Config) -> None:
             for record in kind(name, CHIPS[name]):
                 print(json.dumps(record), flush=True)
                 report["records"].append(record)
-        (config.out / "schedule.json").write_text(json_text(report, indent=1) + "\n")
+        write_json(config.out / "schedule.json", report)
 
 
 if __name__ == "__main__":

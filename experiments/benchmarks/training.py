@@ -31,16 +31,15 @@ import jax
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
-from dms_jax.json_text import json_text
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import DMS
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.trainer import Trainer
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import COMMON, SHAPES, Shape
-from experiments.benchmarks.timing import device_events, environment
+from experiments.benchmarks.timing import about, device_events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,10 +256,10 @@ def main(config: Config) -> list[dict[str, Any]]:
     make_place("--out", config.out)
     cases = {name: case_of(name) for name in config.cases}
     rows: list[dict[str, Any]] = []
-    report = environment() | dict(command=command(), devices=jax.device_count(), rows=rows)
+    report = about(config) | dict(devices=jax.device_count(), rows=rows)
 
     def write() -> None:
-        config.out.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
+        write_json(config.out, report)
 
     began = time.perf_counter()
     for name, case in cases.items():

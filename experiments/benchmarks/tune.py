@@ -27,9 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dms_jax.command_line.options import check_names
-from dms_jax.command_line.reports import make_folder
+from dms_jax.command_line.reports import make_folder, write_json
 from dms_jax.command_line.running import command, run
-from dms_jax.json_text import json_text
 from experiments.benchmarks.timing import (
     chain_of,
     draw_pools,
@@ -265,7 +264,7 @@ def save_settings(folder: pathlib.Path, kernel: str, entry: dict[str, Any]) -> N
     entries[json.dumps(entry["when"])] = entry | {"command": command(without=("--out",))}
     # The first entry that applies is taken: those for little work come first.
     report["kernels"][kernel] = sorted(entries.values(), key=lambda e: "small" not in e["when"])
-    path.write_text(json_text(report | environment(), indent=1) + "\n")
+    write_json(path, report | environment())
 
 
 def main(config: Config) -> None:

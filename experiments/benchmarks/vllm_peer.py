@@ -46,7 +46,7 @@ from typing import Any, Literal
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import command, run
 from dms_jax.json_text import json_text
 from dms_jax.policies import Policy, Vanilla
@@ -437,7 +437,7 @@ class Report:
         """Takes the figures of a system under a load."""
         row = dict(part=part, load=load, system=system, **figures)
         self.results["rows"].append(row)
-        self._path.write_text(json_text(self.results, indent=1) + "\n", encoding="utf-8")
+        write_json(self._path, self.results)
         shown = {
             key: figures[key] for key in ("median", "tokens_per_second", "error") if key in figures
         }
