@@ -258,7 +258,7 @@ def main(config: Config) -> None:
         # Only now: a card that this process held would be missing to the server.
         write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
         return
-    results = about(config) | dict(rows=[])
+    results: dict[str, Any] = about(config) | dict(rows=[])
     fields = dict(SHAPES[config.shape])
     fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
     model = random_model(fields, jnp.dtype(config.dtype))

@@ -524,7 +524,7 @@ def main(config: Config) -> None:
         return
     meshes = meshes_of(config.model_parallel, config.data_parallel)
     rate = read_rate()
-    results = about(config) | dict(read_rate=rate, rows=[])
+    results: dict[str, Any] = about(config) | dict(read_rate=rate, rows=[])
 
     print(f"{results['device']}: a large read reaches {rate / 1e12:.2f} TB/s", flush=True)
 

@@ -139,7 +139,8 @@ def main(config: Config) -> None:
     table, cases = TABLES.get(config.kernel), training_cases.SPEED
     if table is not None:
         cases = table.cases
-        check_names("--only", config.only, {name.split(",")[0] for name in table.contenders})
+        known = dict.fromkeys(name.split(",")[0] for name in table.contenders)
+        check_names("--only", config.only, known)
     check_names("--cases", config.cases, () if config.kernel == "prefill" else names_of(cases))
     if config.picture is not None:
         make_folder("--out", config.out)

@@ -207,7 +207,7 @@ def measure_kcache(config: Config, add: Any) -> None:
 def main(config: Config) -> None:
     """Measures the parts and writes the figures after each."""
     make_place("--out", config.out)
-    results = about(config) | dict(rows=[])
+    results: dict[str, Any] = about(config) | dict(rows=[])
 
     def add(part: str, **figures: Any) -> None:
         results["rows"].append(dict(part=part, **figures))
