@@ -10,7 +10,7 @@ step of so many tokens reads (`Experts.read_by`), and of sliding layers the wind
 twice the mean ("uneven", as learned eviction leaves them), all alike ("even", as a fixed budget
 does), or a few heads near dense and the window alone in the others ("few"). With `--model-parallel`
 heads, feed-forward and vocabulary are split over so many devices, and the roofline is that of the
-device that reads the most. `--profile-below 1` adds what the kernels of each row take.
+device that reads the most. `--profile-below 1` adds what the kernels of a step take.
 
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --cudnn
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
@@ -275,7 +275,7 @@ def time_paged(
     if figures["share_of_roofline"] < config.profile_below:
         with traces.traced() as trace:
             run()
-        figures["kernels"] = trace.programs().get("decode")
+        figures["kernels"] = traces.summarise(trace.of("decode"), config.chunk)
     return figures | dict(
         ratio=ratio,
         heads=spread,
