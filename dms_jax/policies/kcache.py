@@ -10,9 +10,13 @@ The weights are not renormalised after the selection, so they sum to a little le
 full attention, and so do the first `first_layers` layers, whose values stay on the device.
 
 Half of the memory of the other layers moves to the host; none is freed, and every key is read.
-With grouped queries, fetches grow with the number of query heads while the reads that they save do
-not, so the break-even context is H / K times longer than with one KV head per query head
-(`experiments/benchmarks/host_value_bounds.py`).
+With G = H / K query heads a KV head, S tokens and S and D far above 1, reading is saved where
+
+    N G D / link < (S D - N G D) / device    <=>    S / N > G (device / link + 1)
+
+(equations 3 and 4 for any G; bandwidths in bytes a second). Fetches grow with the number of query
+heads while the reads that they save do not: the break-even context is G times longer than with one
+KV head per query head.
 """
 
 import dataclasses

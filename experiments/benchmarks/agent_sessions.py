@@ -34,15 +34,14 @@ import numpy as np
 
 import dms_jax
 from dms_jax.command_line.reports import make_place, provenance, write_json
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling, Update
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
-from dms_jax.json_text import json_text
-from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.serving import ask_all, model_name
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, random_model
+from experiments.benchmarks.timing import about
 
 POLICIES = {
     "Vanilla": dms_jax.Vanilla(),
@@ -64,11 +63,8 @@ class Config:
     """Sessions, which take each turn together."""
     turns: int = 30
     """Turns of a session, the first ones of the recording."""
-    recording: pathlib.Path | None = None
-    """JSON file with the tokens of each prompt (`prompts`) and answer (`answers`) of a session, and
-    of the beginning that all sessions share (`shared`); Codex's unless given."""
     shorten: int = 1
-    """Divides these lengths, for a trial."""
+    """Divides the recorded lengths, for a trial."""
     url: str | None = None
     """Address of a server, without /v1, that is timed in place of an engine."""
     policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
@@ -109,31 +105,19 @@ class Lengths:
         """Reads the recording.
 
         Raises:
-          ConfigError: it cannot be read, or has too few turns.
+          ConfigError: it has fewer turns than are asked for.
         """
-        file = config.recording or RECORDING
-        name = f"--recording {file}"
-        try:
-            found = json.loads(file.read_text())
-            prompts, answers, shared = found["prompts"], found["answers"], found["shared"]
-            before = [0, *map(sum, zip(prompts, answers, strict=True))]
-            more = [now - then for now, then in zip(prompts, before[:-1], strict=True)]
-        except OSError as error:
-            raise dms_jax.ConfigError(f"{name}: {error.strerror}") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise dms_jax.ConfigError(
-                f"{name}: it has prompts and answers, a number for each turn, and shared."
-            ) from error
-        if len(prompts) < config.turns or min(more) < 1 or not 0 <= shared < prompts[0]:
-            raise dms_jax.ConfigError(
-                f"{name} has {len(prompts)} turns, whose prompts must grow and share less than the "
-                f"first; --turns {config.turns}."
-            )
+        found = json.loads(RECORDING.read_text())
+        prompts, answers = found["prompts"], found["answers"]
+        if len(prompts) < config.turns:
+            raise dms_jax.ConfigError(f"--turns {config.turns}: {len(prompts)} are recorded.")
+        before = [0, *map(sum, zip(prompts, answers, strict=True))]
+        more = [now - then for now, then in zip(prompts, before[:-1], strict=True)]
         shorter = [
             Turn(max(new // config.shorten, 1), max(answer // config.shorten, 1))
             for new, answer in zip(more, answers, strict=True)
         ]
-        return cls(shorter[: config.turns], shared // config.shorten)
+        return cls(shorter[: config.turns], found["shared"] // config.shorten)
 
     @property
     def total(self) -> int:
@@ -274,15 +258,7 @@ def main(config: Config) -> None:
         # Only now: a card that this process held would be missing to the server.
         write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
         return
-    results: dict[str, Any] = environment() | dict(
-        command=command(without=("--out",)),
-        config={
-            f.name: str(getattr(config, f.name))
-            for f in dataclasses.fields(config)
-            if f.name != "out"
-        },
-        rows=[],
-    )
+    results: dict[str, Any] = about(config) | dict(rows=[])
     fields = dict(SHAPES[config.shape])
     fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
     model = random_model(fields, jnp.dtype(config.dtype))
@@ -298,7 +274,7 @@ def main(config: Config) -> None:
             f"{figures['kept']['prefixes']['host_bytes'] / 1e9:.2f} GB of the host",
             flush=True,
         )
-        config.out.write_text(json_text(results, indent=1) + "\n")
+        write_json(config.out, results)
         gc.collect()
         jax.clear_caches()
 

@@ -1,41 +1,35 @@
 """Times whole decode steps on the device: real model shapes, random weights, a cache at its length.
 
 For each shape: the plain cache and eviction drawn at random to leave a quarter and an eighth of
-the tokens, with uneven heads. Beside them, where asked, the same step with cuDNN attention on a
-contiguous dense cache. Reports milliseconds a step, tokens a second, cache bytes, the largest batch
-that fits, and the share of the step's own roofline: weights and live keys and values read once, at
-the rate that a large read on this card reaches in the same run. With `--model-parallel` heads,
-feed-forward and vocabulary are split over so many devices, and the roofline is that of the device
-that reads the most.
+the tokens. Reports milliseconds a step, tokens a second, cache bytes, the largest batch that fits,
+and the share of the step's own roofline: weights and live keys and values read once, at the rate
+that a large read reaches on this card in the same run. Of experts the roofline counts those that a
+step of so many tokens reads (`Experts.read_by`), and of sliding layers the window.
 
-Of experts the roofline counts those that a step of so many tokens reads (`Experts.read_by`), and of
-sliding layers the window. `--experts` times other ways to compute them beside the library's own:
-every expert for every token, rows grouped by expert through jax's kernel, or `jax.lax.ragged_dot`.
+`--heads` says how the live tokens are spread over the heads, at the same total: between empty and
+twice the mean ("uneven", as learned eviction leaves them), all alike ("even", as a fixed budget
+does), or a few heads near dense and the window alone in the others ("few"). With `--model-parallel`
+heads, feed-forward and vocabulary are split over so many devices, and the roofline is that of the
+device that reads the most. `--profile-below 1` adds what the kernels of a step take.
 
-    python -m experiments.benchmarks.decode_steps --help
+    python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --cudnn
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
-        --ratios 1 8 --model-parallel 1 2 --turns 3
+        --ratios 1 8 --model-parallel 1 2 --turns 3     # 95 GB: 61 of weights, 29 of cache
     python -m experiments.benchmarks.decode_steps --shapes qwen3-30b-a3b --batch 64 \
-        --context 4096 --ratios 1 4 --experts every grouped --profile-below 0.6 \
-        --out runs/decode/qwen3_30b_a3b.json
-    python -m experiments.benchmarks.decode_steps --shapes gpt-oss-20b gemma-3-4b --batch 64 \
-        --context 4096 --ratios 1 4 --experts every grouped --profile-below 0.6 \
-        --out runs/decode/windows.json
-
-The first takes 95 GB: 61 of weights, 29 of cache.
+        --context 4096 --ratios 1 4 --profile-below 0.6 --out runs/decode/qwen3_30b_a3b.json
+    python -m experiments.benchmarks.decode_steps --picture experiments/results/speed
 """
 
-import contextlib
 import dataclasses
 import gc
+import itertools
+import json
 import math
 import pathlib
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -43,23 +37,23 @@ import numpy as np
 
 import dms_jax
 from dms_jax.cache import Pool
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
-from dms_jax.json_text import json_text
-from dms_jax.model import layers
 from dms_jax.model.layer_loop import window_policy
 from dms_jax.model.rope import apply_rope, rope_tables
+from dms_jax.policies import Policy
 from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
-from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
-from pallas_kernels import grouped_product
+from experiments.benchmarks.timing import about
 
-ExpertsBy = Literal["library", "every", "grouped", "ragged_dot"]
+Heads = Literal["uneven", "even", "few"]
+NEAR_DENSE = 0.95  # of what a head can hold beyond the window
+Size = tuple[int, int]  # devices over which sequences and heads are split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +68,8 @@ class Config:
     """Tokens that each sequence has seen."""
     ratios: tuple[int, ...] = (1, 4, 8)
     """Compression ratios of the live tokens; 1 is the plain cache."""
+    heads: tuple[Heads, ...] = ("uneven",)
+    """How live tokens are spread over the heads, at the same total."""
     window: int = 128
     """Tokens that no head evicts."""
     chunk: int = 32
@@ -90,12 +86,11 @@ class Config:
     """Also time the step with cuDNN attention on a contiguous dense cache."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
-    experts: tuple[ExpertsBy, ...] = ("library",)
-    """How experts are computed; "library" is what the library chooses."""
     profile_below: float = 0.0
     """Profile rows whose share of the roofline is less, and report what their kernels take."""
-    profile: pathlib.Path | None = None
-    """Write a profiler trace of the last program of each row here."""
+    picture: pathlib.Path | None = None
+    """A folder with reports, decode_steps*.json: time nothing, draw them into a PNG beside
+    --out."""
     out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.json")
     """JSON file for the figures."""
 
@@ -148,27 +143,45 @@ def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> fl
     return float(np.median(times))
 
 
-def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.ndarray:
-    """Draws [L, B, K] live tokens with mean context / ratio; heads keep between 0 and twice it.
+def row_lengths(
+    config: Config, model: dms_jax.LanguageModel, ratio: int, spread: Heads = "uneven"
+) -> np.ndarray:
+    """Draws [L, B, K] live tokens with mean context / ratio, spread over the heads as it says.
 
     Rows of sliding layers hold their window.
     """
     sliding, window = np.array(model.config.windowed), model.config.window
     heads = (config.batch * parallel(model)[0], model.config.num_kv_heads)
     lengths = np.full((len(sliding), *heads), min(window or 0, config.context))
-    lengths[~sliding] = _growing_lengths(config, (model.config.num_full_layers, *heads), ratio)
+    rows = (model.config.num_full_layers, *heads)
+    lengths[~sliding] = _growing_lengths(config, rows, ratio, spread)
     return lengths
 
 
-def _growing_lengths(config: Config, shape: tuple[int, int, int], ratio: int) -> np.ndarray:
+def _growing_lengths(
+    config: Config, shape: tuple[int, int, int], ratio: int, spread: Heads
+) -> np.ndarray:
     if ratio == 1:
         return np.full(shape, config.context)
-    far = config.context - config.window - 1
+    least, far = config.window + 1, config.context - config.window - 1
     kept = (config.context / ratio - config.window - 1) / far
-    heads = np.random.default_rng(0).uniform(0, 2 * kept, (shape[0], 1, shape[2]))
-    heads *= kept / heads.mean()
-    lengths = config.window + 1 + np.round(heads * far)
-    return np.broadcast_to(lengths, shape).astype(np.int64)
+    drawn = np.random.default_rng(0).uniform(0, 2 * kept, (shape[0], 1, shape[2]))
+    drawn *= kept / drawn.mean()
+    lengths = least + np.round(drawn * far).astype(np.int64)
+    total, count = int(lengths.sum()), lengths.size
+    if spread == "even":
+        even = np.full(count, total // count)
+        even[: total % count] += 1
+        lengths = even.reshape(lengths.shape)
+    elif spread == "few":
+        # A few heads hold nearly everything, one what is left, and the others the window.
+        dense = least + round(NEAR_DENSE * far)
+        few = np.full(count, least)
+        full, rest = divmod(total - few.sum(), dense - least)
+        few[:full] = dense
+        few[full : full + 1] += rest
+        lengths = np.random.default_rng(1).permutation(few).reshape(lengths.shape)
+    return np.broadcast_to(lengths, shape)
 
 
 def filled_runner(
@@ -232,19 +245,27 @@ def by_device(rows: np.ndarray, model: dms_jax.LanguageModel) -> np.ndarray:
     return np.asarray([part.sum() for group in groups for part in np.split(group, split, axis=2)])
 
 
-def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: float) -> dict:
+def policy_of(context: int, window: int, ratio: int) -> Policy:
+    """Eviction at random that leaves context / ratio tokens; the plain cache at a ratio of 1."""
+    if ratio == 1:
+        return dms_jax.Vanilla()
+    kept = (context / ratio - window - 1) / (context - window - 1)
+    return dms_jax.RandomEviction(window=window, rate=1 - kept)
+
+
+def time_paged(
+    config: Config,
+    model: dms_jax.LanguageModel,
+    ratio: int,
+    rate: float,
+    spread: Heads = "uneven",
+) -> dict[str, Any]:
     """Times decode steps through the library's own loop."""
-    lengths = row_lengths(config, model, ratio)
-    far = config.context - config.window - 1
-    evicted = 1 - (config.context / ratio - config.window - 1) / far
-    policy = (
-        dms_jax.Vanilla()
-        if ratio == 1
-        else dms_jax.RandomEviction(window=config.window, rate=evicted)
-    )
+    lengths = row_lengths(config, model, ratio, spread)
+    policy = policy_of(config.context, config.window, ratio)
     runner = filled_runner(config, model, policy, lengths, ratio)
     data, split = parallel(model)
-    seconds, live_reads = time_runner(config, runner, f"ratio{ratio}-devices{data}x{split}")
+    seconds, live_reads, run = time_runner(config, runner)
     entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
     # The step waits for the device that reads the most.
     most = float(by_device(lengths, model).max() / lengths.sum())
@@ -252,46 +273,49 @@ def time_paged(config: Config, model: dms_jax.LanguageModel, ratio: int, rate: f
     sequence_bytes = float(pages.max()) * 64 * entry / config.batch
     figures = roofline(model, config.batch, most * live_reads * entry, rate, seconds)
     if figures["share_of_roofline"] < config.profile_below:
-        with tempfile.TemporaryDirectory() as folder:
-            time_runner(dataclasses.replace(config, profile=pathlib.Path(folder)), runner)
-            figures["kernels"] = traces.read(pathlib.Path(folder)).programs()["decode"]
+        with traces.traced() as trace:
+            run()
+        figures["kernels"] = traces.summarise(trace.of("decode"), config.chunk)
     return figures | dict(
         ratio=ratio,
+        heads=spread,
         data_parallel=data,
         model_parallel=split,
         tokens_per_second=runner.num_lanes / seconds,
         live_tokens=float(lengths.mean()),
+        longest=int(lengths.max()),
         cache_bytes=int(pages.sum()) * 64 * entry,
         largest_batch=largest_batch(model, sequence_bytes),
     )
 
 
 def time_in_turns(
-    config: Config,
-    models: Mapping[tuple[int, int], dms_jax.LanguageModel],
-    ratio: int,
-    rate: float,
-) -> dict[tuple[int, int], dict]:
-    """Returns the figures of each model's median turn, and the milliseconds of all its turns.
+    config: Config, models: Mapping[Size, dms_jax.LanguageModel], ratio: int, rate: float
+) -> dict[tuple[Size, Heads], dict[str, Any]]:
+    """Returns the figures of the median turn of each model and spread, and all milliseconds.
 
     Each turn has a cache of its own, so that the memory holds one at a time.
     """
-    turns: dict[tuple[int, int], list[dict]] = {size: [] for size in models}
+    spreads = config.heads if ratio > 1 else config.heads[:1]
+    turns = {key: list[dict[str, Any]]() for key in itertools.product(models, spreads)}
     for _ in range(config.turns):
-        for size, model in models.items():
-            turns[size].append(time_paged(config, model, ratio, rate))
+        for (size, spread), each in turns.items():
+            each.append(time_paged(config, models[size], ratio, rate, spread))
             gc.collect()
     found = {}
-    for size, each in turns.items():
+    for key, each in turns.items():
         ordered = sorted(each, key=lambda figures: figures["step_ms"])
-        found[size] = ordered[len(ordered) // 2] | dict(
-            turns_ms=[figures["step_ms"] for figures in each]
-        )
+        times = [figures["step_ms"] for figures in each]
+        found[key] = ordered[len(ordered) // 2] | dict(turns_ms=times)
     return found
 
 
-def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple[float, float]:
-    """Returns the seconds of a step of a filled cache, and the entries that it reads."""
+def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[[], Any]]:
+    """Times the steps of a filled cache.
+
+    Returns:
+      The seconds of a step, the entries that it reads, and what runs one more program of steps.
+    """
     # All different: equal tokens would go to the same experts.
     lanes = runner.num_lanes
     tokens = np.arange(lanes, dtype=np.int32)
@@ -315,10 +339,7 @@ def time_runner(config: Config, runner: Runner, profile: str = "steps") -> tuple
 
     run()
     seconds = median_seconds(run, config.repeats, warmup=1) / config.chunk
-    if config.profile is not None:
-        with traces.profiled(config.profile / profile):
-            run()
-    return seconds, float(np.mean(reads[1:]))
+    return seconds, float(np.mean(reads[1:])), run
 
 
 def roofline(
@@ -420,33 +441,90 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     return roofline(model, config.batch, rows * config.context * entry, rate, seconds)
 
 
-@contextlib.contextmanager
-def experts_by(how: ExpertsBy) -> Iterator[None]:
-    """A context in which experts are computed in a given way."""
-    if how == "library":
-        yield
-        return
-    product = jax.lax.ragged_dot if how == "ragged_dot" else grouped_product
-    jax.clear_caches()
-    with (
-        mock.patch.object(layers, "MOST_OF_A_STEP", 10**9 if how == "every" else 0),
-        mock.patch.object(layers, "grouped_product", product),
-    ):
-        yield
-    jax.clear_caches()
+# transformers takes many times as long: its bar ends at the edge, its number says how long it is.
+WIDEST_MS = 19.0
+
+
+def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """Draws every row of the reports of a folder beside its own roofline.
+
+    Raises:
+      ConfigError: there is no report.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    reports = [json.loads(each.read_text()) for each in sorted(folder.glob("decode_steps*.json"))]
+    if not reports:
+        raise dms_jax.ConfigError(f"--picture {folder}: there is no decode_steps.json.")
+    rows = [row for report in reports for row in report["rows"]]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure, axes = plt.subplots(
+        len(shapes),
+        1,
+        figsize=(9, 1.9 * len(shapes) + 0.8),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, shape in zip(axes[:, 0], shapes, strict=True):
+        own = [row for row in rows if row["shape"] == shape]
+        for place, row in enumerate(own):
+            step = row["step_ms"]
+            color = "tab:blue" if "ratio" in row else "tab:gray"
+            axis.barh(place, min(step, WIDEST_MS), color=color, alpha=0.45)
+            text = f"{step:.2f} ms"
+            if "roofline_ms" in row:
+                axis.barh(place, row["roofline_ms"], height=0.35, color=color)
+                text += f", {row['share_of_roofline']:.0%} of its roofline"
+            beyond = step > WIDEST_MS
+            if beyond:
+                break_bar(axis, place)
+            axis.text(
+                WIDEST_MS - 0.15 if beyond else step + 0.15,
+                place,
+                text,
+                va="center",
+                ha="right" if beyond else "left",
+                fontsize=8,
+            )
+        axis.set_yticks(range(len(own)), [row["name"] for row in own], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(shape, fontsize=9, loc="left")
+        axis.set_xlim(0, WIDEST_MS)
+    axes[-1, 0].set_xlabel(
+        "ms a step; the narrow bar is the time to read weights and live cache once"
+    )
+    told = reports[0]["config"]
+    figure.suptitle(
+        f"Decode steps on {reports[0]['device']}: batch {told['batch']}, context "
+        f"{told['context']}, {told['dtype']}, jax {reports[0]['versions']['jax']}",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=110)
+
+
+def break_bar(axis: Any, place: int) -> None:
+    """Cuts a bar that goes on beyond the axis: two slanted lines, and white between them."""
+    at, slant = 0.72 * WIDEST_MS, 0.12
+    left, right = (([at + dx - slant, at + dx + slant]) for dx in (0, 0.35))
+    edges = [place + 0.45, place - 0.45]
+    axis.fill([*left, *right[::-1]], [*edges, *edges[::-1]], color="white", zorder=3)
+    for line in (left, right):
+        axis.plot(line, edges, color="#222222", linewidth=1, zorder=4)
 
 
 def main(config: Config) -> None:
-    """Times everything and writes the figures."""
+    """Times everything and writes the figures, or draws those of before."""
     make_place("--out", config.out)
+    if config.picture is not None:
+        draw_picture(config.picture, config.out.with_suffix(".png"))
+        return
     meshes = meshes_of(config.model_parallel, config.data_parallel)
     rate = read_rate()
-    results: dict[str, Any] = environment() | dict(
-        read_rate=rate,
-        command=command(),
-        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
-        rows=[],
-    )
+    results: dict[str, Any] = about(config) | dict(read_rate=rate, rows=[])
 
     print(f"{results['device']}: a large read reaches {rate / 1e12:.2f} TB/s", flush=True)
 
@@ -457,22 +535,20 @@ def main(config: Config) -> None:
             for key, value in figures.items()
         }
         print(shape, name, shown, flush=True)
-        config.out.write_text(json_text(results, indent=1) + "\n")
+        write_json(config.out, results)
 
     for shape in config.shapes:
         dtype = jnp.dtype(config.dtype)
         models = {size: model_of(shape, dtype, mesh) for size, mesh in meshes.items()}
         for ratio in config.ratios:
             name = "plain cache" if ratio == 1 else f"live = context / {ratio}"
-            has_experts = next(iter(models.values())).config.experts is not None
-            for how in config.experts if has_experts else ("library",):
-                with experts_by(how):
-                    found = time_in_turns(config, models, ratio, rate)
-                label = name if how == "library" else f"{name}, experts: {how}"
-                for (data, split), figures in found.items():
-                    groups = f"{data} x " if data > 1 else ""
-                    devices = f", {groups}{split} devices" if data * split > 1 else ""
-                    add(shape, label + devices, figures)
+            for ((data, split), spread), figures in time_in_turns(
+                config, models, ratio, rate
+            ).items():
+                heads = f", {spread} heads" if ratio > 1 and len(config.heads) > 1 else ""
+                groups = f"{data} x " if data > 1 else ""
+                devices = f", {groups}{split} devices" if data * split > 1 else ""
+                add(shape, name + heads + devices, figures)
         if config.cudnn:
             add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, models[1, 1], rate))
         del models

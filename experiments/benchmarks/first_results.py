@@ -1,12 +1,13 @@
-"""Times what a newcomer types until there is a token, a comparison, a retrofit to be seen.
+"""Times what a newcomer types until a token, a comparison, a retrofit, a server is to be seen.
 
 Each step is a process of its own, as it is typed, in an empty folder with an empty cache of
 compiled programs; the steps of the three commands of the documentation share one folder and one
 cache. What counts is processor time, of all threads: wall seconds and the load of the machine stand
-beside it, because other processes may want the cores too. The models and texts ship; nothing is
-downloaded.
+beside it, because other processes may want the cores too. With `--again` each step is typed again,
+with its programs in the cache. The models and texts ship; nothing is downloaded.
 
     python -m experiments.benchmarks.first_results
+    python -m experiments.benchmarks.first_results --only token server --again 3
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import dms_jax
@@ -27,6 +29,8 @@ from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.compilation import SWITCH
+from experiments.benchmarks.serving import ask, model_name, started
+from experiments.benchmarks.settings import check_numbers
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 BLOCK = "block.py"  # the block of README.md that retrofits, as a file
@@ -51,6 +55,7 @@ class Step:
     figures: tuple[str, str, tuple[str, ...]] | None = None
 
 
+SERVE = "dms-jax serve"
 STEPS = {
     "token": Step(
         "documentation, Generate",
@@ -64,6 +69,11 @@ STEPS = {
         "comparison",
     ),
     "python": Step("README.md, Retrofit (Python)", f"python {BLOCK}", "python"),
+    "server": Step(
+        "documentation, Serve, until a completion of 60 tokens",
+        f"{SERVE} --lanes 4 --max-tokens 512",
+        "server",
+    ),
     "retrofit": Step(
         "three commands, 1",
         "dms-jax retrofit self-taught-stories260k --out mine",
@@ -100,8 +110,13 @@ class Config:
 
     only: tuple[str, ...] = tuple(STEPS)
     """Steps to time, by name; story and frontier need what retrofit leaves."""
+    again: int = 0
+    """How often each is typed again."""
     out: pathlib.Path = pathlib.Path("runs/first_results/times.json")
     """JSON file for the figures, which are written after every step."""
+
+    def __post_init__(self):
+        check_numbers(self, may_be_zero=("again",))
 
 
 def words_of(command: str) -> list[str]:
@@ -127,12 +142,37 @@ def block() -> str:
     raise dms_jax.DmsJaxError(f"{README.name} has no block of Python that retrofits.")
 
 
-def timed(step: Step, folder: pathlib.Path) -> dict[str, Any]:
-    """Runs a step in its folder and returns its seconds.
+def typed(command: str, work: pathlib.Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Runs a command to its end, or a server until it has answered; returns what it tells.
 
     Raises:
       DmsJaxError: it failed.
     """
+    if command.startswith(SERVE):
+        start = time.perf_counter()
+        with started(command.removeprefix(SERVE), environment) as address:
+            ready = time.perf_counter() - start
+            body = dict(model=model_name(address), prompt="Once upon a time", max_tokens=60)
+            answer = ask(address, body | dict(temperature=0, stream=True))
+        if answer.error is not None:
+            raise dms_jax.DmsJaxError(f"{command}: {answer.error}")
+        return {"ready_seconds": round(ready, 1)}
+    done = subprocess.run(
+        words_of(command),
+        cwd=work,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LONGEST,
+    )
+    if done.returncode:
+        raise dms_jax.DmsJaxError(f"{command}: {done.stdout[-2000:]}")
+    return {}
+
+
+def timed(step: Step, folder: pathlib.Path) -> dict[str, Any]:
+    """Runs a step in its folder and returns its seconds."""
     cache = folder / "compiled"
     row: dict[str, Any] = {
         "what": step.what,
@@ -145,23 +185,14 @@ def timed(step: Step, folder: pathlib.Path) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if "JAX_COMP" not in name}
     load, start = os.getloadavg()[0], time.perf_counter()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        words_of(step.command),
-        cwd=work,
-        env=environment | {SWITCH: str(cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LONGEST,
-    )
+    told = typed(step.command, work, environment | {SWITCH: str(cache)})
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise dms_jax.DmsJaxError(f"{step.command}: {done.stdout[-2000:]}")
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return row | {
         "processor_seconds": round(processor, 1),
         "wall_seconds": round(time.perf_counter() - start, 1),
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+        **told,
         **({} if step.figures is None else {"figures": figures(work, *step.figures)}),
     }
 
@@ -184,13 +215,14 @@ def main(config: Config) -> list[dict[str, Any]]:
     report = provenance(config) | {"cores": os.cpu_count(), "rows": rows}
     with tempfile.TemporaryDirectory() as place:
         for name in config.only:
-            rows.append(timed(STEPS[name], pathlib.Path(place) / STEPS[name].folder))
-            print(
-                f"{rows[-1]['processor_seconds']} s of processor time, "
-                f"{rows[-1]['wall_seconds']} s: {rows[-1]['command']}",
-                flush=True,
-            )
-            write_json(config.out, report)
+            for _ in range(1 + config.again):
+                rows.append(timed(STEPS[name], pathlib.Path(place) / STEPS[name].folder))
+                print(
+                    f"{rows[-1]['processor_seconds']} s of processor time, "
+                    f"{rows[-1]['wall_seconds']} s: {rows[-1]['command']}",
+                    flush=True,
+                )
+                write_json(config.out, report)
     return rows
 
 

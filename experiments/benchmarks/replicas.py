@@ -57,8 +57,8 @@ class Config:
     """Answers after which a replica is killed."""
     port: int = 8765
     """Port of Ray Serve."""
-    out: pathlib.Path | None = pathlib.Path("runs/replicas.json")
-    """File of the figures."""
+    out: pathlib.Path = pathlib.Path("runs/replicas.json")
+    """JSON file for the figures."""
 
     def __post_init__(self):
         check_numbers(self)
@@ -165,8 +165,7 @@ def wait_for(true: Any) -> float:
 
 def main(config: Config) -> None:
     """Kills a replica and changes the adapter, under load."""
-    if config.out is not None:
-        make_place("--out", config.out)
+    make_place("--out", config.out)
     try:
         import ray  # pyright: ignore[reportMissingImports]
         from ray import serve  # pyright: ignore[reportMissingImports]
@@ -250,8 +249,7 @@ def main(config: Config) -> None:
     finally:
         serve.shutdown()
         ray.shutdown()
-    if config.out is not None:
-        write_json(config.out, figures)
+    write_json(config.out, figures)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,14 @@ r"""Times what clients of a server of OpenAI's API see when many of them ask at 
 A number of clients each send a streamed completion, and the next one as soon as it has ended, until
 all requests of the load are answered. Prompts are random token ids, drawn anew for every load, so
 that no cache of prefixes helps; lengths of prompts and answers are drawn evenly from ranges. With
---long some prompts are long, or with --readers those of other clients, which ask for one token, and
-the longest pauses of the answers tell how long these wait for them. With --questions they are chats
-instead, of the questions of a file; with --regex answers match a grammar. The server is `dms-jax
-serve` in a process of its own, with the options that are given; or, with --url, whichever listens
-there, such as another library's.
+--questions they are chats instead, of the questions of a file; with --regex answers match a
+grammar. The server is `dms-jax serve` in a process of its own, with the options that are given; or,
+with --url, whichever listens there, such as another library's.
 
     python -m experiments.benchmarks.serving
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
         --prompts 64 512 --answers 64 512 --vocabulary 151643 \
         --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
-    python -m experiments.benchmarks.serving --clients 16 --requests 64 --answers 256 256 \
-        --readers 4 --long 8192 --vocabulary 151643 \
-        --server="--model model.gguf --lanes 32 --max-tokens 9216 --prefill-tokens 2048"
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 --processes 4 \
         --answers 200 200 --vocabulary 151000 --regex "(.|\n)*" --free-first \
         --server="--model model --dtype bfloat16 --lanes 256 --max-tokens 1024"
@@ -62,8 +57,6 @@ class Config:
     """Options of `dms-jax serve` as they are typed, behind an equals sign: --server="--lanes 8"."""
     url: str | None = None
     """Address of a server that runs already, without /v1; none is started then."""
-    model: str | None = None
-    """Name of the model in requests; the first that the server names unless given."""
     clients: tuple[int, ...] = (1, 8, 32)
     """Loads: numbers of clients that ask at the same time."""
     processes: int = 1
@@ -74,10 +67,6 @@ class Config:
     """JSON Lines file whose "question" is asked as a chat, each line once and then again."""
     prompts: tuple[int, int] = (16, 128)
     """Fewest and most tokens of a prompt."""
-    long: int = 0
-    """Tokens of every eighth prompt, or with --readers of those of the readers; 0 for none."""
-    readers: int = 0
-    """Clients beside those of a load that send prompts of --long tokens until it has ended."""
     answers: tuple[int, int] = (32, 256)
     """Fewest and most tokens of an answer; it ends earlier where the model ends it."""
     vocabulary: int = 512
@@ -86,19 +75,13 @@ class Config:
     """Of all requests; top-p is 0.95."""
     regex: str | None = None
     """Regular expression that answers must match, such as "(.|\\n)*": what grammars cost."""
-    regex_every: int = 1
-    """Every so many requests have it, beginning with the first."""
     free_first: bool = False
     """Put each load on the server twice, first without the regular expression."""
-    seed: int = 0
-    """Of the prompts, the lengths and the draws."""
     out: pathlib.Path = pathlib.Path("runs/serving.json")
     """JSON file for the figures."""
 
     def __post_init__(self):
-        check_numbers(self, may_be_zero=("long", "readers", "temperature", "seed"))
-        if self.readers and not self.long:
-            raise dms_jax.ConfigError(f"--readers {self.readers}: give their prompts --long tokens")
+        check_numbers(self, may_be_zero=("temperature",))
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise dms_jax.ConfigError(f"--url {self.url}: it begins with http:// or https://")
         for name in ("prompts", "answers"):
@@ -130,26 +113,18 @@ class Answer:
 
 def make_requests(config: Config, model: str, load: int) -> list[dict[str, Any]]:
     """Returns the bodies of the requests of a load, by its number."""
-    random = np.random.default_rng((config.seed, load))
+    random = np.random.default_rng((0, load))
 
     def between(bounds: tuple[int, int]) -> int:
         return int(random.integers(bounds[0], bounds[1] + 1))
 
-    def prompt(index: int) -> list[int]:
-        length = between(config.prompts)
-        if config.long and not config.readers and index % 8 == 7:
-            length = config.long
-        return random.integers(0, config.vocabulary, length).tolist()
-
     def asked(index: int) -> dict[str, Any]:
         if config.questions is None:
-            return {"prompt": prompt(index)}
+            length = between(config.prompts)
+            return {"prompt": random.integers(0, config.vocabulary, length).tolist()}
         return {"messages": [{"role": "user", "content": questions[index % len(questions)]}]}
 
-    def matched(index: int) -> dict[str, Any]:
-        holds = config.regex is not None and index % config.regex_every == 0
-        return {"guided_regex": config.regex} if holds else {}
-
+    matched = {} if config.regex is None else {"guided_regex": config.regex}
     questions = [] if config.questions is None else read_questions(config.questions)
     return [
         {
@@ -158,39 +133,13 @@ def make_requests(config: Config, model: str, load: int) -> list[dict[str, Any]]
             "max_tokens": between(config.answers),
             "temperature": config.temperature,
             "top_p": 0.95,
-            "seed": config.seed + index,
+            "seed": index,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **matched(index),
+            **matched,
         }
         for index in range(config.requests)
     ]
-
-
-def long_requests(config: Config, model: str, load: int, reader: int) -> Iterator[dict[str, Any]]:
-    """Yields the bodies of a reader of a load, by its number: long prompts, all different."""
-    random = np.random.default_rng((config.seed, load, reader))
-    while True:
-        prompt = random.integers(0, config.vocabulary, config.long).tolist()
-        yield {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
-
-
-@contextlib.contextmanager
-def reading(address: str, requests: Sequence[Iterator[dict[str, Any]]]) -> Iterator[list[Answer]]:
-    """Sends requests, as a client for each iterator, until the context ends; yields the answers."""
-    answers, ended = list[Answer](), threading.Event()
-
-    def read(bodies: Iterator[dict[str, Any]]) -> None:
-        while not ended.is_set():
-            answers.append(ask(address, next(bodies)))
-
-    with concurrent.futures.ThreadPoolExecutor(max(len(requests), 1)) as threads:
-        try:
-            for each in requests:
-                threads.submit(read, each)
-            yield answers
-        finally:
-            ended.set()
 
 
 def read_questions(path: pathlib.Path) -> list[str]:
@@ -392,16 +341,13 @@ def main(config: Config) -> int:
     place = contextlib.nullcontext(config.url) if config.url else started(config.server)
     rows = []
     with place as address, Crowd(config.processes) as crowd:
-        name, most = config.model or model_name(address), max(config.clients)
+        name, most = model_name(address), max(config.clients)
         crowd.load(address, make_requests(config, name, 0)[:most], most)  # compiles
         kinds = [dataclasses.replace(config, regex=None)] if config.free_first else []
         loads = [(each, clients) for clients in config.clients for each in (*kinds, config)]
         for load, (own, clients) in enumerate(loads, 1):
-            long = [long_requests(config, name, load, each) for each in range(config.readers)]
-            with reading(address, long) as read:
-                row = crowd.load(address, make_requests(own, name, load), clients)
-                row |= {"regex": own.regex} if config.free_first else {}
-                row |= {"read": figures(read, row["seconds"])} if config.readers else {}
+            row = crowd.load(address, make_requests(own, name, load), clients)
+            row |= {"regex": own.regex} if config.free_first else {}
             rows.append(row)
             print(describe(row), flush=True)
     # Only now: a card that this process held would be missing to the server.
@@ -409,7 +355,7 @@ def main(config: Config) -> int:
     if config.url:
         about["device"] = None  # of a server elsewhere nothing is known
     write_json(config.out, about | {"loads": rows})
-    return FAILED if any(row["failed"] + row.get("read", row)["failed"] for row in rows) else 0
+    return FAILED if any(row["failed"] for row in rows) else 0
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -427,10 +373,6 @@ def describe(row: dict[str, Any]) -> str:
             words.append(f"{what} {found['median']:,.1f} ms (95%: {found['p95']:,.1f})")
     if found := row["longest_pause_tokens"]:
         words.append(f"as long as {found['median']:.1f} tokens (at most {found['most']:.1f})")
-    if read := row.get("read"):
-        words.append(f"{read['requests']} long prompts meanwhile")
-        if found := read["first_part_ms"]:
-            words.append(f"first text of these after {found['median']:,.0f} ms")
     if row["failed"]:
         words.append(f"{row['failed']} not answered: {'; '.join(row['errors'])}")
     return ", ".join(words)

@@ -170,7 +170,7 @@ COMMON: dict[str, Any] = dict(
 
 
 def meshes_of(
-    model_parallel: Sequence[int], data_parallel: Sequence[int] = (1,)
+    model_parallel: Sequence[int], data_parallel: Sequence[int]
 ) -> dict[tuple[int, int], jax.sharding.Mesh | None]:
     """Returns the mesh of each (data, model), in that order; None for one device.
 

@@ -1,4 +1,4 @@
-"""Times decode steps under other options of XLA's, other turns, with XLA's scatters, untuned.
+"""Times decode steps under other options of XLA's, other turns of the loop, and XLA's scatters.
 
 The variants take turns in one process, over the same random weights and a cache at its length (the
 functions of `decode_steps`); that they draw the same tokens is checked. What came of it is the
@@ -7,8 +7,6 @@ choice in `dms_jax.generation.programs`.
     python -m experiments.benchmarks.step_options
     python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
         --shape qwen2.5-0.5b --batch 256 --context 256 --ratios 1
-    python -m experiments.benchmarks.step_options --model-parallel 2 --context 4096 --only ours \
-        "ours, collectives in the stream of their layers" "ours, NCCL in graphs"
 """
 
 import contextlib
@@ -21,92 +19,56 @@ import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dms_jax.cache import pool
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.compilation import SWITCH
-from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
 from dms_jax.generation.runner import Runner
-from dms_jax.json_text import json_text
 from experiments.benchmarks import decode_steps, shapes
-from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
-from pallas_kernels import tuned
+from experiments.benchmarks.timing import about
 
+OURS = programs.GPU_STEP_OPTIONS
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 DEPENDENT = {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True}
 # Whole loops as parts of a CUDA graph, beside what is in one by default.
-LOOPS = {
+UNROLLED = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-    )
+    ),
+    "xla_gpu_command_buffer_unroll_loops": True,
 }
-# XLA sums small arrays by kernels of its own. Each of them ends a graph: what is left between two
-# of them is a graph only where it may be short. NCCL's sums may be parts of one.
-NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
-COLLECTIVES = {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES"
-    )
-}
-OURS = programs.GPU_STEP_OPTIONS
-IN_STREAM = {  # a sum on a stream of its own waits for an event, and is waited for by another
-    "xla_disable_hlo_passes": OURS["xla_disable_hlo_passes"] + ",async-collective-creator"
-}
-UNROLLED = LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}
-NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
-NOT_TUNED = {"xla_gpu_autotune_level": 0}
-# Every turn of a loop twice in its body, by XLA.
-TWICE = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
-ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 KERNEL, SCATTERS = "the kernel", "XLA's scatters"
-MEASURED, HEURISTIC = "measured", "heuristic"
 
 
 class Variant(NamedTuple):
-    """Options beside `programs.GPU_OPTIONS`, layers in a turn, and what is chosen of kernels.
-
-    `write` says what writes keys and values; `settings` where those of attention come from.
-    """
+    """Options beside `programs.GPU_OPTIONS`, layers in a turn, and what writes keys and values."""
 
     name: str
     options: dict[str, Any]
     write: str = KERNEL
     block: int = programs.ON_GPU_STEP["block"]
-    settings: str = MEASURED
 
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("XLA's defaults", {}),
     Variant("concurrent", CONCURRENT),
     Variant("concurrent, no asynchronous copies", NO_ASYNC | CONCURRENT),
-    Variant("ours", OURS),
-    Variant("ours, kernels one by one", OURS | ONE_BY_ONE),
-    *(Variant(f"ours, {block} layers a turn", OURS, block=block) for block in (1, 4, 8, 64)),
-    Variant("ours, 1 layer a turn, turns twice", OURS | TWICE, block=1),
-    Variant("ours, turns twice", OURS | TWICE),
-    Variant("ours, no graphs", OURS | NO_GRAPHS),
-    Variant("ours, loops in a graph", OURS | LOOPS),
-    Variant("ours, loops unrolled in a graph", OURS | UNROLLED),
-    Variant("ours, collectives in the stream of their layers", OURS | IN_STREAM),
-    Variant("ours, the same and graphs of any size", OURS | IN_STREAM | ANY_SIZE),
-    Variant("ours, NCCL", OURS | NCCL),
-    Variant("ours, NCCL in graphs", OURS | NCCL | COLLECTIVES),
-    Variant("ours, dependent launches", OURS | DEPENDENT),
-    Variant("ours, graphs of any size", OURS | ANY_SIZE),
-    Variant("ours, products not tuned", OURS | NOT_TUNED),
-    Variant("programmatic dependent launches", DEPENDENT),
-    Variant("programmatic dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT),
+    Variant("dependent launches", DEPENDENT),
+    Variant("dependent launches, no asynchronous copies", NO_ASYNC | DEPENDENT),
     Variant("XLA's defaults and scatters", {}, SCATTERS),
-    Variant("ours, settings by heuristic", OURS, settings=HEURISTIC),
+    Variant("ours", OURS),
+    *(Variant(f"ours, {block} layers a turn", OURS, block=block) for block in (1, 4, 8, 64)),
+    Variant("ours, loops unrolled in a graph", OURS | UNROLLED),
 )
 
 
@@ -124,8 +86,6 @@ class Config:
     """Tokens that no head evicts."""
     ratios: tuple[int, ...] = (8, 1)
     """Compression ratios of the live tokens; 1 is the plain cache."""
-    model_parallel: int = 1
-    """Devices over which heads, feed-forward and vocabulary are split."""
     chunk: int = 32
     """Decode steps per compiled program."""
     repeats: int = 5
@@ -144,31 +104,23 @@ class Config:
 
 
 @contextlib.contextmanager
-def using(
-    program: programs.Program, write: str, settings: str = MEASURED
-) -> Iterator[list[np.ndarray]]:
+def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
     """Steps go through a program of another compilation; yields the tokens that they drew."""
-    before = programs.decode, pool.write_pages, pool.rotate_and_write, Runner.collect
-    look_up = tuned.lookup
     drawn: list[np.ndarray] = []
+    gather = Runner.collect
 
     def collect(self, program):
-        steps = before[-1](self, program)
+        steps = gather(self, program)
         drawn.append(np.asarray(steps.tokens))
         return steps
 
-    programs.decode, Runner.collect = program, collect
-    if write == SCATTERS:
-        pool.write_pages, pool.rotate_and_write = (
-            functools.partial(each, implementation="xla") for each in before[1:3]
-        )
-    if settings == HEURISTIC:
-        tuned.lookup = lambda *_, **__: None
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(programs, "decode", program))
+        stack.enter_context(mock.patch.object(Runner, "collect", collect))
+        for name in ("write_pages", "rotate_and_write") if write == SCATTERS else ():
+            scatters = functools.partial(getattr(pool, name), implementation="xla")
+            stack.enter_context(mock.patch.object(pool, name, scatters))
         yield drawn
-    finally:
-        tuned.lookup = look_up
-        programs.decode, pool.write_pages, pool.rotate_and_write, Runner.collect = before
 
 
 def program_of(variant: Variant) -> programs.Program:
@@ -189,9 +141,7 @@ def program_of(variant: Variant) -> programs.Program:
 
 def main(config: Config) -> list[dict[str, Any]]:
     """Times every variant at every ratio, writes the figures as they come, and returns them."""
-    names = [each.name for each in VARIANTS]
-    if unknown := set(config.only) - set(names):
-        raise ConfigError(f"--only: {sorted(unknown)[0]!r} is no variant; there are {names}")
+    check_names("--only", config.only, (each.name for each in VARIANTS))
     make_place("--out", config.out)
     os.environ[SWITCH] = "off"  # variants replace functions, and are found by their source
     steps = decode_steps.Config(
@@ -202,14 +152,12 @@ def main(config: Config) -> list[dict[str, Any]]:
         chunk=config.chunk,
         repeats=config.repeats,
         ratios=config.ratios,
-        model_parallel=(config.model_parallel,),
     )
-    mesh = shapes.meshes_of(steps.model_parallel)[1, config.model_parallel]
-    model = shapes.model_of(config.shape, jnp.dtype(config.dtype), mesh)
+    model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
     rate = decode_steps.read_rate()
     rows: list[dict[str, Any]] = []
     variants = [each for each in VARIANTS if not config.only or each.name in config.only]
-    report = environment() | dict(command=command(), read_rate=rate, rows=rows)
+    report = about(config) | dict(read_rate=rate, rows=rows)
     for ratio in config.ratios:
         own: list[dict[str, Any]] = [
             dict(
@@ -217,9 +165,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 compiler_options=each.options,
                 layers_a_turn=each.block,
                 write=each.write,
-                settings=each.settings,
                 ratio=ratio,
-                model_parallel=config.model_parallel,
                 step_ms=[],
             )
             for each in variants
@@ -232,7 +178,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 if "error" in row:
                     continue
                 try:
-                    with using(program, row["write"], row["settings"]) as drawn:
+                    with using(program, row["write"]) as drawn:
                         figures = decode_steps.time_paged(steps, model, ratio, rate)
                 except (jax.errors.JaxRuntimeError, ValueError) as error:
                     row["error"] = str(error)[:500]  # options that this XLA does not know or bear
@@ -247,7 +193,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                     f"{row['same_tokens']:.0%} of the tokens the same",
                     flush=True,
                 )
-                config.out.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
+                write_json(config.out, report)
     return rows
 
 

@@ -28,14 +28,13 @@ import numpy as np
 
 import dms_jax
 from dms_jax.checks import Range, check
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
-from dms_jax.json_text import json_text
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps, shapes
-from experiments.benchmarks.kernel_timing import environment
 from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.timing import about
 
 Part = Literal["batch", "prompt", "kcache"]
 LLAMA_2_7B: dict[str, Any] = dict(
@@ -99,15 +98,6 @@ def device_bytes(config: Config) -> int:
     return int(config.memory * limit)
 
 
-def policy_for(config: Config, context: int, ratio: int) -> Policy:
-    """Eviction at random that leaves context / ratio tokens; the plain cache at a ratio of 1."""
-    if ratio == 1:
-        return dms_jax.Vanilla()
-    far = context - config.window - 1
-    rate = 1 - (context / ratio - config.window - 1) / far
-    return dms_jax.RandomEviction(window=config.window, rate=rate)
-
-
 def largest(config: Config, model: dms_jax.LanguageModel, tokens: float) -> int:
     """Sequences of so many live tokens a row that fit beside the weights."""
     shape = model.config
@@ -148,7 +138,7 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
         for ratio in (config.ratios[0], config.ratios[-1]):
             engine = dms_jax.Engine(
                 model,
-                policy_for(config, tokens, ratio),
+                decode_steps.policy_of(tokens, config.window, ratio),
                 num_lanes=1,
                 max_tokens=tokens + 1,
                 table_width=-(-(tokens + 1) // PAGE),  # one program, not one for each width
@@ -217,11 +207,7 @@ def measure_kcache(config: Config, add: Any) -> None:
 def main(config: Config) -> None:
     """Measures the parts and writes the figures after each."""
     make_place("--out", config.out)
-    results: dict[str, Any] = environment() | dict(
-        command=command(),
-        config={f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)},
-        rows=[],
-    )
+    results: dict[str, Any] = about(config) | dict(rows=[])
 
     def add(part: str, **figures: Any) -> None:
         results["rows"].append(dict(part=part, **figures))
@@ -230,7 +216,7 @@ def main(config: Config) -> None:
             for key, value in figures.items()
         }
         print(part, shown, flush=True)
-        config.out.write_text(json_text(results, indent=1) + "\n")
+        write_json(config.out, results)
 
     if {"batch", "prompt"} & set(config.parts):
         model = shapes.model_of(config.shape, jnp.dtype(config.dtype))

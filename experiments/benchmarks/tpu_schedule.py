@@ -1,8 +1,8 @@
 """Model the TPU kernels from their compiled form. This is a model: no TPU was at hand.
 
-Each kernel is compiled ahead of time for v5e, v5p and v6e, and its instruction bundles are read
-(`tpu_bundles`). A TensorCore issues at most one bundle a cycle, and copies go on beside it. So a
-block of the decode kernel, of which n are in buffers, takes
+Each kernel is compiled ahead of time for v5e, v5p and v6e, and its instruction bundles are read. A
+TensorCore issues at most one bundle a cycle, and copies go on beside it. So a block of the decode
+kernel, of which n are in buffers, takes
 
     max(D, C, (D + C + latency) / n)
 
@@ -16,25 +16,33 @@ takes as long by the same rule.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 import dms_jax
-from dms_jax.command_line.reports import make_folder, provenance
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.devices import DEVICES
-from dms_jax.json_text import json_text
-from experiments.benchmarks import tpu_bundles, tpu_programs
-from experiments.benchmarks.tpu_bundles import Loop
+from pallas_kernels import decode_attention, fetch_rows, prefill_attention, select_largest
 from pallas_kernels.prefill.tiles import TILE
 from pallas_kernels.prefill.tpu import BUFFERS
 
 LATENCIES = (0.0, 0.5e-6, 1e-6)
+_MODULE = "experiments.benchmarks.tpu_schedule"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +88,176 @@ class Config:
     """Chips to model, by name; all that are known unless given."""
 
 
+# -- bundles ---------------------------------------------------------------------------------------
+#
+# The text that libtpu writes of every operation that it compiles. What stalls a bundle (a wait for
+# a copy, a full queue of copies) is not in it.
+
+# Size of the unit in which bundles count the bytes of a copy.
+GRANULE = 32
+# Bundles after a branch that are executed whether it is taken or not.
+_DELAY_SLOTS = 4
+
+_BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ *(?:[A-Z]{2})? *: *>* *\{", re.MULTILINE)
+_START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel (\([^)]*\) )?target = \$region(\d+)")
+_COPY = re.compile(r"= dma\.(\w+).*?/\*size_in_granules=\*/(\d+)")
+_EXIT = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of a compiled kernel, or the whole of one.
+
+    Attributes:
+      bundles: number of bundles of one round, those of inner loops left out. Branches count as if
+        everything between were executed.
+      copies: bytes of the copies that one round starts, by direction ("hbm_to_vmem"); those of
+        inner loops left out.
+      waits: number of waits for copies in one round, those of inner loops left out.
+      rounds: number of rounds, where the compiler knows it.
+      loops: inner loops, in the order of the program.
+    """
+
+    bundles: int
+    copies: tuple[tuple[str, int], ...]
+    waits: int
+    rounds: int | None
+    loops: tuple["Loop", ...]
+
+    @property
+    def nested(self) -> tuple["Loop", ...]:
+        """The loop and all loops inside, in the order of the program."""
+        return (self, *(found for loop in self.loops for found in loop.nested))
+
+    def total(self) -> int:
+        """Returns the bundles of all rounds of this loop and of its inner ones.
+
+        A loop whose number of rounds is only known when it runs is counted once.
+        """
+        return (self.rounds or 1) * (self.bundles + sum(loop.total() for loop in self.loops))
+
+
+def read_bundles(folder: pathlib.Path) -> dict[str, Loop]:
+    """Returns the operations of the program whose bundles are in a folder, by name."""
+    found = {}
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        name = re.sub(r"^\d+-(.*)-\d+-(schedule-analysis_)?final_bundles\.txt$", r"\1", path.name)
+        if "schedule-analysis" not in path.name and not name.startswith("<"):
+            found[name] = parse(path.read_text())
+    return found
+
+
+def parse(text: str) -> Loop:
+    """Returns the loops of the bundles of one operation."""
+    starts = [match.start() for match in _BUNDLE.finditer(text)]
+    ends = [*starts[1:], len(text)]
+    bundles = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+    first = {}
+    for index, bundle in enumerate(bundles):
+        for region in _START.findall(bundle):
+            first.setdefault(region, index)
+    spans = []
+    for index, bundle in enumerate(bundles):
+        for _, region in _BRANCH.findall(bundle):
+            if first.get(region, index + 1) <= index:
+                spans.append((first[region], min(index + _DELAY_SLOTS + 1, len(bundles))))
+    return _loop(bundles, 0, len(bundles), sorted(spans, key=lambda span: (span[0], -span[1])), 1)
+
+
+def _loop(bundles, start, end, spans, rounds) -> Loop:
+    """Returns the loop of the bundles from `start` to `end`."""
+    inner, mine, place = [], [], start
+    while spans:
+        span, spans = spans[0], spans[1:]
+        inside = [other for other in spans if other[1] <= span[1]]
+        spans = [other for other in spans if other[1] > span[1]]
+        mine += bundles[place : span[0]]
+        place = span[1]
+        inner.append(_loop(bundles, span[0], span[1], inside, None))
+    mine += bundles[place:end]
+    if rounds is None:
+        known = [int(limit) for bundle in mine for limit in _EXIT.findall(bundle)]
+        rounds = known[-1] if known else None
+    copies = [copy for bundle in mine for copy in _COPY.findall(bundle)]
+    return Loop(
+        bundles=len(mine),
+        copies=tuple((direction, int(size) * GRANULE) for direction, size in copies),
+        waits=sum(bundle.count("dma.done.wait") for bundle in mine),
+        rounds=rounds,
+        loops=tuple(inner),
+    )
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+# Llama-3.1-8B: 8 KV heads, each with 4 query heads, of 128 numbers.
+GROUP, DIM = 4, 128
+
+
+def program_of(operation: str, implementation: str, shape: tuple[int, int, int]):
+    """Returns the function to compile, and the shapes and dtypes of its arguments.
+
+    Args:
+      operation: decode, prefill, select or fetch.
+      implementation: mosaic_tpu or xla.
+      shape: three numbers, as `DECODE`, `PREFILL`, `SELECT` and `FETCH` have them.
+    """
+    rows, width, part = shape
+    if operation == "select":
+        select = functools.partial(select_largest, count=part, implementation=implementation)
+        return select, [((rows, width), jnp.float32)]
+    if operation == "fetch":
+        fetch = functools.partial(fetch_rows, implementation=implementation)
+        return fetch, [((width, DIM), jnp.bfloat16), ((rows,), jnp.int32)]
+    if operation == "prefill":
+        return prompt_of(rows, width, part, implementation)
+    pool = ((rows * width // part, part, DIM), jnp.bfloat16)
+    attend = functools.partial(decode_attention, scale=DIM**-0.5, implementation=implementation)
+    table = ((rows, width // part), jnp.int32)
+    return attend, [((rows, GROUP, DIM), jnp.bfloat16), pool, pool, table, ((rows,), jnp.int32)]
+
+
+def prompt_of(group: int, past: int, page_size: int, choice: str):
+    """The same for a chunk of 4 prompts: 512 tokens behind a past of whole pages."""
+    batch, length, heads = 4, 512, 8
+    attend = functools.partial(
+        prefill_attention, window=256, scale=DIM**-0.5, implementation=choice
+    )
+    new = ((batch, length, heads, DIM), jnp.bfloat16)
+    columns = past // page_size
+    pool = ((batch * heads * columns, page_size, DIM), jnp.bfloat16)
+    return attend, [
+        ((batch, length, heads * group, DIM), jnp.bfloat16),
+        new,
+        new,
+        ((batch, heads, length), jnp.bool_),
+        ((batch,), jnp.int32),
+        pool,
+        pool,
+        ((batch, heads, columns), jnp.int32),
+        ((batch, heads), jnp.int32),
+        ((batch, heads, past), jnp.int32),
+    ]
+
+
+def compile_program(
+    topology: str, operation: str, implementation: str, shape: tuple[int, int, int]
+) -> None:
+    """Compiles a program for a TPU that is not there; libtpu writes the bundles."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    sharding = NamedSharding(Mesh(np.array(chips[:1]), ("x",)), PartitionSpec())
+    function, shapes = program_of(operation, implementation, shape)
+    arguments = [jax.ShapeDtypeStruct(*each, sharding=sharding) for each in shapes]
+    jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+
+
 def compiled(chip: Chip, operation: str, implementation: str, shape) -> dict[str, Loop]:
     """Returns the loops of every operation of a compiled program, by name.
+
+    The program has a process of its own: libtpu takes its options from the environment when it is
+    loaded, and writes all that the process compiles into one folder.
 
     Raises:
       DmsJaxError: it could not be compiled.
@@ -93,22 +269,23 @@ def compiled(chip: Chip, operation: str, implementation: str, shape) -> dict[str
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_ACCELERATOR_TYPE": chip.kind,
             "TPU_WORKER_HOSTNAMES": "localhost",
-            "LIBTPU_INIT_ARGS": tpu_bundles.dump_options(pathlib.Path(folder)),
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+            "--xla_jf_dump_llo_pass_label_regex=final_bundles",
         }
-        options = {"topology": chip.topology, "operation": operation}
-        options |= {"implementation": implementation}
-        options |= dict(zip(("rows", "width", "part"), map(str, shape), strict=True))
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        call = f"compile_program{(chip.topology, operation, implementation, tuple(shape))}"
         done = subprocess.run(
-            [sys.executable, "-m", "experiments.benchmarks.tpu_programs", *words],
+            [sys.executable, "-c", f"from {_MODULE} import compile_program; {call}"],
             env=environment,
             capture_output=True,
             text=True,
             timeout=600,
         )
         if done.returncode:
-            raise dms_jax.DmsJaxError(f"{' '.join(words)}: {done.stderr[-2000:]}")
-        return tpu_bundles.read(pathlib.Path(folder))
+            raise dms_jax.DmsJaxError(f"{call}: {done.stderr[-2000:]}")
+        return read_bundles(pathlib.Path(folder))
+
+
+# -- the model -------------------------------------------------------------------------------------
 
 
 def kernel_of(found: dict[str, Loop], name: str) -> Loop:
@@ -186,7 +363,7 @@ def prefill_records(name: str, chip: Chip) -> list[dict[str, Any]]:
         kernel = kernel_of(compiled(chip, "prefill", "mosaic_tpu", shape), "prefill")
         # The loops that wait are over tiles that all queries see whole, and over the others.
         whole, masked = (loop for loop in kernel.loops[0].loops if loop.waits)
-        moved = 2 * TILE * tpu_programs.DIM * 2  # keys and values of 16 bits
+        moved = 2 * TILE * DIM * 2  # keys and values of 16 bits
         copying = moved * chip.cores / DEVICES[name].bandwidth * chip.clock
         record = {"chip": name, "operation": "prefill", "group": group, "past": past}
         record |= {"page_size": page_size, "buffers": BUFFERS, "bytes_a_tile": moved}
@@ -236,9 +413,7 @@ def other_records(name: str, chip: Chip) -> list[dict[str, Any]]:
 
 def main(config: Config) -> None:
     """Compile, model, print, and write the report."""
-    unknown = [name for name in config.chips if name not in CHIPS]
-    if unknown:
-        raise dms_jax.ConfigError(f"--chips {unknown}: known are {', '.join(CHIPS)}.")
+    check_names("--chips", config.chips, CHIPS)
     make_folder("--out", config.out)
     report = provenance(config) | {
         "model": "from compiled bundles; nothing was measured, no TPU was at hand",
@@ -250,7 +425,7 @@ def main(config: Config) -> None:
             for record in kind(name, CHIPS[name]):
                 print(json.dumps(record), flush=True)
                 report["records"].append(record)
-        (config.out / "schedule.json").write_text(json_text(report, indent=1) + "\n")
+        write_json(config.out / "schedule.json", report)
 
 
 if __name__ == "__main__":

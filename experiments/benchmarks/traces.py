@@ -13,7 +13,6 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -52,19 +51,13 @@ def _program(kernel: dict[str, Any]) -> str:
     return kernel["args"].get(_MODULE, "").removeprefix("jit_")
 
 
-def profiled(folder: str | pathlib.Path) -> AbstractContextManager[None]:
-    """A context whose programs are profiled into a folder, without the host's Python."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # a trace has room for a million events
-    return jax.profiler.trace(str(folder), profiler_options=options)
-
-
 @contextlib.contextmanager
 def traced() -> Iterator[Trace]:
     """Profiles what runs inside the context; the trace that it yields is filled at its end."""
-    trace = Trace()
+    trace, options = Trace(), jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a trace has room for a million events
     with tempfile.TemporaryDirectory() as folder:
-        with profiled(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             yield trace
         found = read(pathlib.Path(folder))
     trace.kernels, trace.calls = found.kernels, found.calls

@@ -12,12 +12,11 @@ the kernels of one step by family. Figures are written before the step that is p
     python -m experiments.benchmarks.training --cases 1b 1b+data4 1b+data8 1b+data2+model4 8b \
         8b+data4 8b+data8 8b-all+data8 1b-32k 1b-32k+sequence4 1b-32k+sequence8 --seconds 1200
 
-A name may go on with settings that it changes: "1b+products+chunk" is "1b" with both of these, and
+A name may go on with settings that it changes: "1b+products+double" is "1b" with both of these, and
 "1b+data8" is "1b" on eight devices that share the weights.
 """
 
 import collections
-import contextlib
 import dataclasses
 import gc
 import pathlib
@@ -25,69 +24,29 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
-from unittest import mock
 
 import jax
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import make_place
-from dms_jax.command_line.running import command, run
-from dms_jax.config import ModelConfig
-from dms_jax.json_text import json_text
+from dms_jax.command_line.reports import make_place, write_json
+from dms_jax.command_line.running import run
 from dms_jax.model.language_model import use_mesh
 from dms_jax.policies import DMS
-from dms_jax.training import losses, xla_options
-from dms_jax.training import trainer as library
 from dms_jax.training.recipe import Recipe, Stage
-from experiments.benchmarks.kernel_timing import device_events, environment
+from dms_jax.training.trainer import Trainer
 from experiments.benchmarks.settings import check_numbers
-
-
-def llama(hidden: int, mlp: int, layers: int, head: int, **fields: Any) -> ModelConfig:
-    """Returns a shape of the Llama family, with 32 heads."""
-    defaults: dict[str, Any] = dict(
-        vocab_size=128256,
-        num_heads=32,
-        num_kv_heads=8,
-        max_position_embeddings=131072,
-        model_type="llama",
-    )
-    return ModelConfig(
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_layers=layers,
-        head_dim=head,
-        **(defaults | fields),
-    )
-
-
-SHAPES = {
-    "llama-3.2-1b": llama(2048, 8192, 16, 64, tie_embeddings=True),
-    "llama-3.1-8b": llama(4096, 14336, 32, 128),
-    "qwen2.5-0.5b": llama(
-        896,
-        4864,
-        24,
-        64,
-        vocab_size=151936,
-        num_heads=14,
-        num_kv_heads=2,
-        qkv_bias=True,
-        tie_embeddings=True,
-        model_type="qwen2",
-    ),
-    "tiny": llama(32, 64, 2, 8, vocab_size=64, num_heads=4, num_kv_heads=2, tie_embeddings=True),
-}
+from experiments.benchmarks.shapes import COMMON, SHAPES, Shape
+from experiments.benchmarks.timing import about, device_events
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One job: `sequences` are those of a shard of `data`, in one pass."""
 
-    shape: str = "llama-3.2-1b"
+    shape: Shape = "llama-3.2-1b"
     length: int = 4096
     sequences: int = 4
     trainable: Literal["all", "adapter"] = "all"
@@ -96,10 +55,6 @@ class Case:
     model: int = 1
     remat: str = "all_but_attention"
     packed: bool = False
-    passes: int = 1
-    unroll: bool = False
-    chunk: int = losses.CHUNK_ELEMENTS
-    compiler: str = "library"
 
     @property
     def devices(self) -> int:
@@ -114,8 +69,6 @@ CASES: dict[str, Case] = {
     "1b-fsdp2": dataclasses.replace(BASE, data=2),
     "1b-fsdp4": dataclasses.replace(BASE, data=4),
     "1b-tp2": dataclasses.replace(BASE, model=2),
-    "1b-passes": dataclasses.replace(BASE, passes=4),
-    "1b-fsdp2-passes": dataclasses.replace(BASE, data=2, passes=4),
     "1b-32k": dataclasses.replace(BASE, length=32768, sequences=1),
     "1b-32k-seq2": dataclasses.replace(BASE, length=32768, sequences=1, sequence=2),
     "1b-64k": dataclasses.replace(BASE, length=65536, sequences=1),
@@ -136,26 +89,11 @@ CASES: dict[str, Case] = {
 # What a name may go on with.
 SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"remat": "auto"},
-    "nothing": {"remat": "nothing"},
     "products": {"remat": "all_but_products"},
     "everything": {"remat": "everything"},
-    "unroll": {"unroll": True},
-    "chunk": {"chunk": 2**29},
-    "chunk28": {"chunk": 2**28},
-    "half": {"sequences": 2},
     "double": {"sequences": 8},
-    **{name: {"compiler": name} for name in ("defaults", "slices", "cublas", "pipelined")},
     # Axes of the mesh: "1b+data2+model4" is for 8 devices.
     **{f"{axis}{n}": {axis: n} for axis in ("data", "sequence", "model") for n in (2, 4, 8)},
-}
-
-# Options of the compiler instead of the library's, or beside them.
-COMPILERS: dict[str, dict[str, bool | int | str]] = {
-    # Products write into, and read from, the stacks of a loop.
-    "slices": {"xla_gpu_enable_dynamic_slice_fusion": True},
-    # No products by Triton, and the widest search among those of cuBLAS.
-    "cublas": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 4},
-    "pipelined": xla_options.GPU_OPTIONS,
 }
 
 # Kernels by what their names say, the first that fits.
@@ -194,11 +132,10 @@ def recipe_of(case: Case) -> Recipe:
         name="benchmark",
         stages=(Stage("ramp", 1000, 1e-5, 8.0),),
         sequence_length=case.length,
-        batch_size=case.sequences * case.data * case.passes,
+        batch_size=case.sequences * case.data,
         micro_batch_size=case.sequences,
         trainable=case.trainable,
         remat=case.remat,
-        unroll=case.unroll,
     )
     return Recipe(**options)
 
@@ -220,19 +157,6 @@ def case_of(name: str) -> Case:
             )
         changes |= SETTINGS[setting]
     return dataclasses.replace(CASES[start], **changes)
-
-
-@contextlib.contextmanager
-def settings_of(case: Case) -> Iterator[None]:
-    """Gives the library what a case changes and no recipe says."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(losses, "CHUNK_ELEMENTS", case.chunk))
-        if case.compiler != "library":
-            own = library.compiler_options
-            more = COMPILERS.get(case.compiler)
-            options = lambda devices: {} if more is None else own(devices) | more  # noqa: E731
-            stack.enter_context(mock.patch.object(library, "compiler_options", options))
-        yield
 
 
 def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
@@ -259,15 +183,15 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
     mesh = None
     if case.devices > 1:
         mesh = dms_jax.make_mesh(case.data, case.model, sequence=case.sequence)
-    shape = SHAPES[case.shape]
+    shape = dms_jax.ModelConfig.from_hf(COMMON | SHAPES[case.shape])
     recipe, policy = recipe_of(case), DMS(window=256, source="adapter")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     began = time.perf_counter()
     with use_mesh(mesh):
         model = dms_jax.initialize(shape, dtype=dtype)
-        trainer = library.Trainer(model, policy, recipe, 0, mesh)
+        trainer = Trainer(model, policy, recipe, 0, mesh)
         del model
-        batches = [batch_of(case, shape.vocab_size)] * case.passes
+        batches = [batch_of(case, shape.vocab_size)]
 
         def step(index: int) -> dict[str, float]:
             metrics = trainer.step(batches, recipe.progress(index, policy))
@@ -281,7 +205,7 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
             start = time.perf_counter()
             metrics = step(2 + index)
             times.append(time.perf_counter() - start)
-        tokens = case.passes * case.sequences * case.data * case.length
+        tokens = case.sequences * case.data * case.length
         rate = tokens / statistics.median(times)
         share = trainer.utilisation(
             rate * metrics["document_share"], metrics["visible_keys"], "ramp"
@@ -332,10 +256,10 @@ def main(config: Config) -> list[dict[str, Any]]:
     make_place("--out", config.out)
     cases = {name: case_of(name) for name in config.cases}
     rows: list[dict[str, Any]] = []
-    report = environment() | dict(command=command(), devices=jax.device_count(), rows=rows)
+    report = about(config) | dict(devices=jax.device_count(), rows=rows)
 
     def write() -> None:
-        config.out.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
+        write_json(config.out, report)
 
     began = time.perf_counter()
     for name, case in cases.items():
@@ -347,8 +271,7 @@ def main(config: Config) -> list[dict[str, Any]]:
             row["left_out"] = "no time left"
         else:
             try:
-                with settings_of(case):
-                    time_case(case, config, row, write)
+                time_case(case, config, row, write)
             except jax.errors.JaxRuntimeError as error:  # mostly memory: the others still count
                 row["failed"] = str(error)[:500]
             gc.collect()

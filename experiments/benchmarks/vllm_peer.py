@@ -16,10 +16,10 @@ and have the length that is asked for. Parts:
 vLLM's wheel and what it needs may lie unpacked in a folder of its own (--vllm). Without --model
 both read random weights of --shape from a directory.
 
-    python -m experiments.benchmarks.vllm_peer --model qwen2.5-coder-1.5b \
-        --out experiments/results/vllm/qwen2.5-1.5b.json
-    python -m experiments.benchmarks.vllm_peer --shape llama-3.1-8b --parts prompts mixed \
-        --out experiments/results/vllm/llama-3.1-8b.json
+    python -m experiments.benchmarks.vllm_peer --shape qwen2.5-1.5b --parts plain \
+        --out experiments/results/speed/qwen2.5-1.5b.json
+    python -m experiments.benchmarks.vllm_peer --shape llama-3.1-8b --parts plain mixed \
+        --chats 64 --prompts 8 8192 --out experiments/results/speed/llama-3.1-8b.json
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from typing import Any, Literal
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import make_place
+from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import command, run
 from dms_jax.json_text import json_text
 from dms_jax.policies import Policy, Vanilla
@@ -180,7 +180,7 @@ class Ours:
 
     def start(self) -> dict[str, Any]:
         """Returns what it runs on."""
-        from experiments.benchmarks.kernel_timing import environment
+        from experiments.benchmarks.timing import environment
 
         return environment()
 
@@ -437,7 +437,7 @@ class Report:
         """Takes the figures of a system under a load."""
         row = dict(part=part, load=load, system=system, **figures)
         self.results["rows"].append(row)
-        self._path.write_text(json_text(self.results, indent=1) + "\n", encoding="utf-8")
+        write_json(self._path, self.results)
         shown = {
             key: figures[key] for key in ("median", "tokens_per_second", "error") if key in figures
         }

@@ -34,21 +34,17 @@ RUNS: dict[str, dict] = {
         shapes=("tiny",),
         window=16,
         ratios=(1, 4),
+        heads=("uneven", "even", "few"),
         model_parallel=(1, 2),
         data_parallel=(2,),
     ),
-    "benchmarks.draw_decode_steps": {},
-    "benchmarks.engine_host": dict(lanes=4, requests=9, clients=3, runs=1),
-    "benchmarks.even_heads": dict(
-        STEPS, shapes=("tiny",), context=256, window=16, ratios=(4,), rounds=1
+    "benchmarks.engine": dict(host=True, lanes=4, requests=9, clients=3, runs=1, regex="(.|\n)*"),
+    "benchmarks.policies": dict(
+        shape="tiny", context=640, batch=1, ratios=(2,), only=("SnapKV", "KVzap", "KCache")
     ),
-    "benchmarks.policy_prompts": dict(
-        shape="tiny", context=600, batch=2, ratio=2, only=("H2O",), repeats=1, dtype="float32"
+    "benchmarks.policies, prompts": dict(
+        what="prompts", shape="tiny", context=600, batch=2, ratios=(2,), only=("H2O",)
     ),
-    "benchmarks.policy_steps": dict(
-        shape="tiny", context=640, batch=1, ratios=(2.0,), only=("SnapKV", "KVzap", "KCache")
-    ),
-    "benchmarks.step_launches": dict(STEPS, shape="tiny", ratio=1),
     "benchmarks.step_options": dict(
         STEPS, shape="tiny", window=16, ratios=(4,), turns=1, only=("XLA's defaults",)
     ),
@@ -65,7 +61,7 @@ RUNS: dict[str, dict] = {
         repeats=1,
         dtype="float32",
     ),
-    "benchmarks.training": dict(cases=("tiny+products+chunk", "tiny-fsdp2+model2"), steps=1),
+    "benchmarks.training": dict(cases=("tiny+products", "tiny-fsdp2+model2"), steps=1),
     "reproduction.answers_under_load": dict(
         policies=("Vanilla",), requests=3, lanes=2, most_tokens=16, share=1.0
     ),
@@ -82,7 +78,7 @@ def ended(name, monkeypatch, *arguments) -> int:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_its_options_are_read(name, monkeypatch, capsys, tmp_path):
+def test_options_are_read_and_bad_ones_refused(name, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(running, "running_program", lambda: f"python -m {name}")
     fields = {field.name: field for field in dataclasses.fields(config_of(name))}
@@ -120,13 +116,13 @@ def config_of(name: str) -> type:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
-def test_it_runs_on_its_smallest_settings(name, tmp_path, monkeypatch):
+def test_smallest_run_writes_figures(name, tmp_path, monkeypatch):
     """Figures are written, and none of them is not a number."""
 
     def refuse(word):
         raise ValueError(f"{word} is not JSON")
 
-    module = importlib.import_module(f"experiments.{name}")
+    module = importlib.import_module(f"experiments.{name.partition(',')[0]}")
     default = module.Config().out
     folder = default is not None and not default.suffix
     out = tmp_path / (default.name if default is not None else "report.json")
@@ -139,7 +135,7 @@ def test_it_runs_on_its_smallest_settings(name, tmp_path, monkeypatch):
             assert json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
-def test_a_number_that_cannot_be_is_called_by_its_option():
+def test_bad_number_names_its_option():
     @dataclasses.dataclass(frozen=True)
     class Config:
         rounds: int = 2
@@ -162,7 +158,7 @@ def test_a_number_that_cannot_be_is_called_by_its_option():
 
 
 @pytest.mark.parametrize("name", ["README.md", "slurm.sh", "gke.yaml", "tpu_slice.sh"])
-def test_what_launches_a_retrofit_gives_it_options_that_it_has(name):
+def test_launch_files_use_options_of_retrofit(name):
     text = (ROOT / "experiments" / "launch" / name).read_text(encoding="utf-8")
     assert re.search(r"dms-jax,? retrofit", text)
     known = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(retrofit.Config)}

@@ -64,7 +64,7 @@ def config(url: str) -> agent_sessions.Config:
 
 
 @pytest.mark.parametrize("parts", [(), ("a", "b")], ids=["no text", "text"])
-def test_an_answer_is_tokens_whether_or_not_they_have_a_text(parts):
+def test_answers_without_text_count_as_tokens(parts):
     """Random weights write special tokens, of which a server shows nothing."""
     with stub(parts=parts) as (url, asked):
         turns = agent_sessions.ask_server(config(url), url)["turns"]
@@ -77,7 +77,7 @@ def test_an_answer_is_tokens_whether_or_not_they_have_a_text(parts):
     assert {len(body["prompt"]) for body in asked} == {*lengths}
 
 
-def test_an_answer_without_usage_is_none():
+def test_answer_without_usage_is_refused():
     """What ended early, or was not counted, would be timed as if it had been answered."""
     with (
         stub(parts=("a",), usage=False) as (url, _),

@@ -3,11 +3,8 @@
 import dataclasses
 import functools
 import gzip
-import importlib
 import importlib.util
 import json
-import pathlib
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +16,29 @@ from experiments.benchmarks import (
     agent_sessions,
     decode_steps,
     engine,
-    engine_host,
-    even_heads,
-    first_answer,
     first_results,
+    kernels,
+    kernels_decoding,
+    kernels_training,
     serving,
     shapes,
-    step_launches,
     throughput,
+    timing,
     tpu_schedule,
     traces,
     training,
     vllm_peer,
 )
-from experiments.benchmarks import kernel_timing as timing
 from experiments.benchmarks.serving import Answer
 from pallas_kernels.training.cases import TrainingCase
 from tests.serving.support import serving as a_server
+from tests.support.tree import ROOT
 
 # -- shapes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", shapes.SHAPES.values(), ids=shapes.SHAPES)
-def test_every_shape_is_one_that_models_have(fields):
+def test_shapes_are_valid_configs(fields):
     config = dms_jax.ModelConfig.from_hf(shapes.COMMON | fields)
     assert config.num_layers == fields["num_hidden_layers"]
 
@@ -49,18 +46,18 @@ def test_every_shape_is_one_that_models_have(fields):
 # -- decode steps ----------------------------------------------------------------------------------
 
 
-def test_the_roofline_is_that_of_the_device_with_the_longest_heads(monkeypatch):
+def test_roofline_is_of_the_device_that_reads_most(monkeypatch):
     model = shapes.model_of("tiny", jnp.float32, dms_jax.make_mesh(model=2))
     sizes = dict(shapes=("tiny",), batch=2, context=192, window=16, chunk=4, dtype="float32")
     config = decode_steps.Config(**sizes, ratios=(4,), model_parallel=(2,))
     lengths = np.ones((2, 2, 2), int) * [64, 16]
     monkeypatch.setattr(decode_steps, "row_lengths", lambda *_: lengths)
-    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (1e-3, 1000.0))
+    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (1e-3, 1000.0, None))
     figures = decode_steps.time_paged(config, model, 4, 1e9)
     assert figures["read_cache_bytes_a_device"] == 0.8 * 1000 * 2 * 16 * 4
 
 
-def test_each_group_of_devices_has_its_own_sequences(monkeypatch):
+def test_device_groups_have_their_own_sequences(monkeypatch):
     """Four devices, of which two and two share heads: `batch` sequences for each pair."""
     model = shapes.model_of("tiny", jnp.float32, dms_jax.make_mesh(2, 2))
     sizes = dict(shapes=("tiny",), batch=3, context=192, window=16, chunk=4, dtype="float32")
@@ -70,13 +67,13 @@ def test_each_group_of_devices_has_its_own_sequences(monkeypatch):
     rows = np.arange(rows.size).reshape(rows.shape)
     quarters = [rows[:, :3, :1], rows[:, :3, 1:], rows[:, 3:, :1], rows[:, 3:, 1:]]
     assert decode_steps.by_device(rows, model).tolist() == [each.sum() for each in quarters]
-    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (0.5, 1000.0))
+    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (0.5, 1000.0, None))
     figures = decode_steps.time_paged(config, model, 1, 1e9)
     assert figures["tokens_per_second"] == 12
     assert figures["read_cache_bytes_a_device"] == 1000 / 4 * 2 * 16 * 4
 
 
-def test_the_roofline_counts_the_experts_that_a_step_reads():
+def test_roofline_counts_only_the_experts_read():
     """One token reads 2 of 8 experts of 3 x 64 x 64 numbers in each of two layers."""
     model = shapes.model_of("tiny-experts", jnp.float32)
     one, many = (
@@ -95,7 +92,7 @@ def test_rows_of_sliding_layers_hold_their_window():
     assert lengths[~sliding].mean() == pytest.approx(64, abs=1)
 
 
-def test_a_ratio_leaves_what_the_window_keeps():
+def test_ratio_that_keeps_less_than_the_window_is_refused():
     assert decode_steps.Config(context=1032, ratios=(1, 8)).context == 1032
     says = "A ratio of 8 leaves 128.875 of 1031 tokens, and a window of 128 keeps 129"
     with pytest.raises(dms_jax.ConfigError, match=says):
@@ -104,36 +101,21 @@ def test_a_ratio_leaves_what_the_window_keeps():
         throughput.Config(contexts=(8192, 1031))
 
 
-@pytest.mark.nightly
-def test_all_forms_hold_the_same_tokens():
-    config = even_heads.Config(shapes=("tiny",), context=2048, window=32, batch=3)
-    lengths = even_heads.forms(config, shapes.model_of("tiny", jnp.float32), 4)
-    totals = {form: int(rows.sum()) for form, rows in lengths.items()}
-    assert len(set(totals.values())) == 1
-    assert abs(np.mean(lengths["even"]) - 2048 / 4) < 2
-    assert np.ptp(lengths["even"]) <= 1
-    few = lengths["a few near dense"]
-    assert few.max() > 0.9 * 2048
-    assert (few == 33).mean() >= 0.5
-    budgets = [
-        policy.budget
-        for _, policy in even_heads.cases(config, 4, lengths)
-        if isinstance(policy, dms_jax.KVpop)
-    ]
-    assert budgets == [int(lengths["even"].mean())]
+def test_spreads_of_live_tokens_have_the_same_total():
+    model = shapes.model_of("tiny", jnp.float32)
+    config = decode_steps.Config(shapes=("tiny",), context=2048, window=32, batch=3, ratios=(4,))
+    rows = {
+        spread: decode_steps.row_lengths(config, model, 4, spread)
+        for spread in ("uneven", "even", "few")
+    }
+    assert len({int(each.sum()) for each in rows.values()}) == 1
+    assert abs(np.mean(rows["even"]) - 2048 / 4) < 2
+    assert np.ptp(rows["even"]) <= 1
+    assert rows["few"].max() > 0.9 * 2048
+    assert (rows["few"] == 33).mean() >= 0.5
 
 
-@pytest.mark.own_seeds("other rows may all be equally long")
-def test_no_row_holds_more_than_the_budget_that_it_is_timed_with():
-    """Rows that cannot all be equally long differ by one token."""
-    config = even_heads.Config(shapes=("tiny",), context=512, window=8, batch=2)
-    lengths = even_heads.forms(config, shapes.model_of("tiny", jnp.float32), 4)
-    assert {127, 128} == set(lengths["even"].flatten().tolist())
-    (kvpop,) = (p for _, p in even_heads.cases(config, 4, lengths) if p.name == "KVpop")
-    assert kvpop.budget == 128
-
-
-def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
+def test_largest_batch_fills_the_memory(monkeypatch):
     config = throughput.Config(shape="tiny", dtype="float32")
     model = shapes.model_of("tiny", jnp.float32)
     # 2 layers, 2 KV heads, 16 numbers: a page of 64 tokens is 2 * 64 * 16 * 4 = 8,192 bytes, and
@@ -142,8 +124,12 @@ def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
     monkeypatch.setattr(throughput, "device_bytes", lambda config: weights + 5 * 98_304 + 1)
     assert throughput.largest(config, model, 100) == 5
     assert throughput.largest(throughput.Config(most=3), model, 100) == 3
-    assert throughput.policy_for(config, 1000, 1) == dms_jax.Vanilla()
-    evicting = throughput.policy_for(config, 8192, 8)
+
+
+def test_drawn_eviction_leaves_the_ratio():
+    assert decode_steps.policy_of(1000, 128, 1) == dms_jax.Vanilla()
+    evicting = decode_steps.policy_of(8192, 128, 8)
+    assert isinstance(evicting, dms_jax.RandomEviction)
     kept = evicting.window + 1 + (1 - evicting.rate) * (8192 - evicting.window - 1)
     assert kept == pytest.approx(1024)
 
@@ -152,50 +138,19 @@ def test_the_largest_batch_fills_the_memory_and_no_more(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_whole_calls_are_timed_beside_their_limit(tmp_path):
+def test_whole_calls_are_timed(tmp_path):
     out = tmp_path / "engine.json"
-    config = engine.Config(
-        shape="tiny",
-        policies=("live",),
-        live=12,
-        lanes=2,
-        requests=3,
-        prompts=(5, 9),
-        new_tokens=4,
-        memory=1e6,
-        chunk=4,
-        runs=1,
-        dtype="float32",
-        out=out,
-    )
-    engine.main(config)
+    sizes: dict = dict(lanes=2, requests=3, prompts=(5, 9), new_tokens=4, chunk=4, runs=1)
+    engine.main(engine.Config(shape="tiny", **sizes, dtype="float32", out=out))
     results = json.loads(out.read_text())
-    (policy,) = results["policies"]
-    (run,) = policy["runs"]
-    assert policy["first_call"]["requests"] == run["requests"] == 3
+    (run,) = results["runs"]
+    assert results["first_call"]["requests"] == run["requests"] == 3
     assert 15 <= run["prompt_tokens"] <= 27
     assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
-    assert run["padded_prompt_tokens"] >= run["prompt_tokens"]
-    assert run["launches"] - run["prompt_programs"] == run["lane_steps"] / (4 * config.lanes)
-    assert run["lane_steps"] >= run["new_tokens"] - run["requests"]
-    limit = run["limit"]
-    parts = ("weights_seconds", "cache_seconds", "prefill_seconds")
-    assert limit["seconds"] == pytest.approx(sum(limit[part] for part in parts))
-    weights = 4 * (2 * (4 * 64 * 64 - 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64 + 512 * 64)
-    # The output matrix is as large as the embedding, of which a step reads only a few rows.
-    steps = run["new_tokens"] / 2
-    assert limit["weights_seconds"] == pytest.approx(steps * weights / 4.8e12, rel=1e-3)
-    rates, measured = results["measured_rates"], run["limit_measured"]
-    assert measured["weights_seconds"] == pytest.approx(
-        steps * weights / rates["bandwidth"], rel=1e-3
-    )
-    ratio = measured["prefill_seconds"] / limit["prefill_seconds"]
-    assert ratio == pytest.approx(989e12 / rates["peak"], rel=1e-2)
-    assert run["share_of_limit_measured"] == measured["seconds"] / run["seconds"]
 
 
 def test_a_turn_is_split_at_its_launches():
-    marks = engine_host.Marks()
+    marks = engine.Marks()
     marks.events = [
         *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
         *(("chunk", 1.0), ("extend", 1.003), ("extend", 1.005), ("decode", 1.010)),
@@ -208,7 +163,7 @@ def test_a_turn_is_split_at_its_launches():
     assert marks.events == []
 
 
-def test_figures_of_answers_made_by_hand():
+def test_figures_of_answers():
     answers = [
         Answer(parts=[0.1, 0.2, 0.4], seconds=0.5, tokens=4, peak=10.0),  # 0.3 s over 3 tokens
         Answer(parts=[0.3, 0.7], seconds=0.8, tokens=3, peak=20.0),  # 0.4 s over 2
@@ -231,21 +186,10 @@ def test_figures_of_answers_made_by_hand():
     assert line.endswith("1 not answered: 429: full")
 
 
-def test_without_an_answer_there_are_no_percentiles():
+def test_failed_answers_have_no_percentiles():
     found = serving.figures([Answer(error="gone")], 1.0)
     assert (found["first_part_ms"], found["a_token_ms"], found["peak_tokens"]) == (None,) * 3
     assert "1 not answered: gone" in serving.describe({"clients": 1} | found)
-
-
-def test_every_eighth_prompt_is_long():
-    sizes = dict(requests=17, prompts=(3, 9), answers=(2, 12))
-    even, uneven = (
-        [len(body["prompt"]) for body in serving.make_requests(config, "stories", 1)]
-        for config in (serving.Config(**sizes), serving.Config(long=100, **sizes))
-    )
-    assert max(even) <= 9
-    assert [place for place, length in enumerate(uneven) if length == 100] == [7, 15]
-    assert max(length for length in uneven if length != 100) <= 9
 
 
 @pytest.mark.nightly
@@ -274,7 +218,7 @@ def test_loads_of_a_running_server_repeat_no_prompt(tmp_path):
 # -- agent sessions --------------------------------------------------------------------------------
 
 
-def test_prompts_of_sessions_are_as_long_as_the_recorded_ones():
+def test_session_prompts_have_the_recorded_lengths():
     config = agent_sessions.Config(sessions=2)
     recorded = json.loads(agent_sessions.RECORDING.read_text())
     lengths = agent_sessions.Lengths.read(config)
@@ -289,25 +233,6 @@ def test_prompts_of_sessions_are_as_long_as_the_recorded_ones():
     one, other = prompts.now
     assert one[: lengths.shared] == other[: lengths.shared]
     assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
-
-
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ("{", "prompts and answers"),
-        ('{"prompts": [9], "answers": [1, 2], "shared": 1}', "prompts and answers"),
-        ('{"prompts": [9], "answers": [1], "shared": 1}', "has 1 turns"),
-        ('{"prompts": [9, 10], "answers": [1, 1], "shared": 1}', "must grow"),
-        ('{"prompts": [9, 20], "answers": [1, 1], "shared": 9}', "must grow and share less"),
-        (None, "No such file"),
-    ],
-)
-def test_a_recording_that_is_none_is_refused(tmp_path, written, said):
-    file = tmp_path / "session.json"
-    if written is not None:
-        file.write_text(written)
-    with pytest.raises(dms_jax.ConfigError, match=said):
-        agent_sessions.Lengths.read(agent_sessions.Config(turns=2, recording=file))
 
 
 @pytest.mark.nightly
@@ -343,40 +268,15 @@ def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path):
     monkeypatch.setattr(first_results, "STEPS", steps)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/would/be/warm")
     out = tmp_path / "times.json"
-    rows = first_results.main(first_results.Config(only=("a", "b", "c"), out=out))
-    assert [row["cache"] for row in rows] == ["empty", "empty", "of the steps before"]
+    rows = first_results.main(first_results.Config(only=("a", "b", "c"), again=1, out=out))
+    again = "of the steps before"
+    assert [row["cache"] for row in rows] == ["empty", again, "empty", again, again, again]
     for row in rows:
         assert 0.1 <= row["processor_seconds"] < 60
         assert row["wall_seconds"] >= 0.1
         assert len(row["load"]) == 2
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["rows"] == rows
-
-
-def test_the_first_process_has_an_empty_cache_and_the_others_have_what_it_left(
-    monkeypatch, tmp_path
-):
-    seen: list[tuple[str, tuple[str, ...]]] = []
-
-    def timed(config, environment):
-        place = pathlib.Path(environment["DMS_JAX_COMPILATION_CACHE"])
-        assert "JAX_COMPILATION_CACHE_DIR" not in environment
-        seen.append((place.name, tuple(sorted(each.name for each in place.iterdir()))))
-        (place / str(len(seen))).touch()
-        return {"seconds": {"ready": 10.0 * len(seen), "answered": 7.0}}
-
-    monkeypatch.setattr(first_answer, "TIMED", {"generate": timed, "serve": timed})
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/would/be/warm")
-    out = tmp_path / "times.json"
-    report = first_answer.main(
-        first_answer.Config("model", warm=2, only=("generate", "serve"), out=out)
-    )
-    assert [files for _, files in seen] == [(), ("1",), ("1", "2"), (), ("4",), ("4", "5")]
-    assert len({place for place, _ in seen}) == 2
-    assert json.loads(out.read_text(encoding="utf-8")) == report
-    assert report["medians"]["generate, warm"] == {"ready": 25.0, "answered": 7.0}
-    assert report["medians"]["serve, cold"] == {"ready": 40.0, "answered": 7.0}
-    assert [row["cache"] for row in report["rows"]] == ["cold", "warm", "warm"] * 2
 
 
 # -- traces of a profiler, and kernels -------------------------------------------------------------
@@ -408,7 +308,6 @@ def test_launches_and_busy_time_are_counted(tmp_path):
     assert len(trace.kernels) == 11
     assert trace.calls == {"cuGraphLaunch": 1}
     kernels = trace.of("decode")
-    assert step_launches.launches_a_layer(kernels, steps=2, num_layers=2) == 2
     figures = traces.summarise(kernels, runs=2)
     assert figures["launches"] == 5
     assert figures["busy_ms"] == 0.05  # 20 a layer and 10 at the end, of 100
@@ -440,52 +339,78 @@ def test_families_of_kernels(monkeypatch):
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
     """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""
-    script = importlib.import_module(f"experiments.benchmarks.{name}_kernel")
     events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
 
     def device_events(run):
         run()
         return events
 
-    monkeypatch.setattr(timing, "require_gpu", lambda: None)
+    monkeypatch.setattr(kernels, "require_gpu", lambda: None)
     monkeypatch.setattr(timing, "device_events", device_events)
-    case = next(one for one in script.cases.CONTRACT if one.name in ("width7", "base"))
-    monkeypatch.setattr(script.cases, "BENCHMARK", (case,))
-    monkeypatch.setattr(script, "IMPLEMENTATIONS", ("xla", "mosaic_gpu"))
-    script.main(script.Config(out=tmp_path))
+    contract = kernels.select_cases.CONTRACT if name == "select" else kernels.write_cases.CONTRACT
+    case = next(one for one in contract if one.name in ("width7", "base"))
+    monkeypatch.setitem(kernels.TABLES, name, kernels.TABLES[name]._replace(cases=(case,)))
+    for only in kernels.OURS_AND_XLA:
+        kernels.main(kernels.Config(kernel=name, only=(only,), extend=True, out=tmp_path))
     report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(report["commands"]) == 2
     done, refused = report["records"]
     assert done["right"]
     assert done[unit] == pytest.approx(4 - 1 / timing.CALLS, abs=0.01)
     assert (done["kernels_us"], done["launches"]) == (3, 1)
     assert (refused["implementation"], refused["case"]) == ("mosaic_gpu", case.name)
-    assert "failed" in refused
+    assert "NotImplementedError" in refused["failed"]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["prefill_kernel", "training_kernels"])
+@pytest.mark.parametrize("name", ["prefill", "training"])
 def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
     """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
-    script = importlib.import_module(f"experiments.benchmarks.{name}")
-    if name == "prefill_kernel":
-        monkeypatch.setattr(script, "HEADS", 2)
-        monkeypatch.setattr(script, "KV_HEADS", 1)
-        errors = {"output": script.check(np.random.default_rng(3), 4, "xla")}
-        kernel = functools.partial(script.check, np.random.default_rng(3), 4)
+    if name == "prefill":
+        monkeypatch.setattr(kernels_training, "HEADS", 2)
+        monkeypatch.setattr(kernels_training, "KV_HEADS", 1)
+        check = functools.partial(kernels_training.check_chunk, np.random.default_rng(3), 4)
+        errors = {"output": check("xla")}
     else:
         case = TrainingCase("small", 1, 96, 2, 1, 64, 20)
-        errors = script.check(case, jax.random.key(3), "xla")
+        check = functools.partial(kernels_training.check, case, jax.random.key(3))
+        errors = check("xla")
         assert errors.pop("same_bits_twice")
-        kernel = functools.partial(script.check, case, jax.random.key(3))
     assert all(1e-5 < error < 1e-2 for error in errors.values()), errors
     with pytest.raises(NotImplementedError, match=r"only mosaic_mma \(cuda\) may serve"):
-        kernel("mosaic_mma")
+        check("mosaic_mma")
+
+
+def test_kernel_times_are_those_of_all_launches():
+    rounds = [[("a", 1.0), ("b", 2.0), ("a", 3.0)], [("a", 5.0), ("b", 4.0), ("a", 7.0)]]
+    assert timing.kernel_medians(rounds) == {"a": 4.0, "b": 3.0}
+    assert [kernels_training.total(each) for each in rounds] == [6.0, 16.0]
+
+
+@pytest.mark.nightly
+def test_fetched_rows_are_checked(monkeypatch):
+    monkeypatch.setattr(kernels_decoding, "_STORE", 512)
+    found = kernels_decoding.measure_fetch(kernels_decoding.FetchCase("few", 8), "xla", 0)
+    assert found["right"]
+
+
+@pytest.mark.nightly
+def test_pictures_of_published_records_are_drawn(tmp_path):
+    for folder, picture in (("kernels", "decode"), ("training_kernels", "training_kernels")):
+        source = ROOT / "experiments" / "results" / folder
+        kernels.main(kernels.Config(picture=source, out=tmp_path))
+        assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
+    steps, out = ROOT / "experiments" / "results" / "decode", tmp_path / "steps.json"
+    decode_steps.main(decode_steps.Config(picture=steps, out=out))
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    with pytest.raises(dms_jax.ConfigError, match=r"there is no decode\.json"):
+        kernels.main(kernels.Config(picture=tmp_path, out=tmp_path))
 
 
 # -- the model of the TPU kernels ------------------------------------------------------------------
 
 
-def test_the_share_of_the_bandwidth_follows_from_bytes_bundles_and_latency():
+def test_share_of_bandwidth_follows_from_bytes_bundles_and_latency():
     parts = {
         "buffers": 5,
         "row_bundles": 100,
@@ -534,7 +459,7 @@ def peer_config(tmp_path, **options):
     return vllm_peer.Config(shape="tiny", out=tmp_path / "peer.json", **options)
 
 
-def test_a_cache_of_chats_and_prompts_holds_them_all(tmp_path):
+def test_peer_cache_holds_chats_and_prompts(tmp_path):
     config = peer_config(tmp_path, chats=(1, 8), prompts=((2, 600), (1, 3000)))
     found = vllm_peer.room(config)
     bytes_a_token = 2 * 4 * 2 * 16  # keys and values of 4 heads in 2 layers' bfloat16
@@ -543,7 +468,7 @@ def test_a_cache_of_chats_and_prompts_holds_them_all(tmp_path):
     assert longer["cache"] == 2 * (2000 + 64) * bytes_a_token
 
 
-def test_dms_beside_vllm_evicts_to_the_ratio(tmp_path):
+def test_drawn_dms_evicts_to_the_ratio(tmp_path):
     policy = vllm_peer.drawn_dms(4.0, 2176)
     evicted = 1 / (1 + np.exp(policy.alpha_offset))  # of an adapter that says 0
     kept = (vllm_peer.WINDOW + 1) + (1 - evicted) * (2176 - vllm_peer.WINDOW - 1)
@@ -553,7 +478,7 @@ def test_dms_beside_vllm_evicts_to_the_ratio(tmp_path):
         peer_config(tmp_path, prompts=((2, 500),))
 
 
-def test_the_best_backend_is_that_with_the_least_time_over_all_loads(tmp_path):
+def test_best_backend_has_the_least_time_over_all_loads(tmp_path):
     report = vllm_peer.Report(peer_config(tmp_path))
     assert report.best() == ()
     times = {"FLASH_ATTN": (1.0, 4.0), "FLASHINFER": (2.0, 1.5), "TRITON_ATTN": (0.1,)}
@@ -566,7 +491,7 @@ def test_the_best_backend_is_that_with_the_least_time_over_all_loads(tmp_path):
     assert len(json.loads((tmp_path / "peer.json").read_text())["rows"]) == 7
 
 
-def test_hardly_a_text_ends_by_itself_in_the_copy_of_a_model(tmp_path):
+def test_endless_copy_of_a_model_has_no_end_tokens(tmp_path):
     source, copy = tmp_path / "model", tmp_path / "copy"
     source.mkdir()
     copy.mkdir()
@@ -600,38 +525,3 @@ def test_one_system_is_timed_where_the_other_is_missing(tmp_path):
         (False, "vLLM"),
     ] * 2
     assert "vllm" in rows[1]["error"] or "torch" in rows[1]["error"]
-
-
-def test_readers_send_long_prompts_until_the_load_has_ended(monkeypatch):
-    """All prompts are different, and none of the load is long."""
-    config = serving.Config(requests=17, prompts=(3, 9), long=100, readers=2)
-    assert max(len(each["prompt"]) for each in serving.make_requests(config, "stories", 1)) <= 9
-    sent, enough = [], threading.Event()
-    first = [next(serving.long_requests(config, "stories", 1, each)) for each in range(2)]
-
-    def ask(address, body):
-        sent.append((address, body))
-        if len(sent) > 7 and all((address, each) in sent for each in first):
-            enough.set()
-        return Answer(parts=[0.1], seconds=0.2, tokens=1)
-
-    monkeypatch.setattr(serving, "ask", ask)
-    long = [serving.long_requests(config, "stories", 1, reader) for reader in range(2)]
-    with serving.reading("http://here", long) as answers:
-        assert enough.wait(60)
-    assert len(answers) == len(sent) >= 8
-    prompts = [tuple(body["prompt"]) for _, body in sent]
-    assert {len(each) for each in prompts} == {100}
-    assert len(set(prompts)) == len(prompts)
-    assert {(address, body["max_tokens"]) for address, body in sent} == {("http://here", 1)}
-    line = serving.describe(
-        {"clients": 2, "read": serving.figures(answers, 1.0)}
-        | serving.figures([Answer(parts=[0.1, 0.5], seconds=0.6, tokens=5)], 1.0)
-    )
-    assert "as long as 4.0 tokens (at most 4.0)" in line
-    assert f"{len(sent)} long prompts meanwhile, first text of these after 100 ms" in line
-
-
-def test_readers_need_a_length():
-    with pytest.raises(dms_jax.ConfigError, match="--readers 2"):
-        serving.Config(readers=2)

@@ -1,23 +1,25 @@
-"""Milliseconds a decode step under every policy, at a length that is set rather than reached.
-
-    python -m experiments.benchmarks.policy_steps --out runs/policy_steps
-    python -m experiments.benchmarks.policy_steps --batch 24 --ratios 8 --only DMC TOVA
+"""Times every policy: decode steps at a length that is set, or whole prompts to their first tokens.
 
 Weights, keys and values are random; a policy's state is filled with what it could be at that
-length. Learned eviction is played by draws (`RandomEviction`), with uneven heads: the same kernels,
-the same ring, a ratio that is known. What cuts its rows every so often does so after the steps that
-are timed; the cut is timed by itself.
+length. Random draws (`RandomEviction`), with uneven heads, stand for learned eviction: the same
+kernels, the same ring, a ratio that is known. What cuts its rows every so often does so after the
+steps that are timed; the cut is timed by itself. Each call of prompts reads other ones, all at
+once.
+
+    python -m experiments.benchmarks.policies --batch 24 --ratios 8 --only DMC TOVA
+    python -m experiments.benchmarks.policies --what prompts --shape qwen2.5-1.5b --context 8192 \
+        --batch 16 --ratios 4 --only Vanilla --profile
 """
 
 import dataclasses
 import functools
 import gc
-import os
 import pathlib
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,50 +27,59 @@ import numpy as np
 
 import dms_jax
 from dms_jax.command_line.candidates import FAILURES, gave_up
+from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
+from dms_jax.generation import Completion
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
-from dms_jax.model.caching import entry_bytes, layer_page_bytes, tree_bytes
+from dms_jax.model.caching import entry_bytes
 from dms_jax.policies import POLICIES, Policy
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.selective import SelectiveReading
-from experiments.benchmarks.decode_steps import (
-    median_seconds,
-    read_rate,
-    roofline,
-)
+from experiments.benchmarks import traces
+from experiments.benchmarks.decode_steps import median_seconds, read_rate, roofline
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import SHAPES, Shape, model_of, with_scorer
+from experiments.benchmarks.shapes import Shape, model_of, with_scorer
 
 CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Time decode steps under every policy, with random weights."""
+    """Time every policy, with random weights."""
 
+    what: Literal["steps", "prompts"] = "steps"
+    """What is timed."""
     shape: Shape = "llama-3.1-8b"
     """Model whose shape is timed, with random weights."""
     context: int = 32768
-    """Tokens that each sequence has seen."""
+    """Tokens that each sequence has seen, or of each prompt."""
     batch: int = 8
-    """Sequences that are decoded at a time."""
-    ratios: tuple[float, ...] = (2.0, 3.0, 4.0, 8.0)
-    """Compression ratios of the budgets; whole numbers."""
+    """Sequences that are decoded at a time, or prompts of a call."""
+    ratios: tuple[int, ...] = (2, 3, 4, 8)
+    """Compression ratios of the budgets."""
     only: tuple[str, ...] = ()
     """Labels to time; all unless given."""
-    deadline_minutes: float = 1e6
-    """No row is begun later than this after the start."""
-    out: pathlib.Path = pathlib.Path("runs/policy_steps")
-    """Folder for the figures, speed.json."""
+    profile: bool = False
+    """Also profile a call of prompts. A profiler has room for a million kernels: give few
+    tokens."""
+    out: pathlib.Path = pathlib.Path("runs/policies")
+    """Folder for the figures: speed.json of steps, prompts.json of prompts."""
 
     def __post_init__(self):
         check_numbers(self)
+        for ratio in self.ratios:
+            if self.context // ratio <= WINDOW:
+                raise dms_jax.ConfigError(
+                    f"--context {self.context:,} leaves {self.context // ratio} tokens at a ratio "
+                    f"of {ratio}, and those in a window of {WINDOW} always stay: give --context at "
+                    f"least {ratio * (WINDOW + 1):,}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
-class Racer:
+class Contender:
     """A policy at a length.
 
     Attributes:
@@ -88,64 +99,64 @@ class Racer:
     cuts: bool = False
 
 
-def racers(context: int, ratio: int) -> Iterator[Racer]:
+def contenders(context: int, ratio: int) -> Iterator[Contender]:
     """Every policy, with a budget of context / ratio; KCache fetches 128 values at any ratio."""
     budget = context // ratio
     kept = (budget - WINDOW - 1) / (context - WINDOW - 1)
     drawn = dms_jax.RandomEviction(window=WINDOW, rate=1 - kept)
     float8 = "float8_e4m3"
-    yield Racer("Vanilla", dms_jax.Vanilla(), context)
-    yield Racer("Vanilla + float8", dms_jax.Vanilla(), context, kv_dtype=float8)
-    yield Racer("DMS (drawn)", drawn, budget, uneven=True)
-    yield Racer("DMS (drawn) + float8", drawn, budget, uneven=True, kv_dtype=float8)
+    yield Contender("Vanilla", dms_jax.Vanilla(), context)
+    yield Contender("Vanilla + float8", dms_jax.Vanilla(), context, kv_dtype=float8)
+    yield Contender("DMS (drawn)", drawn, budget, uneven=True)
+    yield Contender("DMS (drawn) + float8", drawn, budget, uneven=True, kv_dtype=float8)
     half = max(budget // 2, PAGE_SIZE)
     quest = dms_jax.Quest(budget=half, over=drawn)
-    yield Racer("DMS (drawn) + Quest", quest, budget, uneven=True)
-    yield Racer("DMC", dms_jax.DMC(), budget, uneven=True)
-    yield Racer("StreamingLLM", dms_jax.StreamingLLM(budget=budget), budget)
-    by_token: Any = dict(prefill="evict_past_budget")  # what `policy_prompts` has timed
-    yield Racer("TOVA", dms_jax.TOVA(budget=budget, **by_token), budget + 1)
-    yield Racer("H2O", dms_jax.H2O(budget=budget, **by_token), budget + 1)
-    yield Racer("KVzap", dms_jax.KVzap(window=WINDOW), budget, uneven=True)
+    yield Contender("DMS (drawn) + Quest", quest, budget, uneven=True)
+    yield Contender("DMC", dms_jax.DMC(), budget, uneven=True)
+    yield Contender("StreamingLLM", dms_jax.StreamingLLM(budget=budget), budget)
+    by_token: Any = dict(prefill="evict_past_budget")  # what whole prompts are timed with
+    yield Contender("TOVA", dms_jax.TOVA(budget=budget, **by_token), budget + 1)
+    yield Contender("H2O", dms_jax.H2O(budget=budget, **by_token), budget + 1)
+    yield Contender("KVzap", dms_jax.KVzap(window=WINDOW), budget, uneven=True)
     kvpop = dms_jax.KVpop(budget=budget, window=WINDOW, **by_token)
-    yield Racer("KVpop", kvpop, budget + 1)
-    yield Racer("Quest", dms_jax.Quest(budget=budget), context)
-    yield Racer("FixedPooling", dms_jax.policies.FixedPooling(every=ratio), budget)
+    yield Contender("KVpop", kvpop, budget + 1)
+    yield Contender("Quest", dms_jax.Quest(budget=budget), context)
+    yield Contender("FixedPooling", dms_jax.policies.FixedPooling(every=ratio), budget)
     interval = min(512, budget // 4)
     before = (REPEATS + WARMUP) * CHUNK + min(CHUNK, interval) // 2  # steps until the cut
     fields = dict(budget=max(budget + before - interval, 2), interval=interval)
     window = dict(window=min(64, budget // 2))
     scorers = {"SnapKV": window, "ExpectedAttention": {}, "KeyDiff": {}, "Knorm": {}}
     for name, more in (scorers | {"RandomSelection": {}}).items():
-        yield Racer(name, POLICIES[name](**fields, **more), budget, cuts=True)
+        yield Contender(name, POLICIES[name](**fields, **more), budget, cuts=True)
     snapkv = dms_jax.SnapKV(**fields, **window)
-    yield Racer("AdaKV", dms_jax.AdaKV(scorer=snapkv), budget, cuts=True)
-    yield Racer("PyramidKV", dms_jax.PyramidKV(scorer=snapkv), budget, cuts=True)
-    yield Racer("KCache", dms_jax.KCache(top=128), context)
+    yield Contender("AdaKV", dms_jax.AdaKV(scorer=snapkv), budget, cuts=True)
+    yield Contender("PyramidKV", dms_jax.PyramidKV(scorer=snapkv), budget, cuts=True)
+    yield Contender("KCache", dms_jax.KCache(top=128), context)
     kcache = dms_jax.KCache(top=128, over=drawn)
-    yield Racer("DMS (drawn) + KCache", kcache, budget, uneven=True)
+    yield Contender("DMS (drawn) + KCache", kcache, budget, uneven=True)
 
 
-def row_lengths(racer: Racer, shape: tuple[int, int, int], context: int) -> np.ndarray:
+def row_lengths(contender: Contender, shape: tuple[int, int, int], context: int) -> np.ndarray:
     """[L, B, K] slots in use."""
-    if isinstance(racer.policy, dms_jax.PyramidKV):
-        return np.broadcast_to(pyramid(racer, shape[0])[:, None, None], shape)
-    if not racer.uneven:
-        return np.full(shape, racer.live)
+    if isinstance(contender.policy, dms_jax.PyramidKV):
+        return np.broadcast_to(pyramid(contender, shape[0])[:, None, None], shape)
+    if not contender.uneven:
+        return np.full(shape, contender.live)
     heads = np.random.default_rng(0).uniform(0, 2, (shape[0], 1, shape[2]))
-    heads *= (racer.live - WINDOW - 1) / heads.mean()
+    heads *= (contender.live - WINDOW - 1) / heads.mean()
     lengths = np.minimum(WINDOW + 1 + np.round(heads), context)
     return np.broadcast_to(lengths, shape).astype(np.int64)
 
 
-def pyramid(racer: Racer, num_layers: int) -> np.ndarray:
+def pyramid(contender: Contender, num_layers: int) -> np.ndarray:
     """[L] slots of each layer, all as far from their cut as the mean is."""
-    policy: Any = racer.policy
+    policy: Any = contender.policy
     beside = policy.scorer.budget - policy.protected
     low = beside // policy.beta
     high = 2 * beside - low
     fall = -(-np.arange(num_layers) * (high - low) // max(num_layers - 1, 1))
-    return racer.live - policy.scorer.budget + policy.protected + high - fall
+    return contender.live - policy.scorer.budget + policy.protected + high - fall
 
 
 def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> tuple[Any, Any]:
@@ -181,29 +192,27 @@ def draw(x: jax.Array, below: int, floats: bool = True) -> jax.Array:
 
 
 def filled_runner(
-    model: dms_jax.LanguageModel, racer: Racer, lengths: np.ndarray, context: int
+    model: dms_jax.LanguageModel, contender: Contender, lengths: np.ndarray, context: int
 ) -> tuple[Runner, dict[str, int]]:
     """A cache at its length, with random contents, and what it takes so far."""
     steps, batch = (WARMUP + REPEATS + 1) * CHUNK, lengths.shape[1]
     num_pages = int(np.ceil((lengths + steps) / PAGE_SIZE).sum())
-    if racer.uneven:  # layers that share the pages out beforehand need some to spare
+    if contender.uneven:  # layers that share the pages out beforehand need some to spare
         num_pages = int(1.5 * num_pages)
-    of_layer = layer_page_bytes(model.config, racer.policy, PAGE_SIZE, model.dtype, racer.kv_dtype)
-    check_room(num_pages * float(of_layer.mean()), f"{batch} sequences of {context:,} tokens")
     runner = Runner(
         model,
-        racer.policy,
+        contender.policy,
         num_lanes=batch,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
-        kv_dtype=racer.kv_dtype,
+        kv_dtype=contender.kv_dtype,
     )
     runner.reservation.lengths = lengths.copy()
     sequences = [runner.reservation.bytes_of(lengths[:, lane]) for lane in range(batch)]
     held = {name: sum(each[name] for each in sequences) for name in sequences[0]}
     runner.reservation.reserve(np.full(batch, steps))
     cache = runner.cache
-    rows, pages = state_at(racer.policy, cache, lengths, context)
+    rows, pages = state_at(contender.policy, cache, lengths, context)
 
     def draw(x, seed):  # block by block and in place: a pool may take more than half of the memory
         size = min(len(x), 4096)
@@ -234,26 +243,16 @@ def filled_runner(
     return runner, held
 
 
-def tried(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Returns figures, or those of a failure; and whether the device is lost."""
-    try:
-        return measure(), False
-    except FAILURES as error:
-        failed, lost = {"failed": str(error)[:400]}, gave_up(error)
-    gc.collect()  # what was raised held on to its cache
-    return failed, lost
-
-
 def time_steps(
-    model: dms_jax.LanguageModel, racer: Racer, *, batch: int, context: int, rate: float
+    model: dms_jax.LanguageModel, contender: Contender, *, batch: int, context: int, rate: float
 ) -> dict[str, Any]:
     """Times decode steps through the library's own loop.
 
     A policy with a scorer gets one that scores nothing yet, which takes as long as any other.
     """
-    config, model = model.config, with_scorer(model, racer.policy)
-    lengths = row_lengths(racer, (config.num_layers, batch, config.num_kv_heads), context)
-    runner, held = filled_runner(model, racer, lengths, context)
+    config, model = model.config, with_scorer(model, contender.policy)
+    lengths = row_lengths(contender, (config.num_layers, batch, config.num_kv_heads), context)
+    runner, held = filled_runner(model, contender, lengths, context)
     tokens = np.zeros(batch, np.int32)
     seeds = np.zeros((batch, 2), np.uint32)
     reads = []
@@ -274,16 +273,16 @@ def time_steps(
 
     try:
         seconds = median_seconds(run, REPEATS, warmup=WARMUP) / CHUNK
-        entry = entry_bytes(config, model.dtype, racer.kv_dtype)
+        entry = entry_bytes(config, model.dtype, contender.kv_dtype)
         figures = roofline(model, batch, float(np.mean(reads)) * entry, rate, seconds) | dict(
             tokens_per_second=batch / seconds,
             live=float(lengths.mean()),
             reads_a_step=float(np.mean(reads)) / lengths[:, 0].size / batch,
             **held,
-            policy=racer.policy.to_dict(),
-            kv_dtype=racer.kv_dtype,
+            policy=contender.policy.to_dict(),
+            kv_dtype=contender.kv_dtype,
         )
-        if racer.cuts:
+        if contender.cuts:
             start, rows = time.perf_counter(), runner.reservation.lengths.sum()
             run()
             figures["cut_ms"] = 1e3 * (time.perf_counter() - start - CHUNK * seconds)
@@ -297,82 +296,94 @@ def time_steps(
     return figures
 
 
-def check(shape: str, context: int, ratios: Sequence[float], only: Sequence[str]) -> None:
-    """Refuses what cannot be timed.
+def time_prompts(
+    config: Config, model: dms_jax.LanguageModel, contender: Contender
+) -> dict[str, Any]:
+    """Times calls that read a batch of prompts, and profiles one of them where that is asked."""
+    engine = dms_jax.Engine(
+        with_scorer(model, contender.policy),
+        contender.policy,
+        num_lanes=config.batch,
+        max_tokens=config.context + 1,
+        kv_dtype=contender.kv_dtype,
+    )
+    random = np.random.default_rng(0)
+    sampling = dms_jax.Sampling(temperature=0.0, max_new_tokens=1)
 
-    Raises:
-      ConfigError: there is no such shape or label, or a ratio leaves less than the window.
-    """
-    if shape not in SHAPES:
-        raise dms_jax.ConfigError(f"--shape {shape}: there are {', '.join(SHAPES)}.")
-    for ratio in ratios:
-        if ratio != int(ratio):
-            raise dms_jax.ConfigError(f"--ratios {ratio:g} is no whole number.")
-        if context // int(ratio) <= WINDOW:
-            raise dms_jax.ConfigError(
-                f"--context {context:,} leaves {context // int(ratio)} tokens at a ratio of "
-                f"{int(ratio)}, and those in a window of {WINDOW} always stay: give --context at "
-                f"least {int(ratio) * (WINDOW + 1):,}."
-            )
-    known = [racer.label for racer in racers(context, int(ratios[0]))]
-    if unknown := [label for label in only if label not in known]:
-        raise dms_jax.ConfigError(f"--only {', '.join(unknown)}: there are {', '.join(known)}.")
+    def call() -> tuple[float, list[Completion]]:
+        shape = config.batch, config.context
+        prompts = random.integers(0, model.config.vocab_size, shape).tolist()
+        start = time.perf_counter()
+        answers = engine.generate(prompts, sampling=sampling)
+        return time.perf_counter() - start, answers
+
+    first, answers = call()
+    seconds = [call()[0] for _ in range(REPEATS)]
+    figures: dict[str, Any] = dict(
+        seconds=statistics.median(seconds),
+        all_seconds=seconds,
+        first_call=first,
+        tokens_per_second=config.batch * config.context / statistics.median(seconds),
+        peak_cache_bytes=max(each.usage.peak_cache_bytes for each in answers),
+        policy=contender.policy.to_dict(),
+        kv_dtype=contender.kv_dtype,
+    )
+    if config.profile:
+        with traces.traced() as trace:
+            call()
+        figures["programs"] = trace.programs()
+    return figures
 
 
-def check_room(size: float, what: str) -> None:
-    """Refuses what a CPU's memory does not hold: its system would end the process without a word.
-
-    A GPU says so itself.
-
-    Raises:
-      CapacityError: it is more than half of the memory.
-    """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if jax.default_backend() == "cpu" and size > memory / 2:
-        raise dms_jax.CapacityError(
-            f"{what} take {size / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} in all, of which "
-            "half is taken at most; give a smaller --shape, --batch or --context"
+def described(figures: dict[str, Any]) -> str:
+    """The figures of a policy in a line."""
+    if "failed" in figures:
+        return figures["failed"]
+    if "seconds" in figures:
+        return (
+            f"{figures['seconds']:.3f} s, {figures['tokens_per_second']:,.0f} tokens/s, "
+            f"{figures['peak_cache_bytes'] / 1e9:.2f} GB"
         )
+    cut = f", a cut {figures['cut_ms']:.0f} ms" if "cut_ms" in figures else ""
+    return (
+        f"{figures['step_ms']:.2f} ms a step, {figures['cache_bytes'] / 1e9:.2f} GB, "
+        f"reads {figures['reads_a_step']:,.0f}{cut}"
+    )
 
 
 def main(config: Config) -> list[dict[str, Any]]:
     """Times every policy at every ratio; rows are written as they come.
 
     Raises:
-      ConfigError: a shape, length, ratio or label is not to be had.
-      CapacityError: the weights do not fit a CPU's memory.
+      ConfigError: there is no such label.
     """
-    check(config.shape, config.context, config.ratios, config.only)
+    known = [each.label for each in contenders(config.context, config.ratios[0])]
+    check_names("--only", config.only, known)
     make_folder("--out", config.out)
-    dtype = jnp.bfloat16 if config.shape != "tiny" else jnp.float32
-    shapes = jax.eval_shape(lambda: model_of(config.shape, dtype).transformer)
-    check_room(tree_bytes(shapes), f"the weights of {config.shape}")
-    model = model_of(config.shape, dtype)
-    end = time.monotonic() + 60 * config.deadline_minutes
-    rate = read_rate()
+    model = model_of(config.shape, jnp.float32 if config.shape == "tiny" else jnp.bfloat16)
     rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {"rows": rows}
+    if config.what == "steps":
+        rate = read_rate()
+        report = {"read_gb_a_second": rate / 1e9} | report
+        settings: Any = dict(batch=config.batch, context=config.context, rate=rate)
+        measure = functools.partial(time_steps, model, **settings)
+    else:
+        measure = functools.partial(time_prompts, config, model)
+    path = config.out / ("speed.json" if config.what == "steps" else "prompts.json")
     for number, ratio in enumerate(config.ratios):
-        for racer in racers(config.context, int(ratio)):
-            if number and racer.label.startswith("Vanilla"):
+        for contender in contenders(config.context, ratio):
+            dense, lost = contender.label.startswith("Vanilla"), False
+            if (number and dense) or contender.label not in (config.only or known):
                 continue
-            if config.only and racer.label not in config.only:
-                continue
-            if time.monotonic() > end:
-                print("The time is over.")
-                return rows
-            settings = dict(batch=config.batch, context=config.context, rate=rate)
-            figures, lost = tried(functools.partial(time_steps, model, racer, **settings))
-            told = figures.get("failed") or (
-                f"{figures['step_ms']:.2f} ms a step, {figures['cache_bytes'] / 1e9:.2f} GB, "
-                f"reads {figures['reads_a_step']:,.0f}"
-            )
-            if "cut_ms" in figures:
-                told += f", a cut {figures['cut_ms']:.0f} ms"
-            dense = racer.label.startswith("Vanilla")
-            rows.append(dict(label=racer.label, ratio=1 if dense else ratio, **figures))
-            print(f"{racer.label} at {rows[-1]['ratio']:g}: {told}")
-            content = {"read_gb_a_second": rate / 1e9, "rows": rows}
-            write_json(config.out / "speed.json", provenance(config) | content)
+            try:
+                figures = measure(contender)
+            except FAILURES as error:
+                figures, lost = {"failed": str(error)[:400]}, gave_up(error)
+            gc.collect()  # what was raised held on to its cache
+            rows.append(dict(label=contender.label, ratio=1 if dense else ratio, **figures))
+            print(f"{contender.label} at {rows[-1]['ratio']}: {described(figures)}", flush=True)
+            write_json(path, provenance(config) | report)
             if lost:
                 print("The device gave up. Start again with --only for the rows that are left.")
                 return rows

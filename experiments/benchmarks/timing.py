@@ -1,21 +1,19 @@
-"""Time kernels on a GPU by the profiler: how long each takes, and how far apart calls start.
+"""Times kernels on a GPU by the profiler: how long each takes, and how far apart calls start.
 
-A call is repeated in one compiled chain, each call feeding the next, so that what is measured is
-the device's time, not the host's. Inputs that fit the second-level cache are rotated.
+A call is repeated in one compiled chain, each call feeding the next, so that the device is timed
+and not the host. Inputs that would fit the second-level cache are rotated.
 """
 
+import dataclasses
 import datetime
 import functools
 import glob
 import importlib.metadata
 import itertools
-import json
 import os
-import pathlib
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,10 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.running import command
-from dms_jax.json_text import json_text
-from pallas_kernels import tuned
 from pallas_kernels.decode.cases import DecodeCase
 
 # Calls in a chain, and chains in a measurement.
@@ -35,7 +30,7 @@ CALLS, CHAINS = 8, 4
 ROTATED_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Timing:
     """Times of one call, in microseconds.
 
@@ -51,7 +46,7 @@ class Timing:
 
 
 def device_events(run: Callable[[], None]) -> list[tuple[float, float, str]]:
-    """Run under the profiler; (start, duration, name) in microseconds of what the GPU did."""
+    """Runs under the profiler; (start, duration, name) in microseconds of what the GPU did."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -81,7 +76,7 @@ def require_gpu() -> None:
 
 
 def time_program(run: Callable[[], None]) -> dict[str, float]:
-    """Time a program of CALLS calls, from its first kernel to the end of its last.
+    """Times a program of CALLS calls, from its first kernel to the end of its last.
 
     Args:
       run: runs it and waits for its end.
@@ -101,41 +96,8 @@ def time_program(run: Callable[[], None]) -> dict[str, float]:
     }
 
 
-def measure_all(
-    path: pathlib.Path,
-    cases: Iterable[Any],
-    implementations: Iterable[str],
-    measure: Callable[[Any, str, int], dict[str, Any]],
-) -> None:
-    """Measures every implementation on every case; prints and writes the report as it grows.
-
-    Args:
-      path: path of the report.
-      cases: cases with names.
-      implementations: names of implementations.
-      measure: returns the figures of a case and an implementation, given a seed for its data.
-    """
-    require_gpu()
-    make_folder("--out", path.parent)
-    seed = int.from_bytes(os.urandom(4), "little")
-    report: dict[str, Any] = environment() | {
-        "command": command_line(),
-        "seed": seed,
-        "records": [],
-    }
-    for case, implementation in itertools.product(cases, implementations):
-        record: dict[str, Any] = {"case": case.name, "implementation": implementation}
-        try:
-            record |= measure(case, implementation, seed)
-        except NotImplementedError as reason:  # Which one cannot serve is part of the result.
-            record["failed"] = str(reason).splitlines()[0][:200]
-        report["records"].append(record)
-        print(record, flush=True)
-        path.write_text(json_text(report, indent=1) + "\n")
-
-
 def time_chain(chain: Callable[[], jax.Array]) -> Timing:
-    """Time a compiled chain of CALLS calls.
+    """Times a compiled chain of CALLS calls.
 
     Args:
       chain: runs the chain and returns its result.
@@ -182,6 +144,43 @@ def chain_of(call, q, inputs, *fixed):
     return functools.partial(jax.jit(chain).lower(*arguments).compile(), *arguments)
 
 
+def time_in_turns(
+    calls: Mapping[str, tuple[Callable, tuple]], rounds: int
+) -> dict[str, list[list[tuple[str, float]]]]:
+    """Times the kernels of compiled functions that take turns, by CUPTI.
+
+    A process that does so leaves jax's profiler (`device_events`) alone: both read CUPTI.
+
+    Args:
+      calls: function and arguments by name.
+      rounds: calls of each.
+
+    Returns:
+      For each name and round: name and milliseconds of every kernel that was launched.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    timers = {
+        name: profiler.Cupti(finalize=False).measure(function, aggregate=False)
+        for name, (function, _) in calls.items()
+    }
+    found: dict[str, list[list[tuple[str, float]]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            launches: Any = timer(*calls[name][1])[1]
+            assert launches, "the profiler saw no kernel"
+            found[name].append(launches)
+    return found
+
+
+def kernel_medians(rounds: list[list[tuple[str, float]]]) -> dict[str, float]:
+    """Median milliseconds of each kernel over all its launches."""
+    times: dict[str, list[float]] = {}
+    for name, duration in itertools.chain(*rounds):
+        times.setdefault(name[:80], []).append(duration)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
 def draw_queries(case: DecodeCase, seed: int) -> jax.Array:
     """Draws the queries of a case."""
     shape = (case.rows, case.group, case.head_dim)
@@ -189,7 +188,7 @@ def draw_queries(case: DecodeCase, seed: int) -> jax.Array:
 
 
 def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
-    """Draw page pools of a case, as many as it takes to be sure that no cache holds them.
+    """Draws page pools of a case, as many as it takes to be sure that no cache holds them.
 
     Returns:
       For each pool k_pages, v_pages, page_table, k_scales and v_scales (None without scales); rows
@@ -220,43 +219,22 @@ def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
     return pools
 
 
-def versions() -> dict[str, str]:
-    """Versions of what takes part in a measurement, where it is installed."""
+def environment() -> dict[str, Any]:
+    """What a measurement was made on: device, versions, date, and XLA's flags if there are any."""
+    device = jax.devices()[0]
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "triton")
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    return {name: found[name] for name in names if name in found}
-
-
-def environment() -> dict[str, Any]:
-    """What a measurement was made on."""
-    device = jax.devices()[0]
     return {
         "device": device.device_kind,
         "jax": jax.__version__,
         "runtime": device.client.platform_version.splitlines()[0],
-        "versions": versions(),
+        "versions": {name: found[name] for name in names if name in found},
         "date": datetime.date.today().isoformat(),
     } | ({"xla_flags": flags} if (flags := os.environ.get("XLA_FLAGS")) else {})
 
 
-def command_line() -> str:
-    """How this program was called, without the place of its results."""
-    return command(without=("--out",))
-
-
-def save_settings(folder: pathlib.Path, kernel: str, entry: dict) -> None:
-    """Put an entry into this device's file of settings, in the place of one for the same shapes.
-
-    Args:
-      folder: where the files of all devices lie.
-      kernel: "operation/implementation".
-      entry: see `pallas_kernels.tuned`.
-    """
-    make_folder("--out", folder)
-    path = folder / tuned.file_name(jax.devices()[0].device_kind)
-    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
-    entries = {json.dumps(e["when"]): e for e in report["kernels"].get(kernel, [])}
-    entries[json.dumps(entry["when"])] = entry | {"command": command_line()}
-    # The first entry that applies is taken: those for little work come first.
-    report["kernels"][kernel] = sorted(entries.values(), key=lambda e: "small" not in e["when"])
-    path.write_text(json_text(report | environment(), indent=1) + "\n")
+def about(config: Any) -> dict[str, Any]:
+    """The environment, the command and the settings of a report, but for where it goes."""
+    settings = {f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    settings.pop("out")
+    return environment() | {"command": command(without=("--out",)), "config": settings}
