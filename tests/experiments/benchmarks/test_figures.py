@@ -396,9 +396,9 @@ def test_fetched_rows_are_checked(monkeypatch):
 
 @pytest.mark.nightly
 def test_pictures_of_published_records_are_drawn(tmp_path):
-    for folder, picture in (("kernels", "decode"), ("training_kernels", "training_kernels")):
-        source = ROOT / "experiments" / "results" / folder
-        kernels.main(kernels.Config(picture=source, out=tmp_path))
+    source = ROOT / "experiments" / "results" / "kernels"
+    kernels.main(kernels.Config(picture=source, out=tmp_path))
+    for picture in ("decode", "training_kernels"):
         assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
     steps, out = ROOT / "experiments" / "results" / "decode", tmp_path / "steps.json"
     decode_steps.main(decode_steps.Config(picture=steps, out=out))
