@@ -131,4 +131,5 @@ class HumanEval(CodeTask):
         whole = re.search(rf"^(?:async )?def {re.escape(entry)}\b", answer, re.MULTILINE)
         # A whole function comes after the prompt, whose imports and other functions it may use.
         source = f"{prompt}\n\n{answer}\n" if whole else f"{prompt}{answer}\n"
-        return not sandbox.check(source, setup=prompt, tests=tests["tests"], entry=entry)
+        source += f"{tests['tests']}\n\ndef passed():\n    check({entry})\n    return True\n"
+        return sandbox.call(source, "passed", []).output is True

@@ -233,9 +233,9 @@ def test_an_escape_is_a_failure_and_nothing_else(outside, name):
     call = (SMALL if name in ENDED else REFUSING).call(code, "f", [1])
     if name in ENDED:
         assert call.failure
-        assert call.result is None
+        assert call.output is None
     else:
-        assert call.result in REFUSALS.split()
+        assert call.output in REFUSALS.split()
     assert time.monotonic() - begin < SMALL.wall_seconds, "a limit on the clock had to end it"
     # Nothing outside has changed, nobody called, and no process stays.
     assert (folder / "secret").read_text() == SECRET
@@ -260,7 +260,7 @@ def test_what_is_attacked_could_be_done_outside(outside):
         names = {}
         exec(attack(REFUSED[name], folder, tcp.getsockname()[1]), names)
         assert names["f"](1) == 2
-    assert SMALL.call(attack("pass"), "f", [1]).result == 2
+    assert SMALL.call(attack("pass"), "f", [1]).output == 2
 
 
 def test_sleeping_is_ended_by_the_clock():

@@ -12,7 +12,7 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import HumanEval, LiveCodeBench
-from dms_jax.evaluation.tasks.livecodebench import same_output, same_result
+from dms_jax.evaluation.tasks.livecodebench import same_output
 from tests.evaluation.tasks.published import lines
 from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
 from tests.support.containment import needs_containment
@@ -115,27 +115,6 @@ def test_chat_answers_to_humaneval(make, completion, score):
 PRETENCES = {
     "exit": "import os; os._exit(0)",
     "exit politely": "import sys; sys.exit(0)",
-    "an object that equals everything": (
-        "class Same:\n"
-        "    __eq__ = lambda self, other: True\n"
-        "    __hash__ = None\n"
-        "def sum_of_twice(numbers, skip): return Same()"
-    ),
-    "a number that equals everything": (
-        "class Same(int):\n"
-        "    __eq__ = lambda self, other: True\n"
-        "def sum_of_twice(numbers, skip): return Same(5)"
-    ),
-    "a list that is everything": (
-        "class Same(list):\n"
-        "    __eq__ = lambda self, other: True\n"
-        "    __iter__ = lambda self: iter(())\n"
-        "def sum_of_twice(numbers, skip): return Same()"
-    ),
-    "builtins": (
-        "import builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
-        "builtins.sum = lambda *a: 2\nbuiltins.int.__doc__"
-    ),
     "the checker": (
         "def check(candidate): pass\nimport sys\n"
         "for m in list(sys.modules.values()): setattr(m, '_check', lambda *a: {})"
@@ -154,50 +133,21 @@ PRETENCES = {
         "import os\nfor each in range(64):\n    try: os.write(each, b'{}\\n{}\\nnull\\n')\n"
         "    except OSError: pass"
     ),
-    "the tests": (
-        "import gc\ndef found():\n    mark = ''.join(['META', 'DATA'])\n"
-        "    return any(mark in repr(each) for each in gc.get_objects())\n"
-        "if found():\n"
-        "    def sum_of_twice(numbers, skip):\n"
-        "        return 14 if skip == 0 and numbers else 14 if skip == 1 else 2 if numbers else 0"
-    ),
     "swallowing": (
         "import atexit, os, sys\natexit.register(lambda: os._exit(0))\nsys.excepthook = print"
     ),
     "raising the tests' own error": "def sum_of_twice(*a): raise StopIteration",
     "never answering": "def sum_of_twice(*a):\n    while True: pass",
-    "an endless answer": "def sum_of_twice(*a):\n    a = []\n    a.append(a)\n    return a",
-    "a large answer": "def sum_of_twice(*a): return 'x' * (1 << 30)",
 }
 
 
 @pytest.mark.parametrize("name", PRETENCES)
 def test_pretending_success_is_a_failure(make, name):
-    # What never answers has its time to the end, twice.
     seconds = 1 if name == "never answering" else SANDBOX.seconds
     task = make(HumanEval, HUMANEVAL, sandbox=dataclasses.replace(SANDBOX, seconds=seconds))
     problem = task.problem("test", 0)
     assert task.score(problem, block(PRETENCES[name])) == 0
     assert task.score(problem, block(f"def sum_of_twice(n, k): pass\n{PRETENCES[name]}")) == 0
-
-
-def test_arguments_that_the_answer_changes_are_changed_in_the_tests():
-    """As if both ran in one process."""
-    tests = (
-        "def check(f):\n    a, b = [3, 1], {'x': 1}\n    assert f(a, k=2, d=b) == (1, None)\n"
-        "    assert a == [1, 3] and b == {'x': 1}\n    assert f(a, 2, b) == (1, None)\n"
-        "    assert b == {2: {1.5}}\n"
-    )
-    source = (
-        "def f(a, k, d):\n    a.sort()\n    result = a[0], d.pop('x', None) if 0 else None\n"
-        "    d.clear() or d.update({k: {1.5}})\n    return result\n"
-    )
-    check = SANDBOX.check
-    # Keywords come back as they were: HumanEval's tests pass none.
-    assert check(source, setup="", tests=tests, entry="f") == ""
-    assert check(source.replace("a.sort()", "a = sorted(a)"), setup="", tests=tests, entry="f") == (
-        "AssertionError"
-    )
 
 
 def test_malformed_humaneval_is_named_by_file_and_line(make):
@@ -332,12 +282,6 @@ def test_livecodebench_has_no_worked_examples(make, tmp_path):
 )
 def test_outputs_are_compared_by_line_and_as_numbers(output, expected, same):
     assert same_output(output, expected) is same
-
-
-def test_results_are_compared_without_tuples():
-    assert same_result([(1, 2), {"a": (3,)}], [[1, 2], {"a": [3]}])
-    assert not same_result({1}, [1])
-    assert not same_result("1", 1)
 
 
 # -- judging --------------------------------------------------------------------------------------
