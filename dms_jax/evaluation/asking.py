@@ -6,13 +6,13 @@ sampling seed from one seed, so more chains or more problems do not change the f
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from dms_jax.checkpoint.tokenizer import Tokenizer
-from dms_jax.checks import Count, CountOnDevice, Whole, check
+from dms_jax.checks import Count, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.prompting import (
@@ -103,7 +103,6 @@ class Questions:
         *,
         chains: int,
         seed: int,
-        max_lengths: Sequence[int | None],
     ) -> list[Request]:
         """A request for every chain of every problem; chain c of problem i is i * chains + c.
 
@@ -112,8 +111,6 @@ class Questions:
           sampling: how the answers are sampled; its seed is ignored.
           chains: chains of each problem.
           seed: what the seeds of the chains are derived from.
-          max_lengths: for each task, the length of which a policy takes its share; None for the
-            prompt and the longest answer.
 
         Raises:
           DataError: there is no tokenizer, or a prompt leaves no room for an answer.
@@ -130,8 +127,6 @@ class Questions:
         )
         for request in requests:
             limit_answer(request, self.problems[request.index // chains])
-            given_length = max_lengths[self.task_of[request.index // chains]]
-            request.max_length = given_length or request.max_length
         return requests
 
     def shown(self, model: LanguageModel) -> LanguageModel:
@@ -209,18 +204,6 @@ class Judge:
         if answer is None:
             return 0.0
         return self.task(problem).score_answer(self._questions.problems[problem], answer)
-
-
-def check_max_lengths(
-    what: str, max_length: int | Sequence[int] | None, tasks: int
-) -> list[int | None]:
-    """The max_length of each task."""
-    if max_length is None:
-        return [None] * tasks
-    given = list(max_length) if isinstance(max_length, Iterable) else [max_length] * tasks
-    if len(given) != tasks:
-        raise ConfigError(f"{what}: {len(given)} max_lengths were given for {tasks} tasks.")
-    return [check(f"{what}: max_length", each, CountOnDevice) for each in given]
 
 
 def _problems(

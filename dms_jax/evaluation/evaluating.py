@@ -10,7 +10,7 @@ import numpy as np
 from dms_jax.checks import Count, Whole, check
 from dms_jax.data.tasks import Split, Task
 from dms_jax.evaluation.answering import Evaluation
-from dms_jax.evaluation.asking import Judge, Questions, check_max_lengths
+from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.journal import write_files
 from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.result import Result, summary_table
@@ -37,7 +37,6 @@ def evaluate(
     sampling: Sampling | None = None,
     chat: Chat | None = None,
     seed: int = 0,
-    max_length: int | Sequence[int] | None = None,
     serving: Serving | None = None,
     out: str | pathlib.Path | None = None,
     progress: bool = False,
@@ -61,8 +60,6 @@ def evaluate(
       chat: options of the model's chat template; None for plain text prompts. In a chat what the
         model thinks before it answers (`<think>`, the channels of gpt-oss) is not judged.
       seed: every chain of every problem derives its own sampling seed from it.
-      max_length: tokens of which a policy with a compression_ratio takes its share, one number or
-        one for each task; if None each problem has its own, its prompt and the longest answer.
       serving: options of the cache; `Serving()` if None.
       out: a folder for `answers.jsonl`, to which every answer is written as soon as it ends, and
         for `results.json` and `table.md` at the end. If the folder holds answers of the same
@@ -92,7 +89,6 @@ def evaluate(
         serving=Serving.given("evaluate", serving),
         chains=chains,
         seed=check("evaluate: seed", seed, Whole),
-        max_lengths=check_max_lengths("evaluate", max_length, len(questions.tasks)),
     )
     judge, begin = Judge(questions, model.tokenizer), time.perf_counter()
     answers = evaluation.run(judge, out, bar="Answers" if progress else None)

@@ -131,22 +131,21 @@ def hyperscale(
     )
     plan.check_lengths()
     points: list[Point] = []
+    result = None
     try:
-        try:
-            for system in plan.systems:
-                for point in plan.points(system):
-                    points.append(point)
-        except BaseException:
-            with contextlib.suppress(DataError):  # what interrupted it says more
-                plan.write(plan.result(points))
-            raise
+        for system in plan.systems:
+            for point in plan.points(system):
+                points.append(point)
         result = plan.result(points)
         plan.write(result)
     except BaseException as error:
+        if result is None:
+            with contextlib.suppress(DataError):  # what interrupted it says more
+                plan.write(plan.result(points))
         with contextlib.suppress(AttributeError):  # an exception may not accept attributes
             error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    return result  # the one that was written: it knows its gains
+    return result  # the one that was written: it has computed its gains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +182,8 @@ class Plan:
         """
         longest = self.lengths[-1]
         sampling = dataclasses.replace(self.sampling, max_new_tokens=longest)
-        whole: list[int | None] = [None] * len(self.questions.tasks)
         for model in {id(system.model): system.model for system in self.systems}.values():
-            requests = self.questions.requests(model, sampling, chains=1, seed=0, max_lengths=whole)
+            requests = self.questions.requests(model, sampling, chains=1, seed=0)
             pairs = zip(requests, self.questions.problems, strict=True)
             positions = model.config.max_position_embeddings
             if any(each.max_new_tokens < answer_limit(own, longest) for each, own in pairs):
@@ -245,7 +243,6 @@ class Plan:
             serving=self.serving,
             chains=chains,
             seed=seed,
-            max_lengths=[None] * len(self.questions.tasks),
             traced=True,
         )
         title = None

@@ -18,10 +18,10 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
-from dms_jax.evaluation import NeedleGrid, Serving, needle_grid
-from dms_jax.evaluation.needle_grid import DEPTHS
+from dms_jax.evaluation import Serving
 from dms_jax.evaluation.tasks import RULER
 from dms_jax.evaluation.tasks.ruler import RulerName
+from experiments.reproduction.needle_cells import DEPTHS, NeedleGrid, needle_grid
 from experiments.reproduction.needle_plot import needle_figure
 
 

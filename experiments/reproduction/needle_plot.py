@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 
 from dms_jax.errors import ConfigError
-from dms_jax.evaluation.needle_grid import NeedleGrid
+from experiments.reproduction.needle_cells import NeedleGrid
 
 _COLOURS = "cividis"  # dark is low and bright is high, for every kind of colour vision and in grey
 _BRIGHT = 0.55  # above it the numbers are black

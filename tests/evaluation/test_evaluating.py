@@ -229,26 +229,6 @@ def test_figures_by_hand():
     )
 
 
-@pytest.mark.nightly
-def test_each_task_has_the_share_of_its_own_max_length():
-    def peaks(policy, **options):
-        result = evaluate(
-            stories(), [Continue(), Other()], policy=policy, problems=4, serving=SERVING, **options
-        )
-        assert (result.new_tokens > 20).all()
-        return result.peak[:, 0].tolist()
-
-    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=32)
-    share = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
-    assert peaks(share, sampling=sampling, max_length=[12, 20]) == [7, 11, 7, 11]
-    assert peaks(share, sampling=sampling, max_length=12) == [7] * 4
-    with pytest.raises(ConfigError, match="1 max_lengths were given for 2 tasks"):
-        peaks(share, max_length=[12])
-    for max_length in (0, [12, 0]):
-        with pytest.raises(ConfigError, match="evaluate: max_length"):
-            peaks(share, max_length=max_length)
-
-
 @dataclasses.dataclass(frozen=True)
 class Long(Continue):
     """The second problem is three times as long."""

@@ -167,7 +167,7 @@ def test_what_cannot_be_written_is_an_error_that_names_the_file(tmp_path, monkey
             run(out=tmp_path / "full")
     assert full.value.finished[0].text == texts[0]
     (tmp_path / "answers.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(DataError, match=r"answers\.jsonl is not the text of an evaluation"):
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 1: this is no answer"):
         run(out=tmp_path)
 
 

@@ -36,7 +36,6 @@ def answers(name="vanilla", *, length=20, **changes):
         serving=dataclasses.replace(SERVING, **changes),
         chains=2,
         seed=5,
-        max_lengths=[None],
         traced=True,
     )
     return list(evaluation.run(Judge(questions, None), None, bar=None).values())

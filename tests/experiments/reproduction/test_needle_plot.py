@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dms_jax.errors import ConfigError
-from dms_jax.evaluation import NeedleGrid
 from dms_jax.evaluation.result import Result
+from experiments.reproduction.needle_cells import NeedleGrid
 from experiments.reproduction.needle_plot import needle_figure
 
 

@@ -268,10 +268,10 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation: a needle grid takes depths for lengths",
-        FOLDER + "needle_grid.py",
+        "experiments/reproduction/needle_cells.py",
         "shape = (problems, len(depths), len(lengths))",
         "shape = (problems, len(lengths), len(depths))",
-        ("tests/evaluation/test_needle_grid.py",),
+        ("tests/experiments/reproduction/test_needle_cells.py",),
     ),
     Mutant(
         "evaluation: a figure that is unknown is NaN in JSON",

@@ -1,4 +1,4 @@
-"""`needle_grid`: whether a needle is found, by the length of the context and its depth in it.
+"""Whether a needle is found, by the length of the context and its depth in it.
 
 The needle in a haystack of Kamradt (2023) with the texts and the score of RULER. The problems of a
 row differ in their needles; those of a column are the same but for the depth, so that depths are
@@ -12,15 +12,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from dms_jax.checks import Count, Number, check
-from dms_jax.errors import ConfigError
-from dms_jax.evaluation.evaluating import evaluate
-from dms_jax.evaluation.prompting import Chat
-from dms_jax.evaluation.result import Result
-from dms_jax.evaluation.statistics import mean_over_problems
+from dms_jax.evaluation import Result, evaluate, mean_over_problems
 from dms_jax.evaluation.tasks.ruler import RULER
-from dms_jax.evaluation.tasks.ruler.formats import NEEDLES
-from dms_jax.generation import Sampling
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
@@ -82,13 +75,12 @@ class NeedleGrid:
 
 def needle_grid(
     model: LanguageModel,
-    policy: Policy | str | None = None,
+    policy: Policy | None,
     *,
     lengths: Sequence[int],
     depths: Sequence[float | int] = DEPTHS,
-    problems: int = 10,
-    task: RULER | None = None,
-    chat: Chat | None = None,
+    problems: int,
+    task: RULER,
     **options: Any,
 ) -> NeedleGrid:
     """Looks for needles at every depth of contexts of every length.
@@ -99,32 +91,19 @@ def needle_grid(
       lengths: tokens of a prompt and its longest answer (128 tokens).
       depths: percent of the haystack before the needle.
       problems: problems at each depth of each length.
-      task: a task of RULER with a single needle, with its filling and seed;
-        RULER("niah_single_2"), a number in an essay, if None.
-      chat: options of the model's chat template; None for plain text prompts.
-      **options: further arguments of `evaluate`: `sampling` (greedy unless given), `serving`,
-        `split`, `seed`, `max_length`, and `out` and `progress`, with which it resumes after an
-        interrupt and shows how far it is.
+      task: a task of RULER with a single needle, with its filling and seed.
+      **options: further arguments of `evaluate`.
 
     Raises:
       ConfigError: an argument does not fit, or a length is too short.
     """
-    lengths = _distinct("lengths", check("needle_grid: lengths", lengths, Sequence[Count]))
-    depths = _distinct("depths", check("needle_grid: depths", depths, Sequence[Number]))
-    problems = check("needle_grid: problems", problems, Count)
-    task = check("needle_grid: task", RULER("niah_single_2") if task is None else task, RULER)
-    if taken := {"task", "problems", "chains", "start"} & options.keys():
-        raise ConfigError(f"needle_grid: {', '.join(sorted(taken))} cannot be given.")
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     cells = [
         NeedleCell(**{**fields, "length": length, "depth": depth})
         for depth in depths
         for length in lengths
     ]
-    options.setdefault("sampling", Sampling(temperature=0, max_new_tokens=NEEDLES.answer_tokens))
-    result = evaluate(
-        model, cells, policy=policy, problems=problems * len(cells), chat=chat, **options
-    )
+    result = evaluate(model, cells, policy=policy, problems=problems * len(cells), **options)
     shape = (problems, len(depths), len(lengths))
     scores = result.scores.reshape(shape)
     measured = [
@@ -132,18 +111,11 @@ def needle_grid(
         for row in range(len(depths))
     ]
     return NeedleGrid(
-        lengths=lengths,
-        depths=depths,
+        lengths=tuple(lengths),
+        depths=tuple(depths),
         scores=np.array([[each.value for each in row] for row in measured]),
         errors=np.array([[each.error for each in row] for row in measured]),
         count=problems,
         peak=result.peak.reshape(shape).mean((0, 1)),
         result=result,
     )
-
-
-def _distinct(what: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Raises ConfigError unless there are values, each once."""
-    if not values or len(set(values)) < len(values):
-        raise ConfigError(f"needle_grid: {what} must be different numbers, got {list(values)}.")
-    return tuple(values)

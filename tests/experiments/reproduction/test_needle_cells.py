@@ -8,17 +8,23 @@ import pytest
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.errors import ConfigError
-from dms_jax.evaluation import Serving, needle_grid
-from dms_jax.evaluation.needle_grid import NeedleCell
+from dms_jax.evaluation import Serving
 from dms_jax.evaluation.tasks import RULER
+from experiments.reproduction.needle_cells import NeedleCell, needle_grid
+from tests.support.fake_programs import faked
 
-pytestmark = pytest.mark.usefixtures("fakes")
+
+@pytest.fixture(autouse=True)
+def fakes():
+    with faked():
+        yield
+
 
 SETTINGS = dict(
     lengths=(400, 500),
     depths=(0, 50, 100),
     problems=2,
+    task=RULER("niah_single_2"),
     sampling=dms_jax.Sampling(temperature=0, max_new_tokens=3),
     serving=Serving(lanes=4, page_size=16, prefill_chunk=128),
 )
@@ -40,7 +46,7 @@ def test_every_place_is_scored_where_its_needle_lies(model, monkeypatch, tmp_pat
         return (cell.length / 500 + cell.depth / 100) / 2
 
     monkeypatch.setattr(NeedleCell, "score", score)
-    grid = needle_grid(model, **SETTINGS, out=tmp_path)
+    grid = needle_grid(model, None, **SETTINGS, out=tmp_path)
     want = [[(length / 500 + depth / 100) / 2 for length in (400, 500)] for depth in (0, 50, 100)]
     chex.assert_trees_all_close(grid.scores, np.array(want), atol=1e-12)
     chex.assert_trees_all_close(grid.errors, np.zeros((3, 2)), atol=1e-12)
@@ -64,14 +70,3 @@ def test_a_single_problem_has_no_error(model):
     assert np.isnan(grid.errors).all()
     assert grid.to_dict()["errors"] == [[None]]
     assert grid.peak[0] == 64
-
-
-def test_mistakes_are_named(model):
-    with pytest.raises(ConfigError, match="depths must be different numbers"):
-        needle_grid(model, lengths=(400,), depths=(0, 50, 0))
-    with pytest.raises(ConfigError, match="lengths must be different numbers, got"):
-        needle_grid(model, lengths=())
-    with pytest.raises(ConfigError, match="chains cannot be given"):
-        needle_grid(model, lengths=(400,), chains=2)
-    with pytest.raises(ConfigError, match="depth is that of a single needle"):
-        needle_grid(model, lengths=(400,), task=RULER("vt"))
