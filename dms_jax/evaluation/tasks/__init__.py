@@ -1,8 +1,16 @@
 """Tasks on local files of published data sets: answered in words, or by likelihood."""
 
-from dms_jax.evaluation.tasks.choices import ARC, MMLU, Choices, ChoiceTask
+from dms_jax.evaluation.tasks.choices import (
+    ARC,
+    MMLU,
+    PIQA,
+    BoolQ,
+    Choices,
+    ChoiceTask,
+    HellaSwag,
+    WinoGrande,
+)
 from dms_jax.evaluation.tasks.code import CodeTask, HumanEval
-from dms_jax.evaluation.tasks.commonsense import PIQA, BoolQ, HellaSwag, WinoGrande
 from dms_jax.evaluation.tasks.files import FileProblem, FileTask
 from dms_jax.evaluation.tasks.gpqa import GPQA
 from dms_jax.evaluation.tasks.livecodebench import LiveCodeBench

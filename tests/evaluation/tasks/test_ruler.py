@@ -30,7 +30,7 @@ from dms_jax.evaluation.tasks.ruler.filling import (
 from dms_jax.evaluation.tasks.ruler.formats import NEEDLE_TASKS
 from dms_jax.evaluation.tasks.ruler.needles import DEPTHS, Needles
 from dms_jax.evaluation.tasks.ruler.questions import read_hotpotqa, read_squad
-from dms_jax.evaluation.tasks.ruler.sizing import Bounds, largest_size
+from dms_jax.evaluation.tasks.ruler.task import Bounds, largest_size
 from dms_jax.evaluation.tasks.ruler.tracking import Tracking
 from tests.support import ruler
 from tests.support.instances import further
