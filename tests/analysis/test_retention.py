@@ -109,22 +109,6 @@ def test_live_tokens_are_those_that_score_counts():
         assert score.usage.compression_ratio == pytest.approx(59 / live[..., -1].mean())
 
 
-def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
-    gone = np.array([[[[1, 2, NEVER, 4, NEVER, NEVER]]]])
-    found = Retention(
-        policy=dms_jax.DMC(window=2),
-        tokens=np.zeros((1, 6), int),
-        prompt_lengths=np.zeros(1, int),
-        gone=gone,
-        reads=None,
-        num_query_heads=1,
-    )
-    assert found.merges
-    chex.assert_trees_all_equal(found.segments()[0, 0, 0], np.array([2, 2, 2, 4, 4, 5]))
-    # Means are over two tokens: token 0 was in the mean while token 1 was the newest.
-    chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
-
-
 @pytest.mark.nightly
 def test_one_token_is_kept():
     model = dms_jax.load(str(assets.path("stories260k")), untrained=True)

@@ -50,7 +50,7 @@ def files(tmp_path):
 
 def characters(problem) -> int:
     """A length for which no tokenizer is needed: four characters a token."""
-    return -(-len(problem.prompt + getattr(problem, "answer_prefix", "")) // 4)
+    return -(-len(problem.prompt + problem.answer_prefix) // 4)
 
 
 def family(case, files):

@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         "evaluation: the beginning of an answer is lost in a chat",
         FOLDER + "prompting.py",
-        "return text + prefix",
+        "return text + problem.answer_prefix",
         "return text",
         (f"{RULER}::test_the_answer_prefix_begins_the_answer",),
     ),

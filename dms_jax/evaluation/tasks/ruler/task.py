@@ -34,7 +34,6 @@ from typing import Annotated, Any
 from dms_jax.checks import Count, Number, Range, Whole, check, require
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError
-from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
 from dms_jax.evaluation.tasks.ruler.counting import COMMON, SHORT, CommonWords, FrequentWords
 from dms_jax.evaluation.tasks.ruler.filling import Path, read_essay, read_words
 from dms_jax.evaluation.tasks.ruler.formats import NEEDLE_TASKS, RULER_TASKS, Family, RulerName
@@ -107,7 +106,7 @@ class RULER(Task):
         """The task for a model: `measure` returns the tokens of a problem as the model reads it."""
         return dataclasses.replace(self, measure=measure)
 
-    def problem(self, split: Split, index: int) -> PrefilledProblem:
+    def problem(self, split: Split, index: int) -> Problem:
         """Returns problem `index` of a split, which is always the same.
 
         Raises:
@@ -168,11 +167,11 @@ class RULER(Task):
             return settings.values * settings.queries
         return {"vt": self.hops + 1, "cwe": COMMON, "fwe": 3}.get(self.task, 1)
 
-    def _posed(self, split: str, index: int, size: int) -> PrefilledProblem:
+    def _posed(self, split: str, index: int, size: int) -> Problem:
         """Problem `index` with a context of `size`; the same draws come first whatever the size."""
         rng = random.Random(f"RULER {self.task} {self.seed} {split} {index}")
         filled = self.family.fill(rng, size, index)
-        return PrefilledProblem(
+        return Problem(
             prompt=filled.prompt,
             solution=filled.solution,
             answers=filled.answers,
@@ -181,9 +180,9 @@ class RULER(Task):
             answer_tokens=self.family.format.answer_tokens,
         )
 
-    def _fitted(self, split: str, index: int, start: int) -> tuple[int, PrefilledProblem]:
+    def _fitted(self, split: str, index: int, start: int) -> tuple[int, Problem]:
         """The size of a problem's context, and the problem."""
-        made: dict[int, PrefilledProblem] = {}
+        made: dict[int, Problem] = {}
 
         def count(size: int) -> int:
             made[size] = self._posed(split, index, size)
@@ -202,7 +201,7 @@ class RULER(Task):
             )
         return size, made[size]
 
-    def _tokens(self, problem: PrefilledProblem) -> int:
+    def _tokens(self, problem: Problem) -> int:
         """Tokens of a problem and of its answer."""
         return self._counter(problem) + self.family.format.answer_tokens
 
