@@ -32,9 +32,9 @@ def answer(
 ) -> None:
     """Runs requests to completion.
 
-    They share one queue: a free lane takes the next request. Policies that run prompts token by
-    token take as long for one prompt as for many, so they start a full set of lanes together, and
-    the next set waits until every lane is free.
+    They share one queue: a free lane takes the next request. Where a policy runs prompts token by
+    token, one prompt takes as long as many, so a full set of lanes starts together, and the next
+    set waits until every lane is free.
 
     Args:
       model: from `load` or `retrofit`.
@@ -42,8 +42,8 @@ def answer(
       requests: fresh requests, in the order in which they start.
       sampling: how all of them are sampled; the seeds are in the requests.
       serving: options of the cache.
-      on_answer: called with the index and the answer of each request that has ended, while the next
-        programs run.
+      on_answer: called with the index and the answer of each finished request, while the device
+        runs the next programs.
 
     Raises:
       CapacityError: the memory does not hold a single sequence.
@@ -113,7 +113,8 @@ class Evaluation:
           out: a folder for the answers, see `Journal`; those that it holds are not asked again.
           bar: title of the progress bar; None for no bar.
 
-        What interrupts it carries the completions that had ended, by index, in `error.finished`.
+        An exception that interrupts it carries the finished completions by index:
+        `error.finished`.
         """
         requests = self.questions.requests(
             self.model, self.sampling, chains=self.chains, seed=self.seed

@@ -61,9 +61,9 @@ def evaluate(
         model thinks before it answers (`<think>`, the channels of gpt-oss) is not judged.
       seed: every chain of every problem derives its own sampling seed from it.
       serving: options of the cache; `Serving()` if None.
-      out: a folder for `answers.jsonl`, to which every answer is written as soon as it ends, and
-        for `results.json` and `table.md` at the end. If the folder holds answers of the same
-        settings, the evaluation resumes after them.
+      out: a folder for `answers.jsonl`, which gets every answer as soon as it is finished, and for
+        `results.json` and `table.md` at the end. If it holds answers of the same settings, the
+        evaluation resumes after them.
       progress: whether to show a progress bar with the running score on standard error.
 
     Raises:
@@ -72,7 +72,7 @@ def evaluate(
         of other settings.
       CapacityError: the memory does not hold a single sequence.
 
-    What interrupts it, KeyboardInterrupt too, carries the completions that had ended:
+    An exception that interrupts it, KeyboardInterrupt too, carries the finished completions:
     `error.finished` is {i * chains + chain: Completion} of problem i.
     """
     check_model(model)
@@ -124,10 +124,7 @@ def _scored(
         tuple(done.text for done in completions[index * chains : (index + 1) * chains])
         for index in range(count)
     ]
-    judge.together((i, text) for i, own in enumerate(texts) for text in own)
-    answers = [tuple(judge.answer(i, text) for text in own) for i, own in enumerate(texts)]
-    scores = [[judge(i, text) for text in own] for i, own in enumerate(texts)]
-    answer_scores = [[judge.answer_score(i, each) for each in own] for i, own in enumerate(answers)]
+    answers, scores, answer_scores = judge.chains(texts)
 
     def of_usage(name: str, dtype: type = np.float64) -> np.ndarray:
         values = [getattr(done.usage, name) for done in completions]
@@ -137,9 +134,9 @@ def _scored(
         settings=settings,
         tasks=tuple(task.name for task in questions.tasks),
         task_of=np.asarray(questions.task_of),
-        scores=np.asarray(scores, np.float64),
-        answers=tuple(answers),
-        answer_scores=np.asarray(answer_scores, np.float64),
+        scores=scores,
+        answers=tuple(map(tuple, answers)),
+        answer_scores=answer_scores,
         prompt_tokens=of_usage("prompt_tokens", np.int64)[:, 0],
         new_tokens=of_usage("new_tokens", np.int64),
         reads=of_usage("kv_reads"),

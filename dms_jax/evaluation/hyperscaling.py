@@ -1,13 +1,12 @@
-"""`hyperscale`: what a model makes of the memory and the reads that a small cache saves.
+"""`hyperscale`: accuracy against budget where a small cache pays for longer or more answers.
 
 Inference-time hyper-scaling (DMS paper, section 5): answers of at most L tokens, W chains of each
 problem, compression ratio CR; systems are compared over all L-W-CR configurations at equal reads
 and at equal peak.
 
-Every system answers with the largest number of chains only, W: a point of w chains is the mean of
-their W // w groups. The longest answers also serve the shorter ones, which are their first tokens,
-unless the policy takes a share of the longest answer (`traces`); then every length is a run of its
-own.
+Every system answers once, with the largest number of chains W: a point of w chains is the mean of
+their W // w groups. The longest answers serve the shorter lengths too, as their first tokens,
+unless the policy takes a share of the longest answer (`traces`); then every length has its own run.
 
 One greedy chain is a point of every system at every length, by construction: a vote of sampled
 chains that does not beat it has gained nothing, and many models answer better greedily than they do
@@ -72,7 +71,6 @@ def hyperscale(
     chains: Sequence[int],
     problems: int | None = None,
     split: Split = "test",
-    start: int = 0,
     seeds: Sequence[int] = (0,),
     sampling: Sampling | None = None,
     temperatures: Sequence[float] | None = None,
@@ -89,7 +87,7 @@ def hyperscale(
       systems: cache policies, or checkpoints, under their names.
       lengths: L, the most new tokens of an answer.
       chains: W, the independent answers to each problem that are put to the vote.
-      problems, split, start, chat, serving: see `evaluate`.
+      problems, split, chat, serving: see `evaluate`.
       seeds: every seed draws new chains for the same problems.
       sampling: see `evaluate`; its seed and max_new_tokens are ignored.
       temperatures: sampling temperatures, each a grid of lengths and chains; that of `sampling`
@@ -105,13 +103,13 @@ def hyperscale(
         be written or holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
 
-    What interrupts it, KeyboardInterrupt too, carries the points that were finished:
+    An exception that interrupts it, KeyboardInterrupt too, carries the finished points:
     `error.finished` is a `Hyperscaling`, whose files are in `out` as well.
     """
     check_model(model)
     given = check_call(SAMPLING if sampling is None else sampling, None)
     questions = Questions.given(
-        "hyperscale", model, task, count=problems, split=split, start=start, chat=chat
+        "hyperscale", model, task, count=problems, split=split, start=0, chat=chat
     )
     plan = Plan(
         questions=questions,
@@ -126,7 +124,9 @@ def hyperscale(
             NotNegative,
         ),
         serving=Serving.given("hyperscale", serving),
-        out=_folder(out),
+        out=None
+        if out is None
+        else pathlib.Path(check("hyperscale: out", out, str | pathlib.Path)),
         progress=check("hyperscale: progress", progress, bool),
     )
     plan.check_lengths()
@@ -150,7 +150,7 @@ def hyperscale(
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A system with its model, who judges it, its policy and its ratio."""
+    """A system with its model, judge, policy and ratio."""
 
     name: str
     model: LanguageModel
@@ -195,7 +195,7 @@ class Plan:
                 )
 
     def points(self, system: Resolved) -> Iterator[Point]:
-        """Runs a system, and yields its points as they are finished: the greedy ones first."""
+        """Runs a system and yields its points as they finish, the greedy ones first."""
         yield from self.points_at(system, 0.0, (1,), self.seeds[:1])
         for temperature in filter(None, self.temperatures):
             yield from self.points_at(system, temperature, self.chains, self.seeds)
@@ -203,7 +203,7 @@ class Plan:
     def points_at(
         self, system: Resolved, temperature: float, chains: Sequence[int], seeds: Sequence[int]
     ) -> Iterator[Point]:
-        """Runs a system at one temperature. What one seed answers stands for all seeds."""
+        """Runs a system at one temperature. A single seed stands for all."""
         runs = [self.lengths]
         if depends_on_length(system.policy):
             runs = [(length,) for length in self.lengths]
@@ -251,7 +251,7 @@ class Plan:
         return list(evaluation.run(system.judge, folder, bar=title).values())
 
     def sample(self, system: Resolved, answers: list[Answer], length: int) -> Sample:
-        """What the chains would have been with answers of at most `length` tokens."""
+        """The chains with answers of at most `length` tokens."""
         cuts = [cut(answer, length, system.model.tokenizer) for answer in answers]
         count = len(self.questions.problems)
         chains = len(cuts) // count
@@ -366,12 +366,6 @@ def _numbers(name: str, values: Any, kind: Any) -> tuple[Any, ...]:
     if not numbers:
         raise ConfigError(f"hyperscale: {name} is empty.")
     return tuple(sorted(set(numbers)))
-
-
-def _folder(out: Any) -> pathlib.Path | None:
-    """The folder of the answers, if one was named."""
-    named = check("hyperscale: out", out, str | pathlib.Path | None)
-    return None if named is None else pathlib.Path(named)
 
 
 def _slug(system: Resolved) -> str:

@@ -75,7 +75,7 @@ def reads_in(trace: Trace, prompt: int, head: int, group: int) -> list[int]:
     ],
     ids=lambda row: row.name,
 )
-def test_every_policy_keeps_evicts_and_reads_as_its_oracle(row):
+def test_every_policy_equals_its_oracle(row):
     found = recorded(row)
     passes = expected(row, PROMPTS)
     selects = type(row.policy).__name__ in ("Quest", "KCache")
@@ -96,7 +96,7 @@ def test_the_rows_are_of_every_policy():
 
 
 @pytest.mark.nightly
-def test_live_tokens_are_those_that_score_counts():
+def test_live_tokens_equal_score():
     """Checks the sums against `Usage`, which a run without any recording gives."""
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.asarray(model.tokenizer.encode(assets.stories("valid")[0]))[None, :60]
@@ -118,7 +118,7 @@ def test_one_token_is_kept():
     assert (found.gone == NEVER).all()
 
 
-def test_what_cannot_be_recorded_is_refused():
+def test_bad_recordings_are_refused():
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.ones((2, 8), int)
     with pytest.raises(dms_jax.DataError, match=r"prompt_lengths .* between 0 and 8"):

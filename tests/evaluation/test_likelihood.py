@@ -64,7 +64,7 @@ def by_plain_passes(name: str, pairs=PAIRS) -> list[tuple[float, bool]]:
 
 
 @pytest.mark.parametrize(("name", "large"), [("vanilla", 1 << 16), ("tova", 1 << 21)])
-def test_prompts_of_a_chunk_fit_what_the_pool_leaves(name, large, monkeypatch):
+def test_prefill_size_fits_the_free_memory(name, large, monkeypatch):
     """8e9 bytes are enough, however much is free; of a small device the pool leaves a tenth."""
     model = model_for(name)
     token = 3 * model.config.intermediate_size * model.dtype.itemsize
@@ -98,7 +98,7 @@ def assert_same(found, want):
         assert (one.greedy, one.peak_tokens) == (other.greedy, other.peak_tokens)
 
 
-def test_continuations_of_many_lengths_take_few_programs(monkeypatch):
+def test_continuations_of_many_lengths_share_programs(monkeypatch):
     """20, 9, 3 and 1 tokens, of which the last of each is not read: 19 steps are 8, 8 and 3."""
     ran, follow = [], Runner.decode
 
@@ -124,7 +124,7 @@ def test_continuations_of_many_lengths_take_few_programs(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_lanes_and_room_change_nothing():
+def test_lanes_and_memory_change_nothing():
     """One at a time, and in a pool that holds the longest sequence and not two."""
     want = likelihoods(stories(), PAIRS, serving=SERVING)
     assert_same(likelihoods(stories(), PAIRS, serving=dataclasses.replace(SERVING, lanes=1)), want)
@@ -138,14 +138,14 @@ def test_lanes_and_room_change_nothing():
 
 
 @pytest.mark.nightly
-def test_a_share_is_taken_of_each_sequence_alone():
+def test_compression_ratio_applies_to_each_sequence():
     """Half of 30 and of 9, though they share a batch."""
     policy = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
     found = likelihoods(stories(), PAIRS[:2], policy=policy, serving=SERVING)
     assert [each.peak_tokens for each in found] == [5, 16]
 
 
-def test_a_prompt_ends_where_the_context_does():
+def test_context_is_the_prompt():
     """SnapKV cuts there: what it keeps decides what follows, as in generation."""
     policy = dms_jax.SnapKV(budget=8, window=4)
     (found,) = likelihoods(stories(), PAIRS[1:2], policy=policy, serving=SERVING)
@@ -160,7 +160,7 @@ def test_a_prompt_ends_where_the_context_does():
 
 
 @pytest.mark.nightly
-def test_what_was_done_before_an_interrupt_is_carried(monkeypatch):
+def test_interrupt_keeps_finished_likelihoods(monkeypatch):
     from dms_jax.generation.runner import Runner
 
     want, clear, cleared = likelihoods(stories(), PAIRS, serving=SERVING), Runner.clear, []
@@ -180,7 +180,7 @@ def test_what_was_done_before_an_interrupt_is_carried(monkeypatch):
     assert_same(list(done.values()), [want[index] for index in done])
 
 
-def test_pairs_that_cannot_be_scored():
+def test_bad_pairs_are_rejected():
     for pairs, message in (
         ([([1], [2]), ([], [1])], "Pair 1 has an empty"),
         ([([1], [])], "Pair 0 has an empty"),
@@ -226,7 +226,7 @@ def test_questions_are_answered_by_the_likeliest_option(tmp_path):
     assert data["per_question"]["gold"] == [0, 0]
 
 
-def test_questions_that_cannot_be_asked(tmp_path):
+def test_bad_questions_are_rejected(tmp_path):
     path = lines(tmp_path / "a.jsonl", published.PIQA)
     with pytest.raises(DataError, match="holds 1 problems, and number 1"):
         evaluate_choices(stories(), PIQA(path), problems=2)
@@ -267,7 +267,7 @@ def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
 
 
 @pytest.mark.nightly
-def test_documents_are_predicted_for_themselves(tmp_path):
+def test_documents_are_scored_separately(tmp_path):
     first, second = "Once upon a time, there was a dog.", "One day, Lily saw a bird."
     both = text(tmp_path / "both.txt", f"{first}\n<|endoftext|>\n{second}\n")
     found = perplexity(stories(), both, window=64, serving=SERVING)
@@ -282,7 +282,7 @@ def test_documents_are_predicted_for_themselves(tmp_path):
     assert (cut.tokens, len(cut.window_nats)) == (alone[0].tokens + 3, 2)
 
 
-def test_texts_that_cannot_be_read(tmp_path):
+def test_bad_texts_are_rejected(tmp_path):
     for path, options, message in (
         (tmp_path / "none.txt", {}, r"none\.txt cannot be read"),
         (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt holds no document"),
@@ -297,7 +297,7 @@ SHARED = [(PAIRS[1][0], each) for each in ([3, 4, 5], [7], [3, 4, 9, 2], [8, 1])
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("lanes", "name"), [(4, "vanilla"), (4, "quest"), (2, "tova")])
-def test_a_context_is_read_once_for_its_continuations(name, lanes, monkeypatch):
+def test_shared_context_is_prefilled_once(name, lanes, monkeypatch):
     """Four continuations of a context of 27 tokens, two of which differ in their last token."""
     from dms_jax.generation.runner import Runner
 
@@ -316,7 +316,7 @@ def test_a_context_is_read_once_for_its_continuations(name, lanes, monkeypatch):
     assert sum(read) == contexts
 
 
-def test_options_of_one_token_take_no_copy_of_their_context(monkeypatch):
+def test_one_token_options_need_no_fork(monkeypatch):
     """Letters of a multiple-choice question, and one longer option."""
     copied, fork = [], Runner.fork
     monkeypatch.setattr(
@@ -330,7 +330,7 @@ def test_options_of_one_token_take_no_copy_of_their_context(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_share_of_the_length_is_taken_of_a_shared_context_too():
+def test_compression_ratio_with_a_shared_context():
     policy = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
     serving = dataclasses.replace(SERVING, prefill_chunk=16)
     pairs = [(PAIRS[1][0], [3, 4, 5]), (PAIRS[1][0], [3] * 13), (PAIRS[1][0], [9, 4, 5])]

@@ -1,6 +1,6 @@
 """Programming tasks: answers are programs, and are judged by running them in a sandbox.
 
-Nothing is run unless it is asked for: a task wants `sandbox=Sandbox()`. HumanEval is the published
+Nothing runs unless it is allowed: a task needs `sandbox=Sandbox()`. HumanEval is the published
 JSON lines, packed or not: {"task_id", "prompt", "entry_point", "canonical_solution", "test"}. A
 model that was not tuned to follow instructions completes the prompt (`style="plain"`), and its text
 counts up to where Chen et al. (2021) stop it; a chat model answers in a block of code.
@@ -88,7 +88,7 @@ class CodeTask(FileTask):
 
     @functools.cached_property
     def _verdicts(self) -> dict[tuple[str, str], bool]:
-        """Verdicts by tests and answer: a judgement takes its time."""
+        """Verdicts by tests and answer, because a judgement takes a while."""
         return {}
 
 

@@ -78,7 +78,7 @@ def test_calls_return_json():
     assert SANDBOX.call(source, "f", [2.5]) == Run([[2.5, "ä"], {"a": None}])
 
 
-def test_processor_time_that_ran_out_is_told():
+def test_cpu_timeout_is_reported():
     """Not as the signal that ended the process, which other limits and the code itself send too."""
     short, loop = Sandbox(seconds=1, wall_seconds=60), "while True: pass"
     judgements = [
@@ -89,7 +89,7 @@ def test_processor_time_that_ran_out_is_told():
     assert SANDBOX.run("import os\nos.kill(os.getpid(), 9)").failure == "status -9"
 
 
-def test_long_arguments_of_code_that_starts_with_threads():
+def test_long_arguments_and_threads():
     """Requests for threads are answered as soon as the arguments are handed over."""
     source = (
         "import threading\neach = threading.Thread(target=int)\neach.start()\neach.join()\n"
@@ -148,7 +148,7 @@ def lacking(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message):
+def test_missing_mechanism_is_named(lacking, name, old, new, message):
     lacking(name, old, new)
     with pytest.raises(ConfigError, match=message):
         Sandbox().require()
@@ -161,7 +161,7 @@ def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message
 
 
 @pytest.mark.nightly
-def test_a_container_that_counts_calls_itself_is_named():
+def test_container_with_its_own_listener_is_named():
     """Of the filters of a process one may have a listener: then a container's own has it."""
     source = (
         f"import sys\nsys.path[:0] = {sys.path!r}\n"
@@ -181,13 +181,13 @@ def test_a_container_that_counts_calls_itself_is_named():
     assert "lacks seccomp user notification (Linux 5.5 or later) (Device or resource b" in refused
 
 
-def test_a_mechanism_that_does_not_hold_is_noticed(lacking):
+def test_broken_mechanism_is_noticed(lacking):
     lacking("landlock", "system_call(RESTRICT_SELF, ruleset, 0)", "pass")
     with pytest.raises(ConfigError, match=r"does not hold .* it refused [56] of 7"):
         Sandbox().require()
 
 
-def test_what_weaker_means(lacking):
+def test_allow_weaker(lacking):
     """With less it contains less: the code then reads what the user may read."""
     lacking("confining", 'if sys.platform != "linux":', "if True:")
     weaker = Sandbox(allow_weaker=True, seconds=1, wall_seconds=30, megabytes=256)
@@ -196,20 +196,20 @@ def test_what_weaker_means(lacking):
     assert weaker.run("bytearray(1 << 30)").failure == "status 1"
 
 
-def test_limits_that_leave_no_room_are_named():
+def test_limits_too_small_are_named():
     with pytest.raises(ConfigError, match=r"megabytes=1,"):
         Sandbox(megabytes=1).require()
     with pytest.raises(ConfigError, match="seconds must be"):
         Sandbox(seconds=0)
 
 
-def test_a_machine_that_starts_no_process_is_an_error_and_no_score(monkeypatch):
+def test_failed_start_is_an_error_not_a_score(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(CapacityError, match="could not start a process: No such file"):
         SANDBOX.run("print(1)")
 
 
-def test_too_many_open_files_is_an_error_and_no_score(monkeypatch):
+def test_too_many_open_files_is_an_error_not_a_score(monkeypatch):
     def full(*_, **__):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -225,7 +225,7 @@ def test_too_many_open_files_is_an_error_and_no_score(monkeypatch):
         SANDBOX.run("print(1)")
 
 
-def test_no_descriptor_is_left_or_handed_on(monkeypatch):
+def test_descriptors_are_neither_leaked_nor_inherited(monkeypatch):
     """Neither after a judgement nor, while it lasts, to other programs that are started."""
     inherited = []
     answer = supervising.Confined.answer
@@ -245,7 +245,7 @@ def test_no_descriptor_is_left_or_handed_on(monkeypatch):
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_process_that_hears_nothing_of_its_children_cannot_judge():
+def test_ignored_sigchld_is_refused():
     """A program that printed the right thing and then crashed would have ended with status 0."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -255,13 +255,13 @@ def test_a_process_that_hears_nothing_of_its_children_cannot_judge():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_judgements_run_side_by_side_and_in_order():
+def test_side_by_side_keeps_the_order():
     runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
     assert runs == [f"{i}\n" for i in range(6)]
     assert side_by_side([]) == []
 
 
-def test_an_interrupt_does_not_wait_for_judgements_under_way():
+def test_interrupt_does_not_wait_for_running_judgements():
     began, verdicts = threading.Event(), []
 
     def judge():
@@ -280,7 +280,7 @@ def test_an_interrupt_does_not_wait_for_judgements_under_way():
     assert verdicts == []
 
 
-def test_other_systems_are_named(monkeypatch):
+def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr(confined.os, "name", "nt")
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ConfigError, match="needs Linux; this is win32"):

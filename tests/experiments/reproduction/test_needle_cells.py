@@ -35,7 +35,7 @@ def model():
     return dms_jax.load(assets.path("stories260k"))
 
 
-def test_every_place_is_scored_where_its_needle_lies(model, monkeypatch, tmp_path):
+def test_scores_stand_at_length_and_depth(model, monkeypatch, tmp_path):
     """A score that tells length, depth and problem apart comes back at its place."""
     seen = []
 

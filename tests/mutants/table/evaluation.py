@@ -23,14 +23,14 @@ MUTANTS = [
         FOLDER + "statistics.py",
         "seeds = _seed_variance(left) + _seed_variance(right)",
         "seeds = _seed_variance(left)",
-        (f"{STATISTICS}::test_both_sides_seeds_add_to_the_error_of_a_difference",),
+        (f"{STATISTICS}::test_seeds_of_both_sides_add_to_a_difference",),
     ),
     Mutant(
         "evaluation: chains count as problems in an error",
         FOLDER + "statistics.py",
         "return Measured(float(means.mean()), standard_error(means))",
         "return Measured(float(means.mean()), standard_error(values.ravel()))",
-        (f"{STATISTICS}::test_the_error_is_that_of_problems_not_of_chains",),
+        (f"{STATISTICS}::test_errors_are_clustered_by_problem",),
     ),
     Mutant(
         "evaluation: a frontier ends at its best point",
@@ -44,7 +44,7 @@ MUTANTS = [
         FOLDER + "pareto.py",
         "share = math.log(budget / low.budget) / span",
         "share = (budget - low.budget) / (high.budget - low.budget)",
-        (f"{STATISTICS}::test_interpolation_is_linear_in_the_logarithm_of_the_budget",),
+        (f"{STATISTICS}::test_interpolation_is_linear_in_log_budget",),
     ),
     Mutant(
         "evaluation: all problems share their chains' seeds",
@@ -58,7 +58,7 @@ MUTANTS = [
         FOLDER + "asking.py",
         "for index in range(start, start + (count",
         "for index in range(start + 1, start + 1 + (count",
-        (f"{EVALUATING}::test_problems_of_several_tasks_are_the_first_of_each",),
+        (f"{EVALUATING}::test_several_tasks_skip_no_problem",),
     ),
     Mutant(
         "evaluation: a given answer begins behind its first token",
@@ -93,7 +93,7 @@ MUTANTS = [
         FOLDER + "journal.py",
         "if number == 1 and found != settings:",
         "if number == 1 and found is None:",
-        ("tests/evaluation/test_resuming.py::test_answers_of_other_settings_are_not_mixed",),
+        ("tests/evaluation/test_resuming.py::test_other_settings_are_refused",),
     ),
     Mutant(
         "evaluation: hyperscale, pass@W counts the best chain's rank from 0",
@@ -121,7 +121,7 @@ MUTANTS = [
         FOLDER + "answering.py",
         "streaming=False, late=True",
         "streaming=False, late=False",
-        ("tests/evaluation/test_resuming.py::test_answers_are_kept_while_the_next_steps_run",),
+        ("tests/evaluation/test_resuming.py::test_answers_are_written_while_the_device_runs",),
     ),
     Mutant(
         "evaluation: hyperscale, the peak of a prompt is that of the whole answer",
@@ -143,7 +143,7 @@ MUTANTS = [
         "return {p.length for p in own} == {p.length for p in own if p.greedy}",
         "return True",
         (
-            "tests/evaluation/test_hyperscaling_result.py::test_a_gain_is_over_the_best_plain_decoding",
+            "tests/evaluation/test_hyperscaling_result.py::test_gain_is_over_the_best_plain_decoding",
         ),
     ),
     Mutant(
@@ -151,28 +151,28 @@ MUTANTS = [
         FOLDER + "hyperscaling.py",
         "        yield from self.points_at(system, 0.0, (1,), self.seeds[:1])\n",
         "",
-        (f"{HYPERSCALING}::test_one_greedy_chain_is_a_point_of_every_system_at_every_length",),
+        (f"{HYPERSCALING}::test_every_system_has_greedy_points",),
     ),
     Mutant(
         "evaluation: hyperscale, what is interrupted loses its points",
         FOLDER + "hyperscaling.py",
         "error.finished = plan.result(points)",
         "error.finished = plan.result([])",
-        (f"{HYPERSCALING}::test_what_is_interrupted_returns_its_points_and_resumes",),
+        (f"{HYPERSCALING}::test_interrupt_keeps_points_and_resumes",),
     ),
     Mutant(
         "sandbox: calls that are not on the list are allowed",
         FOLDER + "sandbox/inside/system_calls.py",
         "steps.append(_return(otherwise))",
         "steps.append(_return(_ALLOW))",
-        (f"{ESCAPES}::test_an_escape_is_a_failure_and_nothing_else[mode]",),
+        (f"{ESCAPES}::test_escapes_fail[mode]",),
     ),
     Mutant(
         "sandbox: every file can be read",
         FOLDER + "sandbox/inside/confining.py",
         "return [*own, *_SHARED_LIBRARIES, *_OTHERS]",
         'return ["/"]',
-        (f"{ESCAPES}::test_an_escape_is_a_failure_and_nothing_else[read a secret]",),
+        (f"{ESCAPES}::test_escapes_fail[read a secret]",),
     ),
     Mutant(
         "sandbox: threads are not counted",
@@ -186,7 +186,7 @@ MUTANTS = [
         FOLDER + "sandbox/inside/confining.py",
         "kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)",
         "pass",
-        (f"{ESCAPES}::test_it_dies_with_the_process_that_judges",),
+        (f"{ESCAPES}::test_sandbox_dies_with_its_parent",),
         night=True,
     ),
     Mutant(
@@ -215,14 +215,14 @@ MUTANTS = [
         FOLDER + "tasks/ruler/needles.py",
         "if len(answers) == 1:",
         "if len(answers) == 0:",
-        (f"{RULER}::test_texts_are_those_of_rulers_generators",),
+        (f"{RULER}::test_texts_equal_rulers",),
     ),
     Mutant(
         "RULER: the answer is not counted into the length",
         FOLDER + "tasks/ruler/task.py",
         "return self._counter(problem) + self.family.format.answer_tokens",
         "return self._counter(problem)",
-        (f"{RULER}::test_prompts_and_answers_fit_the_length_and_come_close",),
+        (f"{RULER}::test_prompts_fill_the_length",),
     ),
     Mutant(
         "RULER: a question needs all of its references",
@@ -243,7 +243,7 @@ MUTANTS = [
         FOLDER + "prompting.py",
         "request.max_new_tokens = limit",
         "pass",
-        (f"{RULER}::test_evaluate_fits_tasks_to_the_model_and_limits_answers",),
+        (f"{RULER}::test_evaluate_fits_lengths_and_answers",),
     ),
     Mutant(
         "evaluation: what a model thinks is judged",

@@ -242,7 +242,7 @@ def ruler_tasks(
 
 @functools.lru_cache(maxsize=256)
 def _probed(task: RULER) -> int:
-    """The size of a context that fits, for a problem that is nobody's."""
+    """The size of a context that fits, from a problem outside every split."""
     return task._fitted("probe", 0, task.family.least)[0]
 
 
@@ -271,7 +271,7 @@ def _example_size(task: RULER) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The sizes that are looked at.
+    """The sizes to choose from.
 
     Attributes:
       length: the most tokens.
