@@ -1,9 +1,8 @@
 """Encodes problems as prompts: as plain text, or through the model's chat template.
 
 In a chat every worked example is a user turn and an assistant turn, after the system prompt, and
-the problem is the last user turn; a beginning of the answer that the problem prescribes is the
-beginning of the last assistant turn. In plain text the examples precede the problem, separated by
-empty lines.
+the problem is the last user turn; where a problem gives the beginning of its answer, it begins the
+last assistant turn. In plain text the examples precede the problem, separated by empty lines.
 """
 
 import dataclasses
@@ -87,7 +86,7 @@ def prompt_text(
 
 
 def answer_limit(problem: Problem, most: int) -> int:
-    """The longest answer that a problem allows, of at most so many tokens."""
+    """The longest answer that a problem allows, in tokens, and at most `most`."""
     return most if problem.answer_tokens is None else min(problem.answer_tokens, most)
 
 

@@ -55,7 +55,7 @@ class Sample:
         )
 
     def score(self, method: Method, chains: int, groups: int = 1) -> Float[np.ndarray, " problems"]:
-        """Score of each problem from `chains` chains: the mean over the first groups of so many.
+        """Score of each problem by `chains` chains, the mean over the first `groups` such groups.
 
         pass@W is estimated from all chains.
         """

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from matplotlib.figure import Figure
 
-from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
+from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure, label_heights
 from dms_jax.errors import ConfigError
 from dms_jax.evaluation import Hyperscaling
 from tests.evaluation.test_hyperscaling_result import by_hand, made_up
@@ -71,3 +71,16 @@ def test_system_without_greedy_point_says_so(monkeypatch, tmp_path):
     }
     squares = [line.get_xydata().tolist() for line in reads.lines if line.get_marker() == "s"]
     assert squares == [[[100, pytest.approx(100 / 3)]], []]
+
+
+def test_labels_move_down_where_they_would_collide():
+    assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=True) == [90, 85, 90]
+    assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=False) == [90, 80, 85]
+    assert label_heights([(1, 20), (1, 50)], 5, log=False) == [20, 50]
+    assert label_heights([], 5, log=True) == []
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_equal_ends_are_a_gap_apart(count):
+    heights = sorted(label_heights([(7, 30)] * count, 4, log=True))
+    assert heights == [30 - 4 * step for step in reversed(range(count))]
