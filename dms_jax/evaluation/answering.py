@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.journal import Journal, model_mark
 from dms_jax.evaluation.progress import progress_bar
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, Trace
 from dms_jax.generation import Sampling, Update

@@ -10,9 +10,9 @@ import numpy as np
 from dms_jax.checks import Count, Whole, check
 from dms_jax.data.tasks import Split, Task
 from dms_jax.evaluation.answering import Evaluation
-from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.journal import write_files
 from dms_jax.evaluation.prompting import Chat
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.result import Result, summary_table
 from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import Sampling

@@ -30,11 +30,11 @@ from dms_jax.data.tasks import Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.aggregation import METHODS
 from dms_jax.evaluation.answering import Evaluation
-from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.evaluating import SAMPLING
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, point_label
 from dms_jax.evaluation.journal import model_mark, write_files
 from dms_jax.evaluation.prompting import Chat, answer_limit
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.samples import Sample
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, cut, depends_on_length

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dms_jax.evaluation.aggregation import Method, likeliest, pass_at
-from dms_jax.evaluation.asking import Judge, PerChain
+from dms_jax.evaluation.questions import Judge, PerChain
 from dms_jax.evaluation.statistics import majority
 from dms_jax.evaluation.traces import Chain
 

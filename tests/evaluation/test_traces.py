@@ -7,7 +7,7 @@ import pytest
 import dms_jax
 from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import Evaluation
-from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.traces import cut, depends_on_length
 from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import GenerationDefaults

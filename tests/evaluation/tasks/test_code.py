@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import HumanEval, LiveCodeBench
 from dms_jax.evaluation.tasks.livecodebench import same_output

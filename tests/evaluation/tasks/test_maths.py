@@ -10,7 +10,7 @@ import pytest
 
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation import mathematics, mathematics_worker
-from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.statistics import majority
 from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
 from dms_jax.helper_process import Helper, Helpers

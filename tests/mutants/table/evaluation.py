@@ -48,14 +48,14 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation: all problems share their chains' seeds",
-        FOLDER + "asking.py",
+        FOLDER + "questions.py",
         "np.random.SeedSequence([seed, problem]).generate_state(chains)",
         "np.random.SeedSequence([seed]).generate_state(chains)",
         (EVALUATING,),
     ),
     Mutant(
         "evaluation: problems of several tasks skip numbers",
-        FOLDER + "asking.py",
+        FOLDER + "questions.py",
         "for index in range(start, start + (count",
         "for index in range(start + 1, start + 1 + (count",
         (f"{EVALUATING}::test_several_tasks_skip_no_problem",),
@@ -247,14 +247,14 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation: what a model thinks is judged",
-        FOLDER + "asking.py",
+        FOLDER + "questions.py",
         "return Answer.of(self._forms[problem], text).text",
         "return text",
         (f"{EVALUATING}::test_thoughts_are_not_judged",),
     ),
     Mutant(
         "evaluation: answers are read without the markers of channels",
-        FOLDER + "asking.py",
+        FOLDER + "questions.py",
         "return model if self.chat is None else with_shown_markers(model)",
         "return model",
         (f"{EVALUATING}::test_thoughts_are_not_judged",),
