@@ -101,24 +101,7 @@ def test_lanes_change_nothing_and_more_chains_only_add():
     assert run(chains=1, seed=1).completions != one.completions
 
 
-@pytest.mark.usefixtures("fakes")
-def test_tasks_take_turns():
-    result = run(problems=5, chains=1)
-    both = evaluate(
-        stories(), [Continue(), Other()], problems=5, sampling=SAMPLING, serving=SERVING
-    )
-    assert both.tasks == ("continue", "other")
-    chex.assert_trees_all_equal(both.task_of, np.array([0, 1, 0, 1, 0]))
-    own = both.of_task("continue")
-    assert len(own.scores) == 3
-    # Problems 0, 1, 2 of the task; the draws are of problems 0, 2, 4 of the evaluation.
-    chex.assert_trees_all_equal(own.prompt_tokens, result.prompt_tokens[:3])
-    data = both.to_dict()
-    assert set(data["tasks"]) == {"continue", "other"}
-    assert data["tasks"]["other"]["accuracy"][0] == both.of_task("other").accuracy.value
-
-
-ASKED: list[tuple[str, str, int]] = []
+ASKED: list[tuple[str, int]] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,21 +111,27 @@ class Asked(Continue):
     name: str = "asked"
 
     def problem(self, split, index):
-        ASKED.append((self.name, split, index))
+        assert split == "validation"
+        ASKED.append((self.name, index))
         return super().problem(split, index)
 
 
 @pytest.mark.usefixtures("fakes")
 def test_several_tasks_skip_no_problem():
-    """From where they start, none left out and none twice."""
+    """They take turns, from where they start, with no problem left out and none twice."""
     ASKED.clear()
     tasks = [Asked("a"), Asked("b"), Asked("c")]
-    short = dms_jax.Sampling(max_new_tokens=1)
-    options = dict(sampling=short, serving=SERVING, split="validation")
-    evaluate(stories(), tasks, problems=7, start=10, **options)
-    want = [("a", 10), ("b", 10), ("c", 10), ("a", 11), ("b", 11), ("c", 11), ("a", 12)]
-    asked = [(name, index) for name, split, index in ASKED if split == "validation"]
-    assert asked == want
+    options = dict(sampling=SAMPLING, serving=SERVING, split="validation")
+    result = evaluate(stories(), tasks, problems=7, start=10, **options)
+    assert [*((x, 10) for x in "abc"), *((x, 11) for x in "abc"), ("a", 12)] == ASKED
+    assert result.tasks == ("a", "b", "c")
+    assert result.task_of.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    alone = evaluate(stories(), Asked("a"), problems=3, start=10, **options)
+    own = result.of_task("a")
+    chex.assert_trees_all_equal(own.prompt_tokens, alone.prompt_tokens)
+    data = result.to_dict()
+    assert set(data["tasks"]) == {"a", "b", "c"}
+    assert data["tasks"]["a"]["accuracy"][0] == own.accuracy.value
 
 
 def made_up() -> Result:

@@ -28,7 +28,6 @@ from dms_jax.evaluation import journal as journal_module
 from dms_jax.evaluation.hyperscaling import Plan
 from dms_jax.generation import Engine
 from tests.evaluation.test_evaluating import BEGINNINGS, Continue
-from tests.evaluation.test_hyperscaling_result import by_hand
 from tests.generation.support import stories
 from tests.support.fake_programs import faked
 
@@ -269,25 +268,6 @@ def test_unwritable_folder_loses_no_points(tmp_path, monkeypatch, whole):
     with pytest.raises(KeyboardInterrupt) as interrupted:
         run(SYSTEMS[:1], out=tmp_path)
     assert interrupted.value.finished.points == whole.of("vanilla")
-
-
-def test_gains_are_computed_once(tmp_path, monkeypatch):
-    """Each takes a bootstrap: of one pair of systems by reads, and by peak."""
-    computed, points = [], by_hand().points
-    compute = hyperscaling_result.measured_average_gain
-
-    def counted(*trials):
-        computed.append(len(trials))
-        return compute(*trials)
-
-    own = lambda self, system: (each for each in points if each.system == system.name)  # noqa: E731
-    monkeypatch.setattr(Plan, "points", own)
-    monkeypatch.setattr(hyperscaling_result, "measured_average_gain", counted)
-    result = run([System("slow"), System("fast")], out=tmp_path)
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert json.loads(json.dumps(result.to_dict())) == written
-    result.gains_table()
-    assert len(computed) == 2
 
 
 def test_names_are_escaped(whole):

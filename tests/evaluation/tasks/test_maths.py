@@ -136,7 +136,6 @@ def test_gsm8k_plain_with_examples(tmp_path, gsm8k):
     assert task.score(problem, " 12\n#### 12\n#### 9") == 0
 
 
-@pytest.mark.nightly
 def test_math500_prompt(tmp_path):
     task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
     problem = task.problem("test", 0)
@@ -150,17 +149,9 @@ def test_math500_prompt(tmp_path):
     assert task.score(problem, problem.solution) == 1
     assert task.score(problem, "So it is $\\boxed{(2, \\pi/2)}$.") == 1
     assert task.score(problem, "So it is $\\boxed{(\\pi/2, 2)}$.") == 0
-
-
-@pytest.mark.parametrize("written", ["\\boxed{0.5}", "\\boxed{\\frac12}", "\\boxed{\\dfrac{2}{4}}"])
-def test_equal_answers_are_one_vote_and_right(tmp_path, written):
-    task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
-    problem = task.problem("test", 1)
-    completion = f"Therefore, the final answer is: ${written}$. I hope it is correct"
-    answer = task.answer(completion)
-    assert answer == task.answer("The final answer is: $\\boxed{\\frac{1}{2}}$.")
-    assert task.score_answer(problem, answer) == 1
-    assert task.score(problem, completion) == 1
+    half = task.problem("test", 1)
+    for written in ("0.5", "\\frac12", "\\dfrac{2}{4}"):
+        assert task.score(half, f"Therefore, the final answer is: $\\boxed{{{written}}}$.") == 1
 
 
 EQUAL = [
