@@ -100,7 +100,7 @@ for name, make in families.items():
 # %%
 import matplotlib.pyplot as plt
 
-from dms_jax.analysis.labels import label_heights
+from dms_jax.analysis.hyperscaling_plot import label_heights
 
 figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
 ends, colours = [], []

@@ -391,16 +391,6 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "ConfigError",
             ("evaluate wants tasks that are answered in words", "piqa", "evaluate_choices"),
         ),
-        "evaluate max_length": Case(
-            lambda: evaluate(model, LinearEquation(), max_length=2.5),
-            "ConfigError",
-            ("evaluate: max_length must be", "got 2.5"),
-        ),
-        "evaluate max_lengths": Case(
-            lambda: evaluate(model, LinearEquation(), max_length=[8, 9]),
-            "ConfigError",
-            ("2 max_lengths were given for 1 tasks",),
-        ),
     }
 
 

@@ -60,14 +60,10 @@ class Retention:
         return self.gone.shape[-1]
 
     @property
-    def _merging(self) -> Merging | None:
-        policy = self.policy.over if isinstance(self.policy, SelectiveReading) else self.policy
-        return policy if isinstance(policy, Merging) else None
-
-    @property
     def merges(self) -> bool:
         """Whether tokens that are gone are part of the mean in the slot of a later one."""
-        return self._merging is not None
+        policy = self.policy.over if isinstance(self.policy, SelectiveReading) else self.policy
+        return isinstance(policy, Merging)
 
     def lifetimes(self) -> Int[np.ndarray, "L B K T"]:
         """Returns how many queries saw each token, its own included."""
@@ -83,24 +79,6 @@ class Retention:
         rows = np.indices(self.gone.shape)[:-1]
         np.add.at(left, (*rows, np.minimum(self.gone, self.length)), 1)
         return np.arange(1, self.length + 1) - np.cumsum(left, -1)[..., : self.length]
-
-    def segments(self) -> Int[np.ndarray, "L B K T"]:
-        """Returns the token whose slot each token is in at the end, for policies that merge.
-
-        # gone: [1, NEVER, 3, 4, NEVER]  Out: [1, 1, 4, 4, 4]
-        """
-        own = np.where(self.gone == NEVER, np.arange(self.length), self.length)
-        return np.minimum.accumulate(own[..., ::-1], axis=-1)[..., ::-1]
-
-    def forgotten(self) -> Bool[np.ndarray, "L B K T"]:
-        """Returns which merged tokens are not part of their slot's mean any more.
-
-        Means may be over the last few tokens of a segment alone (`DMC.window`).
-        """
-        window = None if self._merging is None else self._merging.merge_window
-        if window is None:
-            return np.zeros(self.gone.shape, bool)
-        return self.segments() - np.arange(self.length) >= window
 
     def read_shares(self) -> Float[np.ndarray, "L B K T"]:
         """Returns how often each token's value was read, of the times that it could have been.

@@ -325,8 +325,6 @@ def data(config: Config, result: Evaluated) -> dict[str, Any]:
     match result:
         case Result():
             return result.to_dict(problems=bool(config.policies), samples=config.samples)
-        case ChoiceResult():
-            return result.to_dict(questions=True)
     return result.to_dict()
 
 

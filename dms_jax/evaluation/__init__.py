@@ -2,12 +2,11 @@
 
 from dms_jax.evaluation.aggregation import METHODS, Method, likeliest, pass_at
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
-from dms_jax.evaluation.choosing import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.evaluating import SAMPLING, evaluate
 from dms_jax.evaluation.hyperscaling import System, hyperscale
 from dms_jax.evaluation.hyperscaling_result import AXES, Axis, Hyperscaling, Point
 from dms_jax.evaluation.likelihood import Likelihood, encode_pair, likelihoods
-from dms_jax.evaluation.needle_grid import NeedleGrid, needle_grid
+from dms_jax.evaluation.multiple_choice import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.pareto import Level, at_budget, average_gain, frontier, gain_at
 from dms_jax.evaluation.perplexity import Perplexity, perplexity
 from dms_jax.evaluation.prompting import Chat
@@ -34,7 +33,6 @@ __all__ = [
     "Likelihood",
     "Measured",
     "Method",
-    "NeedleGrid",
     "Perplexity",
     "Point",
     "Result",
@@ -56,7 +54,6 @@ __all__ = [
     "mean_over_problems",
     "mean_over_seeds",
     "measured_average_gain",
-    "needle_grid",
     "pass_at",
     "percent",
     "perplexity",

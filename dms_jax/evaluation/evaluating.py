@@ -10,9 +10,9 @@ import numpy as np
 from dms_jax.checks import Count, Whole, check
 from dms_jax.data.tasks import Split, Task
 from dms_jax.evaluation.answering import Evaluation
-from dms_jax.evaluation.asking import Judge, Questions, check_max_lengths
 from dms_jax.evaluation.journal import write_files
 from dms_jax.evaluation.prompting import Chat
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.result import Result, summary_table
 from dms_jax.evaluation.serving import Serving
 from dms_jax.generation import Sampling
@@ -37,7 +37,6 @@ def evaluate(
     sampling: Sampling | None = None,
     chat: Chat | None = None,
     seed: int = 0,
-    max_length: int | Sequence[int] | None = None,
     serving: Serving | None = None,
     out: str | pathlib.Path | None = None,
     progress: bool = False,
@@ -61,12 +60,10 @@ def evaluate(
       chat: options of the model's chat template; None for plain text prompts. In a chat what the
         model thinks before it answers (`<think>`, the channels of gpt-oss) is not judged.
       seed: every chain of every problem derives its own sampling seed from it.
-      max_length: tokens of which a policy with a compression_ratio takes its share, one number or
-        one for each task; if None each problem has its own, its prompt and the longest answer.
       serving: options of the cache; `Serving()` if None.
-      out: a folder for `answers.jsonl`, to which every answer is written as soon as it ends, and
-        for `results.json` and `table.md` at the end. If the folder holds answers of the same
-        settings, the evaluation resumes after them.
+      out: a folder for `answers.jsonl`, which gets every answer as soon as it is finished, and for
+        `results.json` and `table.md` at the end. If it holds answers of the same settings, the
+        evaluation resumes after them.
       progress: whether to show a progress bar with the running score on standard error.
 
     Raises:
@@ -75,7 +72,7 @@ def evaluate(
         of other settings.
       CapacityError: the memory does not hold a single sequence.
 
-    What interrupts it, KeyboardInterrupt too, carries the completions that had ended:
+    An exception that interrupts it, KeyboardInterrupt too, carries the finished completions:
     `error.finished` is {i * chains + chain: Completion} of problem i.
     """
     check_model(model)
@@ -92,7 +89,6 @@ def evaluate(
         serving=Serving.given("evaluate", serving),
         chains=chains,
         seed=check("evaluate: seed", seed, Whole),
-        max_lengths=check_max_lengths("evaluate", max_length, len(questions.tasks)),
     )
     judge, begin = Judge(questions, model.tokenizer), time.perf_counter()
     answers = evaluation.run(judge, out, bar="Answers" if progress else None)
@@ -128,10 +124,7 @@ def _scored(
         tuple(done.text for done in completions[index * chains : (index + 1) * chains])
         for index in range(count)
     ]
-    judge.together((i, text) for i, own in enumerate(texts) for text in own)
-    answers = [tuple(judge.answer(i, text) for text in own) for i, own in enumerate(texts)]
-    scores = [[judge(i, text) for text in own] for i, own in enumerate(texts)]
-    answer_scores = [[judge.answer_score(i, each) for each in own] for i, own in enumerate(answers)]
+    answers, scores, answer_scores = judge.chains(texts)
 
     def of_usage(name: str, dtype: type = np.float64) -> np.ndarray:
         values = [getattr(done.usage, name) for done in completions]
@@ -141,9 +134,9 @@ def _scored(
         settings=settings,
         tasks=tuple(task.name for task in questions.tasks),
         task_of=np.asarray(questions.task_of),
-        scores=np.asarray(scores, np.float64),
-        answers=tuple(answers),
-        answer_scores=np.asarray(answer_scores, np.float64),
+        scores=scores,
+        answers=tuple(map(tuple, answers)),
+        answer_scores=answer_scores,
         prompt_tokens=of_usage("prompt_tokens", np.int64)[:, 0],
         new_tokens=of_usage("new_tokens", np.int64),
         reads=of_usage("kv_reads"),

@@ -1,4 +1,4 @@
-"""What tasks of lm-evaluation-harness ask for: how answers are drawn, and turns that stay open.
+"""Read what tasks of lm-evaluation-harness ask for: sampling options, and turns to be continued.
 
 Nothing here needs lm-eval.
 """
@@ -15,7 +15,7 @@ ANSWER_TOKENS = 256  # unless a task says how many
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DRAWN = ("top_k", "top_p", "min_p", "seed")
 _READ = ("until", "do_sample", "temperature", *_LENGTHS, *_DRAWN)
-# What is not served, and the values that change nothing.
+# Options that are not supported, with the values at which they change nothing.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
@@ -38,15 +38,15 @@ def read_sampling(options: Mapping[str, Any]) -> Sampling:
     """The sampling of a task's options for generation; greedy unless they say `do_sample`.
 
     Raises:
-      ConfigError: an option does not fit, or would be left out: penalties, beams, unknown ones.
+      ConfigError: an option does not fit, is not supported (penalties, beams) or is unknown.
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in _READ and value not in _WITHOUT_EFFECT.get(name, ()):
-            known = "is not served" if name in _WITHOUT_EFFECT else "is no option that is known"
+            known = "not supported" if name in _WITHOUT_EFFECT else "unknown"
             raise ConfigError(
-                f"A task asks for {name}={show(value)}, which {known}, so its answers would be "
-                f"others. Read are {', '.join(_READ)}: take {name} out of the task's "
+                f"A task asks for {name}={show(value)}, which is {known} and would change its "
+                f"answers. Supported are {', '.join(_READ)}: take {name} out of the task's "
                 "generation_kwargs."
             )
     lengths = {given[name] for name in _LENGTHS if name in given}
@@ -72,8 +72,8 @@ def read_sampling(options: Mapping[str, Any]) -> Sampling:
 def open_turn(tokenizer: Any, messages: Sequence[Any], **variables: Any) -> str:
     """The text of a conversation up to the end of the last message's content, to be continued.
 
-    As transformers' `continue_final_message`: a mark is put behind the content, and the text cut
-    there. Where the template trims contents, the space at the end of this one goes, too.
+    As `continue_final_message` of transformers: a mark is put behind the content, and the text is
+    cut there. Where the template trims contents, the space at the end of this one goes too.
 
     Raises:
       DataError: there is no message, one is malformed, or the template leaves out content of the

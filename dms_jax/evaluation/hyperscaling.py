@@ -1,13 +1,12 @@
-"""`hyperscale`: what a model makes of the memory and the reads that a small cache saves.
+"""`hyperscale`: accuracy against budget where a small cache pays for longer or more answers.
 
 Inference-time hyper-scaling (DMS paper, section 5): answers of at most L tokens, W chains of each
 problem, compression ratio CR; systems are compared over all L-W-CR configurations at equal reads
 and at equal peak.
 
-Every system answers with the largest number of chains only, W: a point of w chains is the mean of
-their W // w groups. The longest answers also serve the shorter ones, which are their first tokens,
-unless the policy takes a share of the longest answer (`traces`); then every length is a run of its
-own.
+Every system answers once, with the largest number of chains W: a point of w chains is the mean of
+their W // w groups. The longest answers serve the shorter lengths too, as their first tokens,
+unless the policy takes a share of the longest answer (`traces`); then every length has its own run.
 
 One greedy chain is a point of every system at every length, by construction: a vote of sampled
 chains that does not beat it has gained nothing, and many models answer better greedily than they do
@@ -31,11 +30,11 @@ from dms_jax.data.tasks import Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.aggregation import METHODS
 from dms_jax.evaluation.answering import Evaluation
-from dms_jax.evaluation.asking import Judge, Questions
 from dms_jax.evaluation.evaluating import SAMPLING
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, point_label
 from dms_jax.evaluation.journal import model_mark, write_files
 from dms_jax.evaluation.prompting import Chat, answer_limit
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.samples import Sample
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, cut, depends_on_length
@@ -72,7 +71,6 @@ def hyperscale(
     chains: Sequence[int],
     problems: int | None = None,
     split: Split = "test",
-    start: int = 0,
     seeds: Sequence[int] = (0,),
     sampling: Sampling | None = None,
     temperatures: Sequence[float] | None = None,
@@ -89,7 +87,7 @@ def hyperscale(
       systems: cache policies, or checkpoints, under their names.
       lengths: L, the most new tokens of an answer.
       chains: W, the independent answers to each problem that are put to the vote.
-      problems, split, start, chat, serving: see `evaluate`.
+      problems, split, chat, serving: see `evaluate`.
       seeds: every seed draws new chains for the same problems.
       sampling: see `evaluate`; its seed and max_new_tokens are ignored.
       temperatures: sampling temperatures, each a grid of lengths and chains; that of `sampling`
@@ -105,13 +103,13 @@ def hyperscale(
         be written or holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
 
-    What interrupts it, KeyboardInterrupt too, carries the points that were finished:
+    An exception that interrupts it, KeyboardInterrupt too, carries the finished points:
     `error.finished` is a `Hyperscaling`, whose files are in `out` as well.
     """
     check_model(model)
     given = check_call(SAMPLING if sampling is None else sampling, None)
     questions = Questions.given(
-        "hyperscale", model, task, count=problems, split=split, start=start, chat=chat
+        "hyperscale", model, task, count=problems, split=split, start=0, chat=chat
     )
     plan = Plan(
         questions=questions,
@@ -126,32 +124,33 @@ def hyperscale(
             NotNegative,
         ),
         serving=Serving.given("hyperscale", serving),
-        out=_folder(out),
+        out=None
+        if out is None
+        else pathlib.Path(check("hyperscale: out", out, str | pathlib.Path)),
         progress=check("hyperscale: progress", progress, bool),
     )
     plan.check_lengths()
     points: list[Point] = []
+    result = None
     try:
-        try:
-            for system in plan.systems:
-                for point in plan.points(system):
-                    points.append(point)
-        except BaseException:
-            with contextlib.suppress(DataError):  # what interrupted it says more
-                plan.write(plan.result(points))
-            raise
+        for system in plan.systems:
+            for point in plan.points(system):
+                points.append(point)
         result = plan.result(points)
         plan.write(result)
     except BaseException as error:
+        if result is None:
+            with contextlib.suppress(DataError):  # what interrupted it says more
+                plan.write(plan.result(points))
         with contextlib.suppress(AttributeError):  # an exception may not accept attributes
             error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    return result  # the one that was written: it knows its gains
+    return result  # the one that was written: it has computed its gains
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A system with its model, who judges it, its policy and its ratio."""
+    """A system with its model, judge, policy and ratio."""
 
     name: str
     model: LanguageModel
@@ -183,9 +182,8 @@ class Plan:
         """
         longest = self.lengths[-1]
         sampling = dataclasses.replace(self.sampling, max_new_tokens=longest)
-        whole: list[int | None] = [None] * len(self.questions.tasks)
         for model in {id(system.model): system.model for system in self.systems}.values():
-            requests = self.questions.requests(model, sampling, chains=1, seed=0, max_lengths=whole)
+            requests = self.questions.requests(model, sampling, chains=1, seed=0)
             pairs = zip(requests, self.questions.problems, strict=True)
             positions = model.config.max_position_embeddings
             if any(each.max_new_tokens < answer_limit(own, longest) for each, own in pairs):
@@ -197,7 +195,7 @@ class Plan:
                 )
 
     def points(self, system: Resolved) -> Iterator[Point]:
-        """Runs a system, and yields its points as they are finished: the greedy ones first."""
+        """Runs a system and yields its points as they finish, the greedy ones first."""
         yield from self.points_at(system, 0.0, (1,), self.seeds[:1])
         for temperature in filter(None, self.temperatures):
             yield from self.points_at(system, temperature, self.chains, self.seeds)
@@ -205,7 +203,7 @@ class Plan:
     def points_at(
         self, system: Resolved, temperature: float, chains: Sequence[int], seeds: Sequence[int]
     ) -> Iterator[Point]:
-        """Runs a system at one temperature. What one seed answers stands for all seeds."""
+        """Runs a system at one temperature. A single seed stands for all."""
         runs = [self.lengths]
         if depends_on_length(system.policy):
             runs = [(length,) for length in self.lengths]
@@ -245,7 +243,6 @@ class Plan:
             serving=self.serving,
             chains=chains,
             seed=seed,
-            max_lengths=[None] * len(self.questions.tasks),
             traced=True,
         )
         title = None
@@ -254,7 +251,7 @@ class Plan:
         return list(evaluation.run(system.judge, folder, bar=title).values())
 
     def sample(self, system: Resolved, answers: list[Answer], length: int) -> Sample:
-        """What the chains would have been with answers of at most `length` tokens."""
+        """The chains with answers of at most `length` tokens."""
         cuts = [cut(answer, length, system.model.tokenizer) for answer in answers]
         count = len(self.questions.problems)
         chains = len(cuts) // count
@@ -369,12 +366,6 @@ def _numbers(name: str, values: Any, kind: Any) -> tuple[Any, ...]:
     if not numbers:
         raise ConfigError(f"hyperscale: {name} is empty.")
     return tuple(sorted(set(numbers)))
-
-
-def _folder(out: Any) -> pathlib.Path | None:
-    """The folder of the answers, if one was named."""
-    named = check("hyperscale: out", out, str | pathlib.Path | None)
-    return None if named is None else pathlib.Path(named)
 
 
 def _slug(system: Resolved) -> str:

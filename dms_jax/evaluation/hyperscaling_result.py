@@ -117,7 +117,7 @@ class Hyperscaling:
 
     @functools.cached_property
     def _known(self) -> dict[tuple[str, str, Axis, Method], Measured | None]:
-        """Average gains that were computed: a bootstrap takes a moment."""
+        """Cache of average gains, because a bootstrap takes a moment."""
         return {}
 
     @property

@@ -1,17 +1,16 @@
 """The answers of an evaluation on disk, so that an interrupted one can resume.
 
-The first line of `answers.jsonl` holds the settings, each following line an answer, written when it
-ends. The numbers of problems and chains are not among the settings: the seeds do not depend on
-them, so a later evaluation can add more of both.
+The first line of `answers.jsonl` holds the settings, each other line an answer, written as soon as
+it is finished. The numbers of problems and chains are not settings: no seed depends on them, so a
+later evaluation can add more of both.
 """
 
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -46,32 +45,21 @@ class Journal:
     def __init__(self, folder: str | pathlib.Path, settings: Mapping[str, Any]):
         self._path = pathlib.Path(folder) / NAME
         settings = json.loads(json.dumps(settings))
-        try:
+        with contextlib.ExitStack() as undo, _writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: io.BufferedRandom = self._path.open("a+b")
-        except OSError as error:
-            raise _not_written(self._path, error) from error
-        try:
+            self._file = self._path.open("a+b")
+            undo.callback(self.close)
             if lock(self._file) is False:
                 raise DataError(
                     f"Another run is writing {self._path}. Wait for its end, or name another `out`."
                 )
             self._file.seek(0)
-            whole = self._file.read().decode().split("\n")[:-1]  # a last line may be incomplete
-            self.answers = self._read(whole, settings) if whole else {}
-            self._file.truncate(sum(len(line.encode()) + 1 for line in whole))
+            whole = self._file.read().split(b"\n")[:-1]  # a last line may be incomplete
+            self.answers = self._read(whole, settings)
+            self._file.truncate(sum(len(line) + 1 for line in whole))
             if not whole:
                 self._write({"settings": settings})
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError):
-                raise _not_written(self._path, error) from error
-            if isinstance(error, UnicodeDecodeError):
-                raise DataError(
-                    f"{self._path} is not the text of an evaluation ({error}). Name another "
-                    "folder, or remove the file."
-                ) from error
-            raise
+            undo.pop_all()
 
     def add(self, problem: int, chain: int, answer: Answer) -> None:
         """Writes an answer and flushes the file.
@@ -86,17 +74,15 @@ class Journal:
 
     def close(self) -> None:
         """Closes answers.jsonl; what was added is on disk already."""
-        with contextlib.suppress(OSError):  # of what `add` could not write, which it said
+        with contextlib.suppress(OSError):  # `add` has reported it
             self._file.close()
 
     def _write(self, data: Mapping[str, Any]) -> None:
-        try:
+        with _writing(self._path):
             self._file.write(json.dumps(data).encode() + b"\n")
             self._file.flush()
-        except OSError as error:
-            raise _not_written(self._path, error) from error
 
-    def _read(self, lines: list[str], settings: Mapping[str, Any]) -> dict[Place, Answer]:
+    def _read(self, lines: list[bytes], settings: Mapping[str, Any]) -> dict[Place, Answer]:
         answers: dict[Place, Answer] = {}
         for number, line in enumerate(lines, 1):
             try:
@@ -104,11 +90,8 @@ class Journal:
                 if number == 1:
                     found = data["settings"]
                 else:
-                    usage = Usage(**data.pop("usage"))
-                    place = (data.pop("problem"), data.pop("chain"))
-                    trace = data.pop("trace", None)
-                    if data.get("likeliest") is not None:
-                        data["likeliest"] = [tuple(pair) for pair in data["likeliest"]]
+                    usage, trace = Usage(**data.pop("usage")), data.pop("trace", None)
+                    place = data.pop("problem"), data.pop("chain")
                     answers[place] = Answer(
                         Completion(usage=usage, **data), None if trace is None else Trace(**trace)
                     )
@@ -134,18 +117,21 @@ def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:
       DataError: one cannot be written.
     """
     for name, content in contents.items():
-        part = folder / f"{name}.part"
-        try:
+        with _writing(folder / name):
+            part = folder / f"{name}.part"
             part.write_text(content + "\n", encoding="utf-8")
             part.replace(folder / name)
-        except OSError as error:
-            raise _not_written(folder / name, error) from error
 
 
-def _not_written(path: pathlib.Path, error: OSError) -> DataError:
-    return DataError(
-        f"{path} cannot be written: {error.strerror}. Make room, or name another `out`."
-    )
+@contextlib.contextmanager
+def _writing(path: pathlib.Path) -> Iterator[None]:
+    """Makes an OSError a DataError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}. Make room, or name another `out`."
+        ) from error
 
 
 def model_mark(model: LanguageModel) -> str:

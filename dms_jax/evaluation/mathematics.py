@@ -4,10 +4,10 @@ An answer is looked for where the prompts request it (`\boxed{...}`, "the final 
 otherwise among the expressions of the text. Two answers are the same if they are the same number,
 expression, set, interval or word, however they are written: 0.5 is \frac{1}{2}.
 
-All of it happens in processes of their own (`mathematics_worker.py`), because sympy computes some
-expressions for hours: there the time has a limit, whatever thread asks. What takes longer is no
-answer, or not the expected one, and is logged. Reading a solution takes milliseconds, so as many
-threads as there are processors are answered side by side, and what was read is remembered.
+Parsing and comparing run in worker processes (`mathematics_worker.py`), because sympy computes some
+expressions for hours: a worker has a timeout that works from any thread. What exceeds it counts as
+no answer, or as a wrong one, and is logged. There are as many workers as processors, and results
+are cached.
 """
 
 import functools
@@ -28,7 +28,7 @@ _logger = logging.getLogger("dms_jax")
 _workers = Helpers(
     pathlib.Path(__file__).with_name("mathematics_worker.py"),
     str(_SECONDS),
-    seconds=6.0 * _SECONDS,  # of what keeps the worker's own limit from coming
+    seconds=6.0 * _SECONDS,  # in case the worker's own timeout does not fire
     count=cores(),
 )
 
@@ -38,7 +38,7 @@ def require_math_verify(task: str) -> None:
     import_extra("math_verify", package="Math-Verify", purpose=f"Judging the answers of {task}")
 
 
-@functools.lru_cache(maxsize=1 << 16)  # all chains of an evaluation: score and vote ask for it
+@functools.lru_cache(maxsize=1 << 16)  # all chains of an evaluation, for score and vote
 def find_answer(completion: str) -> str | None:
     r"""The answer of a completion in a normal form, as LaTeX; None where there is none.
 
@@ -84,7 +84,7 @@ def _ask(what: str, given: Any) -> dict[str, Any]:
     except OSError as error:
         require_math_verify("mathematics")
         raise CapacityError(
-            "Answers are compared in a process of their own, which cannot be started: "
+            "Answers are compared in a worker process, which cannot be started: "
             f"{plain(error, 300)}. End other processes, or judge later: with `out=` the answers "
             "are kept."
         ) from error

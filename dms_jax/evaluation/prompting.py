@@ -1,9 +1,8 @@
 """Encodes problems as prompts: as plain text, or through the model's chat template.
 
 In a chat every worked example is a user turn and an assistant turn, after the system prompt, and
-the problem is the last user turn; a beginning of the answer that the problem prescribes is the
-beginning of the last assistant turn. In plain text the examples precede the problem, separated by
-empty lines.
+the problem is the last user turn; where a problem gives the beginning of its answer, it begins the
+last assistant turn. In plain text the examples precede the problem, separated by empty lines.
 """
 
 import dataclasses
@@ -13,8 +12,6 @@ from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checks import Options
 from dms_jax.data.tasks import Problem, Task
 from dms_jax.errors import DataError
-from dms_jax.evaluation.tasks.files import FileProblem
-from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
 from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation.requests import Request, encode_prompt
 from dms_jax.model.language_model import LanguageModel
@@ -71,28 +68,26 @@ def prompt_text(
     Raises:
       DataError: there is no chat template.
     """
-    examples = problem.examples if isinstance(problem, FileProblem) else ()
-    prefix = problem.answer_prefix if isinstance(problem, PrefilledProblem) else ""
     if chat is None:
-        return SEPARATOR.join([*map("".join, examples), problem.prompt]) + prefix
+        texts = [*map("".join, problem.examples), problem.prompt]
+        return SEPARATOR.join(texts) + problem.answer_prefix
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
             f"{name}: chat prompts were requested, and the model's tokenizer has no chat template. "
             "Leave chat out for plain text prompts, or set model.tokenizer.chat_template."
         )
     messages = [] if chat.system is None else [{"role": "system", "content": chat.system}]
-    for question, answer in examples:
+    for question, answer in problem.examples:
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": answer.strip()})
     messages.append({"role": "user", "content": problem.prompt})
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **chat.variables)
-    return text + prefix
+    return text + problem.answer_prefix
 
 
 def answer_limit(problem: Problem, most: int) -> int:
-    """The longest answer that a problem allows, of at most so many tokens."""
-    limit = problem.answer_tokens if isinstance(problem, PrefilledProblem) else None
-    return most if limit is None else min(limit, most)
+    """The longest answer that a problem allows, in tokens, and at most `most`."""
+    return most if problem.answer_tokens is None else min(problem.answer_tokens, most)
 
 
 def limit_answer(request: Request, problem: Problem) -> None:

@@ -39,7 +39,7 @@ class Record:
         return DataError(f"{self.where}: {message}")
 
     def value(self, *names: str) -> Any:
-        """The value of the first field that is present.
+        """The value of the first of these fields that is present.
 
         Raises:
           DataError: none is present.
@@ -52,7 +52,7 @@ class Record:
         raise self.error(f"there is no {wanted}; fields: {found}.")
 
     def text(self, *names: str) -> str:
-        """The first field that is present, which must be a text or a number.
+        """The first of these fields that is present, as text; it must be a text or a number.
 
         Raises:
           DataError: none is present, or the value is blank or of another type.

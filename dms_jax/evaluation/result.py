@@ -65,11 +65,7 @@ class Result:
     @property
     def voted(self) -> Measured:
         """Mean score of the majority vote of the chains."""
-        return self.voted_of(self.scores.shape[1])
-
-    def voted_of(self, chains: int) -> Measured:
-        """Mean score of the majority vote of the first `chains` chains."""
-        winners = [majority(answers[:chains]) for answers in self.answers]
+        winners = map(majority, self.answers)
         scores = [
             0.0 if winner is None else self.answer_scores[problem, winner]
             for problem, winner in enumerate(winners)

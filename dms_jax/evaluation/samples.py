@@ -7,11 +7,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dms_jax.evaluation.aggregation import Method, likeliest, pass_at
-from dms_jax.evaluation.asking import Judge
+from dms_jax.evaluation.questions import Judge, PerChain
 from dms_jax.evaluation.statistics import majority
 from dms_jax.evaluation.traces import Chain
 
-PerChain = Float[np.ndarray, "problems chains"]
 _DTYPES = {
     "logprob": np.float64,
     "new_tokens": np.int64,
@@ -44,17 +43,11 @@ class Sample:
     @classmethod
     def of(cls, cuts: Sequence[Sequence[Chain]], judge: Judge) -> "Sample":
         """Judges the chains."""
-        judge.together((i, each.text) for i, own in enumerate(cuts) for each in own)
-        answers = [[judge.answer(i, each.text) for each in own] for i, own in enumerate(cuts)]
+        answers, scores, answer_scores = judge.chains([[each.text for each in own] for own in cuts])
         return cls(
             answers=answers,
-            scores=np.asarray(
-                [[judge(i, each.text) for each in own] for i, own in enumerate(cuts)], np.float64
-            ),
-            answer_scores=np.asarray(
-                [[judge.answer_score(i, each) for each in own] for i, own in enumerate(answers)],
-                np.float64,
-            ),
+            scores=scores,
+            answer_scores=answer_scores,
             **{
                 name: np.asarray([[getattr(each, name) for each in own] for own in cuts], dtype)
                 for name, dtype in _DTYPES.items()
@@ -62,7 +55,7 @@ class Sample:
         )
 
     def score(self, method: Method, chains: int, groups: int = 1) -> Float[np.ndarray, " problems"]:
-        """Score of each problem from `chains` chains: the mean over the first groups of so many.
+        """Score of each problem by `chains` chains, the mean over the first `groups` such groups.
 
         pass@W is estimated from all chains.
         """

@@ -11,8 +11,8 @@ from dms_jax.generation.prefill import SATURATING
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-# Where a policy runs tokens one by one, many sequences take as long as one: as many run together as
-# fit this many bytes of activations, or what the pool leaves free of a small device.
+# Where a policy runs prompts token by token, many sequences take as long as one. So as many run
+# together as fit this many bytes of activations, or what the pool leaves free on a small device.
 _ACTIVATION_BYTES = 8e9
 
 
@@ -23,7 +23,7 @@ class Serving(Options):
     Attributes:
       lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
       memory: bytes for the cache; None for what the lanes can need, within the free memory.
-      chunk: decode steps between two looks at the requests.
+      chunk: decode steps of a compiled program, after which finished requests make room.
       page_size: slots per page; 16 for Quest as published.
       prefill_chunk: prompt tokens of a sequence per compiled program.
       kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits, "int4" for 4; None for the

@@ -1,11 +1,10 @@
-"""What an answer would have been, had it been cut off earlier: its first tokens, reads and peak.
+"""Cut an answer to a shorter length: its first tokens, with their reads and their peak.
 
-A token depends on the tokens before it, on the draw of its position and on what the policy kept. If
-the policy does not look at the longest answer that a request may have, an answer of at most l
-tokens is therefore the first l tokens of a longer one, and it used what those steps used. A policy
-whose budget is a share of prompt and longest answer has another budget for each length, so its
-answers are no prefixes of each other (`depends_on_length`). As between any two runs, rounding may
-depend on the batch (`generation.sampling`).
+A token depends on the tokens before it, on the draw of its position and on what the policy kept. So
+an answer of at most l tokens is the first l tokens of a longer one and used what those steps used,
+unless the policy's budget is a share of prompt and longest answer: then each length has another
+budget, and the answers are no prefixes of each other (`depends_on_length`). As between any two
+runs, rounding may depend on the batch (`generation.sampling`).
 """
 
 import dataclasses
@@ -17,13 +16,13 @@ from dms_jax.policies import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The use of the cache by a request, step by step.
+    """A request's use of the cache, step by step.
 
     Attributes:
-      rows: L * K, the rows that the other figures are totals over.
+      rows: L * K; the other figures are totals over these rows.
       prompt_peak: the most live entries after any token of the prompt.
-      live, reads: live entries after each decode step, and the entries that it read. The steps ran
-        all generated tokens but the last.
+      live, reads: live entries after each decode step, and the entries that it read. There is a
+        step for every generated token but the last.
     """
 
     rows: int
@@ -47,7 +46,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """What an evaluation needs of a chain of at most so many tokens.
+    """An answer that was cut to a length.
 
     Attributes:
       text: its text.
@@ -66,7 +65,7 @@ class Chain:
 
 
 def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
-    """Returns the chain that an answer would have been with at most `length` new tokens."""
+    """Cuts an answer to at most `length` new tokens."""
     done, trace = answer.completion, answer.trace
     assert done.logprobs is not None
     if len(done.tokens) <= length:

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from matplotlib.figure import Figure
 
-from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
+from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure, label_heights
 from dms_jax.errors import ConfigError
 from dms_jax.evaluation import Hyperscaling
 from tests.evaluation.test_hyperscaling_result import by_hand, made_up
@@ -40,7 +40,7 @@ def test_frontiers_with_names_and_plain_budgets(monkeypatch, tmp_path: pathlib.P
     assert "vote" in reads.get_ylabel()
 
 
-def test_names_that_would_meet_are_moved_apart(monkeypatch, tmp_path):
+def test_overlapping_names_move_apart(monkeypatch, tmp_path):
     rows = [(8, 1, 100 + i, 10 + i, (0, 0, 1)) for i in range(3)]
     points = [point for i, row in enumerate(rows) for point in made_up(f"s{i}", row)]
     reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
@@ -49,20 +49,20 @@ def test_names_that_would_meet_are_moved_apart(monkeypatch, tmp_path):
     assert all(b - a >= 0.04 * (high - low) for a, b in itertools.pairwise(heights))
 
 
-def test_points_that_read_nothing_are_beside_the_axis(monkeypatch, tmp_path):
+def test_points_without_reads_are_off_the_axis(monkeypatch, tmp_path):
     points = made_up("one", (1, 1, 0, 9, (0, 0, 0)), (8, 1, 100, 10, (0, 0, 1)))
     reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
     assert reads.get_xlim()[0] == pytest.approx(100 / 1.2)
 
 
 @pytest.mark.parametrize("count", [0, 7])
-def test_a_figure_of_too_many_systems_is_refused(count, tmp_path):
+def test_wrong_number_of_systems_is_refused(count, tmp_path):
     points = [p for i in range(count) for p in made_up(f"s{i}", (8, 1, 100, 10, (0, 0, 1)))]
     with pytest.raises(ConfigError, match=f"one to 6 systems, got {count}"):
         hyperscaling_figure(tmp_path / "no.png", Hyperscaling({}, tuple(points)), title="")
 
 
-def test_a_system_without_a_greedy_point_says_so(monkeypatch, tmp_path):
+def test_system_without_greedy_point_says_so(monkeypatch, tmp_path):
     rows = [(8, 1, 100, 10, (0, 0, 1)), (8, 3, 300, 30, (0, 1, 1))]
     points = made_up("with", *rows) + made_up("without", *rows, greedy=False)
     reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
@@ -71,3 +71,16 @@ def test_a_system_without_a_greedy_point_says_so(monkeypatch, tmp_path):
     }
     squares = [line.get_xydata().tolist() for line in reads.lines if line.get_marker() == "s"]
     assert squares == [[[100, pytest.approx(100 / 3)]], []]
+
+
+def test_labels_move_down_where_they_would_collide():
+    assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=True) == [90, 85, 90]
+    assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=False) == [90, 80, 85]
+    assert label_heights([(1, 20), (1, 50)], 5, log=False) == [20, 50]
+    assert label_heights([], 5, log=True) == []
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_equal_ends_are_a_gap_apart(count):
+    heights = sorted(label_heights([(7, 30)] * count, 4, log=True))
+    assert heights == [30 - 4 * step for step in reversed(range(count))]

@@ -52,7 +52,7 @@ class Tags(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_texts_of_tokens_join_to_the_text():
+def test_token_texts_join_to_the_text():
     model = dms_jax.load(str(assets.path("stories260k")))
     text = 'Lily said, "Café!"\nThe end.'
     tokens = model.tokenizer.encode(text)
@@ -83,7 +83,7 @@ def test_the_page_holds_every_token_and_lifetime():
     assert second["read"] == [[[100, 75, 0]], [[0, 100, 100]]]
 
 
-def test_a_text_of_html_stays_in_the_script():
+def test_html_in_the_text_stays_in_the_script():
     """After "<!--" and "<script" a browser would not see the end of the script."""
     tokens = ["<!--", " <script>", "</SCRIPT >"]
     page = eviction_page(tokens, [View.of(found_of([[[[N, N, N]]]]))], title="t")
@@ -92,7 +92,7 @@ def test_a_text_of_html_stays_in_the_script():
     assert "<!--" not in page
 
 
-def test_the_page_is_whole_and_loads_nothing():
+def test_page_is_well_formed_and_loads_nothing():
     page = eviction_page(["a"], [View.of(found_of([[[[N]]]]))], title="t")
     tags = Tags()
     tags.feed(page)
@@ -103,7 +103,7 @@ def test_the_page_is_whole_and_loads_nothing():
         assert address not in page
 
 
-def test_a_page_of_several_sequences_shows_the_one_asked_for():
+def test_view_of_a_sequence():
     found = found_of([[[[1, N]], [[N, N]]]])
     chex.assert_trees_all_equal(View.of(found, sequence=1).gone, np.full((1, 1, 2), N))
 
@@ -127,7 +127,7 @@ def test_a_policy_over_another_explains_both(policy):
     assert over == "Learned delayed eviction."
 
 
-def test_views_of_another_text_are_refused():
+def test_bad_views_are_refused():
     view = View.of(found_of([[[[N, N]]]]))
     with pytest.raises(dms_jax.ConfigError, match="TOVA is of 2 tokens, and the text has 1"):
         eviction_page(["a"], [view], title="t")

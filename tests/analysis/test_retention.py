@@ -75,7 +75,7 @@ def reads_in(trace: Trace, prompt: int, head: int, group: int) -> list[int]:
     ],
     ids=lambda row: row.name,
 )
-def test_every_policy_keeps_evicts_and_reads_as_its_oracle(row):
+def test_every_policy_equals_its_oracle(row):
     found = recorded(row)
     passes = expected(row, PROMPTS)
     selects = type(row.policy).__name__ in ("Quest", "KCache")
@@ -96,7 +96,7 @@ def test_the_rows_are_of_every_policy():
 
 
 @pytest.mark.nightly
-def test_live_tokens_are_those_that_score_counts():
+def test_live_tokens_equal_score():
     """Checks the sums against `Usage`, which a run without any recording gives."""
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.asarray(model.tokenizer.encode(assets.stories("valid")[0]))[None, :60]
@@ -107,22 +107,6 @@ def test_live_tokens_are_those_that_score_counts():
         chex.assert_shape(live, (5, 1, 4, 59))
         assert score.usage.live_tokens == pytest.approx(live[..., -1].mean())
         assert score.usage.compression_ratio == pytest.approx(59 / live[..., -1].mean())
-
-
-def test_a_merged_token_ends_in_the_slot_of_the_next_kept_one():
-    gone = np.array([[[[1, 2, NEVER, 4, NEVER, NEVER]]]])
-    found = Retention(
-        policy=dms_jax.DMC(window=2),
-        tokens=np.zeros((1, 6), int),
-        prompt_lengths=np.zeros(1, int),
-        gone=gone,
-        reads=None,
-        num_query_heads=1,
-    )
-    assert found.merges
-    chex.assert_trees_all_equal(found.segments()[0, 0, 0], np.array([2, 2, 2, 4, 4, 5]))
-    # Means are over two tokens: token 0 was in the mean while token 1 was the newest.
-    chex.assert_trees_all_equal(found.forgotten()[0, 0, 0], np.arange(6) == 0)
 
 
 def test_read_shares_count_steps_in_which_the_token_was_there():
@@ -150,7 +134,7 @@ def test_one_token_is_kept():
     assert (found.gone == NEVER).all()
 
 
-def test_what_cannot_be_recorded_is_refused():
+def test_bad_recordings_are_refused():
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.ones((2, 8), int)
     with pytest.raises(dms_jax.DataError, match=r"prompt_lengths .* between 0 and 8"):

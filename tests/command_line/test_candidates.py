@@ -174,7 +174,6 @@ def test_choices_are_in_percent():
             logprobs=(np.array([-1.0, -2.0]), np.array([-3.0, -2.0])),
             lengths=(np.array([1, 1]), np.array([1, 1])),
             gold=np.array(gold),
-            groups=("", ""),
             peak=np.array([5.0, 7.0]),
             seconds=1.0,
         )

@@ -21,7 +21,7 @@ def test_pass_at_is_the_mean_over_all_subsets(count):
     chex.assert_trees_all_close(pass_at(scores, count), np.array(want), rtol=1e-12)
 
 
-def test_pass_at_of_right_and_wrong_is_the_usual_estimator():
+def test_pass_at_equals_the_usual_estimator():
     """1 - C(n - c, k) / C(n, k), also where the coefficients are far beyond float64."""
     right, drawn, count = 3, 2000, 700
     scores = np.zeros((1, drawn))

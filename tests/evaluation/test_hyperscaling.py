@@ -28,7 +28,6 @@ from dms_jax.evaluation import journal as journal_module
 from dms_jax.evaluation.hyperscaling import Plan
 from dms_jax.generation import Engine
 from tests.evaluation.test_evaluating import BEGINNINGS, Continue
-from tests.evaluation.test_hyperscaling_result import by_hand
 from tests.generation.support import stories
 from tests.support.fake_programs import faked
 
@@ -99,7 +98,7 @@ def single(policy, *, length, chains, seed, **changes):
 
 
 @pytest.mark.parametrize(("name", "policy"), [("vanilla", dms_jax.Vanilla()), ("TOVA", TOVA)])
-def test_every_point_is_an_evaluation_of_its_own(whole, name, policy):
+def test_points_equal_single_evaluations(whole, name, policy):
     for length, index in itertools.product((5, 12), (0, 1)):
         alone = single(policy, length=length, chains=3, seed=index)
         for chains in (1, 3):  # three groups of one, one of three
@@ -157,7 +156,7 @@ def served(monkeypatch):
     return sizes
 
 
-def test_a_system_runs_once_for_all_lengths_and_chains(monkeypatch, whole):
+def test_one_run_serves_all_lengths_and_chains(monkeypatch, whole):
     sizes = served(monkeypatch)
     result = run(SYSTEMS[:1])
     # One greedy chain a problem, and two seeds, each with the longest answers and the most chains.
@@ -165,7 +164,7 @@ def test_a_system_runs_once_for_all_lengths_and_chains(monkeypatch, whole):
     assert result.table() == "\n".join(whole.table().splitlines()[:8])
 
 
-def test_one_greedy_chain_is_a_point_of_every_system_at_every_length(whole):
+def test_every_system_has_greedy_points(whole):
     greedy = dataclasses.replace(SAMPLING, temperature=0, logprobs=True)
     for name, policy in (("vanilla", dms_jax.Vanilla()), ("TOVA", TOVA)):
         assert whole.has_greedy(name)
@@ -184,7 +183,7 @@ def test_one_greedy_chain_is_a_point_of_every_system_at_every_length(whole):
     ]
 
 
-def test_a_share_of_the_request_is_run_length_by_length(monkeypatch):
+def test_compression_ratio_runs_each_length(monkeypatch):
     sizes = served(monkeypatch)
     result = run([System("share", SHARE)], seeds=(0,), chains=(1,), problems=2)
     assert sizes == [2, 2, 2, 2]
@@ -216,7 +215,7 @@ def test_systems_of_one_name_share_a_frontier():
 # -- interrupts -----------------------------------------------------------------------------------
 
 
-def test_what_is_interrupted_returns_its_points_and_resumes(tmp_path, monkeypatch, whole):
+def test_interrupt_keeps_points_and_resumes(tmp_path, monkeypatch, whole):
     """Ctrl-C in the middle of the second system."""
     add, added = journal_module.Journal.add, []
 
@@ -254,7 +253,7 @@ def test_what_is_interrupted_returns_its_points_and_resumes(tmp_path, monkeypatc
     )
 
 
-def test_a_folder_that_cannot_be_written_loses_no_points(tmp_path, monkeypatch, whole):
+def test_unwritable_folder_loses_no_points(tmp_path, monkeypatch, whole):
     """Points that took hours are in the error, and an interrupt stays one."""
     (tmp_path / "results.json").mkdir()
     with pytest.raises(DataError, match="cannot be written: Is a directory") as caught:
@@ -271,37 +270,7 @@ def test_a_folder_that_cannot_be_written_loses_no_points(tmp_path, monkeypatch, 
     assert interrupted.value.finished.points == whole.of("vanilla")
 
 
-def test_an_interrupt_while_the_gains_are_computed_returns_the_points(tmp_path, monkeypatch, whole):
-    def interrupt(self, method="vote"):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Plan, "points", lambda self, system: iter(whole.of(system.name)))
-    monkeypatch.setattr(Hyperscaling, "gains_table", interrupt)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run(out=tmp_path)
-    assert caught.value.finished.points == whole.points
-
-
-def test_gains_are_computed_once_for_the_files_and_for_the_caller(tmp_path, monkeypatch):
-    """Each takes a bootstrap: of one pair of systems by reads, and by peak."""
-    computed, points = [], by_hand().points
-    compute = hyperscaling_result.measured_average_gain
-
-    def counted(*trials):
-        computed.append(len(trials))
-        return compute(*trials)
-
-    own = lambda self, system: (each for each in points if each.system == system.name)  # noqa: E731
-    monkeypatch.setattr(Plan, "points", own)
-    monkeypatch.setattr(hyperscaling_result, "measured_average_gain", counted)
-    result = run([System("slow"), System("fast")], out=tmp_path)
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert json.loads(json.dumps(result.to_dict())) == written
-    result.gains_table()
-    assert len(computed) == 2
-
-
-def test_names_are_shown_as_they_are(whole):
+def test_names_are_escaped(whole):
     """Square brackets are markup of a terminal, and bars are columns of Markdown."""
     point = dataclasses.replace(whole.points[0], system="a|b [bold] [/x]")
     result, shown = Hyperscaling({}, (point,)), io.StringIO()
@@ -323,19 +292,12 @@ def test_names_are_shown_as_they_are(whole):
         ({"problems": 0}, "hyperscale: problems"),
     ],
 )
-def test_what_cannot_be_compared(changes, message):
+def test_bad_grids_are_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         run(**changes)
 
 
-def test_figures_of_other_settings_are_not_mixed(tmp_path):
-    small = dict(lengths=(2,), chains=(1,), seeds=(0,), problems=1, out=tmp_path)
-    run(**small)
-    with pytest.raises(DataError, match=r"settings \(sampling\)"):
-        run(**small, sampling=dms_jax.Sampling(temperature=0.7, top_p=0.5))
-
-
-def test_lengths_that_the_model_has_no_positions_for_are_refused(tmp_path):
+def test_lengths_beyond_the_positions_are_refused(tmp_path):
     """Answers cut off by the end of the positions would stand there as of the length."""
     with pytest.raises(ConfigError, match=r"512 positions.*lengths of at most (\d+)") as refused:
         run(lengths=(5, 600), out=tmp_path)

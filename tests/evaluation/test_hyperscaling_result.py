@@ -71,7 +71,7 @@ def test_frontiers_and_gains_by_hand():
         result.average_gain("quick", "slow")
 
 
-def test_answers_of_one_token_read_nothing():
+def test_points_without_reads():
     rows = [(1, 1, 0, 9, (0, 0, 0)), (8, 1, 100, 10, (0, 0, 1))]
     result = Hyperscaling({}, (*made_up("one", *rows), *made_up("two", *rows)))
     assert result.average_gain("two", "one", "reads").value == 0
@@ -99,7 +99,7 @@ def test_tables_of_points_and_gains():
     assert "800" in shown.getvalue()
 
 
-def test_a_gain_is_over_the_best_plain_decoding():
+def test_gain_is_over_the_best_plain_decoding():
     """Votes that beat the plain cache's votes, and not its one greedy chain, gain nothing."""
     rows = [(8, 1, 100, 10, (1, 1, 0)), (8, 1, 100, 10, (0, 0, 0)), (8, 3, 300, 30, (1, 0, 0))]
     small = made_up("small", (8, 1, 30, 3, (1, 1, 0)), (8, 9, 300, 30, (1, 1, 0)))

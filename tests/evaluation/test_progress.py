@@ -17,7 +17,7 @@ def test_a_notebook_without_widgets_gets_lines(capsys):
     assert "\x1b" not in printed.err
 
 
-def test_nothing_is_written_unless_it_is_shown(capsys):
+def test_hidden_bar_prints_nothing(capsys):
     with progress_bar(1, title="words", shown=False) as tick:
         tick(1.0)
     assert capsys.readouterr() == ("", "")

@@ -54,7 +54,7 @@ def calls_of(monkeypatch):
     return sizes
 
 
-def test_answers_are_kept_while_the_next_steps_run(tmp_path, monkeypatch):
+def test_answers_are_written_while_the_device_runs(tmp_path, monkeypatch):
     late, serve = [], Engine.serve
 
     def served(self, source):
@@ -72,14 +72,14 @@ def test_all_problems_share_one_queue(monkeypatch, whole):
     assert sizes == [8]
 
 
-def test_prompts_that_run_token_by_token_start_together(monkeypatch):
+def test_token_by_token_prompts_start_together(monkeypatch):
     sizes = calls_of(monkeypatch)
     policy = dms_jax.TOVA(budget=20, prefill="evict_past_budget")
     run(policy=policy, sampling=dataclasses.replace(SAMPLING, max_new_tokens=1))
     assert sizes == [2, 2, 2, 2]
 
 
-def test_answers_are_on_disk_with_figures_and_a_table(tmp_path, whole):
+def test_files_of_an_evaluation(tmp_path, whole):
     result = run(tmp_path / "run")
     same(result, whole)
     lines = [json.loads(line) for line in (tmp_path / "run/answers.jsonl").open()]
@@ -95,7 +95,7 @@ class Enough(Exception):
     pass
 
 
-def test_an_interrupted_evaluation_goes_on_after_what_is_on_disk(tmp_path, monkeypatch, whole):
+def test_interrupted_evaluation_resumes(tmp_path, monkeypatch, whole):
     add, added = module.Journal.add, []
 
     def third(self, *arguments):
@@ -123,7 +123,7 @@ def test_an_interrupted_evaluation_goes_on_after_what_is_on_disk(tmp_path, monke
     same(more, run(problems=5, chains=3))
 
 
-def test_answers_of_other_settings_are_not_mixed(tmp_path):
+def test_other_settings_are_refused(tmp_path):
     short = dataclasses.replace(SAMPLING, max_new_tokens=2)
     run(tmp_path, problems=1, sampling=short)
     for changes, name in (
@@ -152,7 +152,7 @@ def scaled(transformer):
     return jax.tree.map(lambda leaf: leaf * 1.01, transformer)
 
 
-def test_what_cannot_be_written_is_an_error_that_names_the_file(tmp_path, monkeypatch, whole):
+def test_unwritable_files_are_named(tmp_path, monkeypatch, whole):
     """A full disk, and a folder where a file should be: what was answered is in the error."""
     (tmp_path / "table.md").mkdir()
     with pytest.raises(DataError, match=r"table\.md cannot be written: Is a directory") as caught:
@@ -167,7 +167,7 @@ def test_what_cannot_be_written_is_an_error_that_names_the_file(tmp_path, monkey
             run(out=tmp_path / "full")
     assert full.value.finished[0].text == texts[0]
     (tmp_path / "answers.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(DataError, match=r"answers\.jsonl is not the text of an evaluation"):
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 1: this is no answer"):
         run(out=tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_a_bar_shows_the_running_score(capsys, whole):
     assert f"score {100 * whole.accuracy.value:.1f}%" in shown
 
 
-def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch):
+def test_folder_is_locked(tmp_path, monkeypatch):
     small = dict(problems=1, chains=1, out=tmp_path)
     serve, second = Engine.serve, []
 

@@ -24,7 +24,7 @@ from dms_jax.evaluation import (
 )
 
 
-def test_the_error_is_that_of_problems_not_of_chains():
+def test_errors_are_clustered_by_problem():
     # Problem means 1, 0, 0.5: standard deviation 0.5 over n - 1. The chains of a problem agree.
     scores = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
     measured = mean_over_problems(scores)
@@ -32,7 +32,7 @@ def test_the_error_is_that_of_problems_not_of_chains():
     assert measured.error == pytest.approx(0.5 / math.sqrt(3))
 
 
-def test_the_error_of_a_single_problem_is_not_known():
+def test_error_of_one_problem_is_unknown():
     """It is not 0, which would put any figure beyond any threshold."""
     assert math.isnan(standard_error(np.array([3.0])))
     alone = mean_over_problems(np.array([[1.0, 0.5]]))
@@ -48,7 +48,7 @@ def test_the_error_of_a_single_problem_is_not_known():
         assert percent(measured.to_list()) == "75.0 ± unknown"
 
 
-def test_seeds_add_their_own_error():
+def test_seeds_add_to_the_error():
     # Means over seeds 0, 0.5, 1: problems' error 0.5 / sqrt(3). Seed means 2/3 and 1/3:
     # standard deviation sqrt(2 / 36), over two seeds sqrt(1 / 36).
     values = np.array([[0.0, 1, 1], [0, 0, 1]])
@@ -59,7 +59,7 @@ def test_seeds_add_their_own_error():
     assert mean_over_seeds(values[:1]).error == pytest.approx(math.sqrt(1 / 9))
 
 
-def test_a_paired_difference_drops_what_problems_have_in_common():
+def test_differences_are_paired_by_problem():
     left = np.array([[1.0, 0, 1, 1]])
     right = np.array([[1.0, 0, 0, 1]])
     measured = difference(left, right)
@@ -75,7 +75,7 @@ def test_a_paired_difference_drops_what_problems_have_in_common():
         difference(left, right[:, :2])
 
 
-def test_both_sides_seeds_add_to_the_error_of_a_difference():
+def test_seeds_of_both_sides_add_to_a_difference():
     """Seed means 1 and 0 against 0.75 and 0.25: variances of the means 0.25 and 0.0625."""
     left, right = np.array([[1.0, 1], [0, 0]]), np.array([[1.0, 0.5], [0.5, 0]])
     # Means over seeds 0.5, 0.5 and 0.75, 0.25: gaps -0.25 and 0.25, error 0.25.
@@ -107,13 +107,13 @@ def test_votes(answers, winner):
     assert majority(answers) == winner
 
 
-def test_a_frontier_keeps_what_nothing_cheaper_reaches():
+def test_frontier_is_pareto_optimal():
     points = [(3, 0.4), (1, 0.2), (4, 0.6), (2, 0.5), (4, 0.55), (5, 0.6)]
     assert frontier(points) == [(1, 0.2), (2, 0.5), (4, 0.6)]
     assert frontier([]) == []
 
 
-def test_the_average_gain_integrates_linear_frontiers():
+def test_average_gain_integrates_linear_frontiers():
     # Left: 0 at 1 to 1 at 3. Right: 0.5 at 2 to 0.5 at 4 (flat). Common: 2 to 3, left 0.5 to 1.
     assert average_gain([(1, 0.0), (3, 1.0)], [(2, 0.5), (4, 0.5)]) == pytest.approx(0.25)
     # Left has a knot inside the interval: 0 at 0, 1 at 1, stays 1 at 2. Right is 0 throughout.
@@ -122,7 +122,7 @@ def test_the_average_gain_integrates_linear_frontiers():
     assert average_gain([], [(1, 0.5)]) is None
 
 
-def test_interpolation_is_linear_in_the_logarithm_of_the_budget():
+def test_interpolation_is_linear_in_log_budget():
     low, high = Level(10, np.array([[0.0, 0.0]])), Level(1000, np.array([[1.0, 0.5]]))
     chex.assert_trees_all_close(at_budget([high, low], 100), np.array([[0.5, 0.25]]), rtol=1e-7)
     chex.assert_trees_all_close(at_budget([high, low], 1000), np.array([[1.0, 0.5]]), rtol=1e-7)
@@ -134,7 +134,7 @@ def test_interpolation_is_linear_in_the_logarithm_of_the_budget():
         Level(0, low.scores)
 
 
-def test_the_gain_at_equal_budget_is_paired_by_problem():
+def test_gain_at_equal_budget_is_paired():
     baseline = [Level(10, np.array([[0.0, 0, 1]])), Level(1000, np.array([[1.0, 0, 1]]))]
     # The baseline would score 0.5, 0, 1 at 100; the system scores 1, 0, 1.
     gain = gain_at(Level(100, np.array([[1.0, 0, 1]])), baseline)

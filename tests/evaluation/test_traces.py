@@ -7,7 +7,7 @@ import pytest
 import dms_jax
 from dms_jax.evaluation import Serving
 from dms_jax.evaluation.answering import Evaluation
-from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.traces import cut, depends_on_length
 from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import GenerationDefaults
@@ -36,7 +36,6 @@ def answers(name="vanilla", *, length=20, **changes):
         serving=dataclasses.replace(SERVING, **changes),
         chains=2,
         seed=5,
-        max_lengths=[None],
         traced=True,
     )
     return list(evaluation.run(Judge(questions, None), None, bar=None).values())
@@ -56,7 +55,7 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("name", ["vanilla", *further("dms", "dmc", "tova", "quest", "snapkv")])
-def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
+def test_cut_answer_equals_a_shorter_run(name):
     # With small pages every number of them has programs of its own.
     options, lengths = (SMALL_PAGES, (6, 13)) if name == "quest" else ({}, (1, 6, 13))
     long = answers(name, **options)
@@ -71,7 +70,7 @@ def test_a_cut_answer_is_the_answer_of_a_shorter_run(name):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_what_was_preempted_is_cut_alike(monkeypatch):
+def test_cut_answer_after_preemption(monkeypatch):
     """Its answer was recomputed as a prompt, and is not the prompt for all that."""
     short, calm = answers(length=6, **SMALL_PAGES), answers(**SMALL_PAGES)
     preempted, preempt = [], Scheduler.preempt
@@ -88,7 +87,7 @@ def test_what_was_preempted_is_cut_alike(monkeypatch):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_an_end_before_the_cut_stays_and_one_after_it_is_none():
+def test_cut_around_the_end_of_an_answer():
     tokens = [each.completion.tokens for each in answers()]
     end = next(i for i in range(5, 18) if tokens[0][i] not in tokens[0][:i])
     model = dataclasses.replace(
@@ -122,5 +121,5 @@ def test_an_end_before_the_cut_stays_and_one_after_it_is_none():
         (dms_jax.PyramidKV(scorer=dms_jax.SnapKV(budget=100)), False),
     ],
 )
-def test_which_policies_take_a_share_of_the_longest_answer(policy, depends):
+def test_policies_that_depend_on_length(policy, depends):
     assert depends_on_length(policy) == depends

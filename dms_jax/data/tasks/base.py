@@ -36,12 +36,19 @@ class Problem:
         where the prompt ends; an end token follows it.
       answers: the reference answers.
       identity: what makes the problem unique; no two splits share it.
+      examples: worked examples before it, as (question, answer).
+      answer_prefix: the beginning of the answer, which the model is given: it follows the prompt
+        in plain text and begins the assistant's turn in a chat. The solution starts where it ends.
+      answer_tokens: the most new tokens of an answer; None for those of the sampling.
     """
 
     prompt: str
     solution: str
     answers: tuple[str, ...]
     identity: str
+    examples: tuple[tuple[str, str], ...] = ()
+    answer_prefix: str = ""
+    answer_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

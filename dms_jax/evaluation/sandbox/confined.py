@@ -1,4 +1,4 @@
-"""`Sandbox`: the limits, and the three kinds of judgement."""
+"""`Sandbox`: the limits, and what can be run within them."""
 
 import contextlib
 import dataclasses
@@ -7,28 +7,15 @@ import json
 import math
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dms_jax.checks import Count, Options, Positive, Whole, require
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.evaluation.sandbox.inside import values
-from dms_jax.evaluation.sandbox.supervising import (
-    Confined,
-    Stopped,
-    Stream,
-    confined,
-    patience,
-    starting,
-    until,
-)
+from dms_jax.evaluation.sandbox.supervising import Stopped, confined, starting
 
 # Attempts that change nothing where they succeed.
 _PROBE = """
@@ -57,27 +44,15 @@ _HELD = "7 of 7\n"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What became of a program.
+    """What became of a program or a call.
 
     Attributes:
-      output: what it wrote to standard output.
-      failure: why it failed; empty if it ended by itself with status 0.
+      output: what the program wrote to standard output, or what the function returned, as JSON
+        data; None where that failed.
+      failure: why it failed: "time", "output", "status 1" or "no value"; empty if it did not.
     """
 
-    output: str
-    failure: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What became of a call of a function.
-
-    Attributes:
-      result: what it returned, as plain values.
-      failure: why there is none; empty if there is.
-    """
-
-    result: Any
+    output: Any
     failure: str = ""
 
 
@@ -86,11 +61,11 @@ class Sandbox(Options):
     """The limits of code that a model wrote; see the package's docstring for what holds it.
 
     Attributes:
-      seconds: processor time of each process, rounded up to whole seconds.
-      wall_seconds: time of each test on the clock; larger, since a machine can be busy.
-      megabytes: memory of each process, Python's own included.
-      threads: how many threads it may start, in all.
-      output_megabytes: the most that it may print or return.
+      seconds: processor time of each run, rounded up to whole seconds.
+      wall_seconds: time of each run on the clock; larger, because a machine can be busy.
+      megabytes: memory of each run, Python's own included.
+      threads: how many threads a run may start, in all.
+      output_megabytes: the most that a run may print or return.
       allow_weaker: run also where the system lacks some of the mechanisms, with those it has. The
         code then may read and write your files and reach the network.
     """
@@ -114,114 +89,44 @@ class Sandbox(Options):
         """Runs a program on an input."""
         with contextlib.ExitStack() as files:
             with starting():
-                written = files.enter_context(tempfile.NamedTemporaryFile())
-                written.write(stdin.encode("utf-8", "replace"))
-                written.flush()
-                # can be read and not be written
-                given = files.enter_context(open(written.name, "rb"))
-            return self._run(source, given)
+                given = files.enter_context(tempfile.TemporaryFile())
+                given.write(stdin.encode("utf-8", "replace"))
+                given.seek(0)
+            text, failure = self._run({"source": source, "call": None}, stdin=given)
+        return Run(text.decode("utf-8", "replace"), failure)
 
-    def _run(self, source: str, given: Any) -> Run:
+    def call(self, source: str, name: str, arguments: Sequence[Any]) -> Run:
+        """Calls a function of a module, or a method of its class `Solution`, with JSON data."""
+        text, failure = self._run({"source": source, "call": [name, list(arguments)]})
+        if failure:
+            return Run(None, failure)
         try:
-            with self._start(
-                "program", {"source": source}, stdin=given, stdout=subprocess.PIPE
-            ) as (process, deadline):
-                assert process.process.stdout is not None
-                output = process.process.stdout.fileno()
-                text = Stream(output, [process], deadline, self._most).read()
-                status = _wait(process, deadline)
-        except Stopped as stopped:
-            return Run("", str(stopped))
-        failure = "time" if process.out_of_time else f"status {status}"
-        return Run(text.decode("utf-8", "replace"), failure if status else "")
+            return Run(json.loads(text))
+        except (ValueError, RecursionError):  # it ended early, or wrote there itself
+            return Run(None, "no value")
 
-    def call(self, source: str, name: str, arguments: Sequence[Any]) -> Call:
-        """Calls a function of a module, or a method of its class `Solution`."""
-        try:
-            request = json.dumps([name, values.to_json(list(arguments)), values.to_json({})])
-            with self._answering(source, request) as (process, deadline, ours):
-                stream = Stream(ours.fileno(), [process], deadline, self._most)
-                reply = json.loads(stream.read(b"\n").partition(b"\n")[0] or b"null")
-            if reply is None:
-                return Call(None, "time" if process.out_of_time else "raised or ended")
-            return Call(values.from_json(reply[0]))
-        except Stopped as stopped:
-            return Call(None, str(stopped))
-        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-            return Call(None, "returned no plain value")
-
-    def check(self, source: str, *, setup: str, tests: str, entry: str) -> str:
-        """Runs tests that are code; returns why they failed, or nothing if they passed.
-
-        Args:
-          source: the answer, which defines the function `entry`.
-          setup: code that the tests need beside it.
-          tests: code that defines `check(candidate)`.
-          entry: name of the function.
-        """
-        job = {"setup": setup, "tests": tests, "entry": entry}
-        try:
-            with (
-                self._answering(source) as (process, deadline, ours),
-                self._start("checker", job, deadline=deadline, calls=ours) as (checker, _),
-            ):
-                ours.close()
-                verdict = checker.control.fileno()
-                told = Stream(verdict, [process, checker], deadline, self._most).read(b"\n")
-        except Stopped as stopped:
-            return str(stopped)
-        try:
-            failure = str(json.loads(told)["failed"])
-        # Nothing, or what the tests wrote there.
-        except (ValueError, TypeError, KeyError, RecursionError):
-            failure = "the tests ended early"
-        late = process.out_of_time or checker.out_of_time
-        return "time" if failure and late else failure
-
-    @contextlib.contextmanager
-    def _answering(
-        self, source: str, request: str = ""
-    ) -> Iterator[tuple[Confined, float, socket.socket]]:
-        """A process that answers calls, its deadline, and the socket for calls."""
-        with starting():
-            ours, theirs = socket.socketpair()
-        with ours, theirs:
-            job = {"source": source, "request": request}
-            with self._start("functions", job, calls=theirs) as (process, deadline):
-                theirs.close()
-                yield process, deadline, ours
-
-    @contextlib.contextmanager
-    def _start(
-        self, role: str, job: dict[str, Any], deadline: float | None = None, **streams: Any
-    ) -> Iterator[tuple[Confined, float]]:
+    def _run(self, job: dict[str, Any], **streams: Any) -> tuple[bytes, str]:
+        """What a confined process wrote, and why it failed."""
         require(
             signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN,
             "The sandbox learns from the system how a program ended, and nothing where SIGCHLD is "
             "ignored: set signal.signal(signal.SIGCHLD, signal.SIG_DFL).",
         )
         limits = {"seconds": math.ceil(self.seconds), "memory": self.megabytes << 20}
-        job = {"role": role, "limits": limits, "weaker": self.allow_weaker, **job}
-        deadline = deadline or time.monotonic() + self.wall_seconds
-        with confined(job, deadline, threads=self.threads, **streams) as process:
-            if process.missing and not self.allow_weaker:
-                raise ConfigError(
-                    "The sandbox cannot contain code on this system, which lacks "
-                    f"{'; '.join(process.missing)}. Judge the answers on a Linux that has it, or "
-                    "allow less with Sandbox(allow_weaker=True) where nothing can be lost."
-                )
-            yield process, deadline
-
-    @property
-    def _most(self) -> int:
-        return self.output_megabytes << 20
-
-
-def _wait(process: Confined, deadline: float) -> int:
-    """The status of a process that has closed its output."""
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.process.wait(patience(deadline))
+        job = {**job, "limits": limits, "weaker": self.allow_weaker}
+        try:
+            with confined(
+                job, seconds=self.wall_seconds, threads=self.threads, **streams
+            ) as process:
+                if process.missing and not self.allow_weaker:
+                    raise ConfigError(
+                        "The sandbox cannot contain code on this system, which lacks "
+                        f"{'; '.join(process.missing)}. Judge the answers on a Linux that has it, "
+                        "or allow less with Sandbox(allow_weaker=True) where nothing can be lost."
+                    )
+                return process.read(self.output_megabytes << 20), process.wait()
+        except Stopped as stopped:
+            return b"", str(stopped)
 
 
 @functools.cache
@@ -247,14 +152,12 @@ def cores() -> int:
 
 
 def side_by_side(judgements: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Makes judgements in as many threads as there are processors; each waits for its processes.
+    """Makes judgements in as many threads as there are processors.
 
-    What interrupts one of them, or all, ends those that are under way without a verdict.
+    What interrupts it does not wait for those that are under way.
     """
-    given_up = threading.Event()
-    pool = ThreadPoolExecutor(cores(), initializer=until, initargs=(given_up,))
+    pool = ThreadPoolExecutor(cores())
     try:
         return list(pool.map(lambda judge: judge(), judgements))
     finally:
-        given_up.set()
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,6 @@
-"""The judging side of one confined process: starts it, reads what it says, counts its threads."""
+"""The parent's side of one confined process: start it, read its output, count its threads."""
 
 import contextlib
-import contextvars
 import dataclasses
 import json
 import os
@@ -12,9 +11,8 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dms_jax.errors import CapacityError
@@ -27,39 +25,8 @@ _CONTINUE = 1
 _EAGAIN = 11
 
 
-_PATIENCE = 0.2  # seconds until a judgement that is not wanted any more notices
-_GIVEN_UP: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar(
-    "given_up", default=None
-)
-
-
 class Stopped(Exception):
     """A confined process went beyond a limit; the text says which."""
-
-
-class GivenUpError(Exception):
-    """Nobody waits for this judgement any more; it has no verdict."""
-
-
-def until(given_up: threading.Event) -> None:
-    """Makes the judgements of this thread end with `GivenUpError` from an event on."""
-    _GIVEN_UP.set(given_up)
-
-
-def patience(deadline: float) -> float:
-    """Seconds to wait at a time until a deadline by `time.monotonic`.
-
-    Raises:
-      GivenUpError: nobody waits for this judgement.
-      Stopped: the time has run out.
-    """
-    given_up = _GIVEN_UP.get()
-    if given_up is not None and given_up.is_set():
-        raise GivenUpError
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise Stopped("time")
-    return left if given_up is None else min(left, _PATIENCE)
 
 
 @dataclasses.dataclass
@@ -69,6 +36,7 @@ class Confined:
     Attributes:
       process: the process.
       control: our end of its control socket.
+      deadline: when its time on the clock runs out, by `time.monotonic`.
       threads: how many more threads it may start.
       listener: where it asks for them; None where the system lacks it.
       missing: mechanisms that the system lacks.
@@ -76,14 +44,40 @@ class Confined:
 
     process: subprocess.Popen
     control: socket.socket
+    deadline: float
     threads: int
     listener: int | None = None
     missing: tuple[str, ...] = ()
 
-    @property
-    def out_of_time(self) -> bool:
-        """Whether its processor time ran out and ended it; known once it was closed."""
-        return self.process.returncode == -signal.SIGXCPU
+    def read(self, most: int) -> bytes:
+        """Returns what the process writes, to its end; answers its requests for threads meanwhile.
+
+        Raises:
+          Stopped: the time ran out, or there are more than `most` bytes.
+        """
+        assert self.process.stdout is not None
+        output = self.process.stdout.fileno()
+        poll = select.poll()
+        poll.register(output, select.POLLIN)
+        if self.listener is not None:
+            poll.register(self.listener, select.POLLIN)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            for descriptor, event in poll.poll(1000 * self._left() + 1):
+                if descriptor == self.listener:
+                    if event & select.POLLIN:
+                        self.answer()
+                    else:  # the process has ended
+                        poll.unregister(descriptor)
+                    continue
+                chunk = os.read(output, _CHUNK)
+                if not chunk:
+                    return b"".join(parts)
+                size += len(chunk)
+                if size > most:
+                    raise Stopped("output")
+                parts.append(chunk)
 
     def answer(self) -> None:
         """Answers one request for a thread."""
@@ -99,6 +93,18 @@ class Confined:
         except OSError:  # it has ended meanwhile
             pass
 
+    def wait(self) -> str:
+        """Waits for the end of a process that has closed its output; returns why it failed, or "".
+
+        Raises:
+          Stopped: the time ran out.
+        """
+        try:
+            status = self.process.wait(self._left())
+        except subprocess.TimeoutExpired:
+            raise Stopped("time") from None
+        return "time" if status == -signal.SIGXCPU else f"status {status}" if status else ""
+
     def close(self) -> None:
         """Ends the process and everything that belongs to it."""
         if self.process.returncode is None:  # otherwise its number may be another's by now
@@ -111,6 +117,41 @@ class Confined:
             self.process.stdout.close()
         if self.listener is not None:
             os.close(self.listener)
+
+    def hand_over(self, job: Mapping[str, Any]) -> None:
+        """Gives the process its job, and learns how far it is locked in."""
+        self.control.settimeout(max(self.deadline - time.monotonic(), 0.01))
+        told = b""
+        try:
+            self.control.sendall(json.dumps(job).encode() + b"\n")
+            while not told.endswith(b"\n"):
+                chunk, given, _, _ = socket.recv_fds(self.control, _CHUNK, 1)
+                if given:
+                    self.listener = given[0]
+                    os.set_inheritable(self.listener, False)  # as Python's own descriptors are
+                told += chunk.replace(b"+", b"")
+                if not chunk:
+                    raise CapacityError(
+                        "The sandbox's process ended before it was locked in. Give it more memory."
+                    )
+        except TimeoutError as error:
+            raise Stopped("time") from error
+        except ConnectionError as error:
+            raise CapacityError("The sandbox's process ended before it read its job.") from error
+        self.missing = tuple(json.loads(told)["missing"])
+        with contextlib.suppress(ConnectionError):  # it ends where it must not run with less
+            self.control.sendall(b"+")
+
+    def _left(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+          Stopped: there are none.
+        """
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise Stopped("time")
+        return left
 
 
 @contextlib.contextmanager
@@ -127,49 +168,42 @@ def starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def confined(
-    job: Mapping[str, Any],
-    deadline: float,
-    *,
-    threads: int,
-    calls: socket.socket | None = None,
-    stdin: Any = subprocess.DEVNULL,
-    stdout: Any = subprocess.DEVNULL,
+    job: Mapping[str, Any], *, seconds: float, threads: int, stdin: Any = subprocess.DEVNULL
 ) -> Iterator[Confined]:
     """Starts a confined process and ends it.
 
     Args:
       job: what it is to do, see `inside/__main__.py`.
-      deadline: when the judgement ends, by `time.monotonic`.
+      seconds: time on the clock.
       threads: how many threads it may start.
-      calls: its end of the socket for calls.
-      stdin, stdout: as for `subprocess.Popen`.
+      stdin: as for `subprocess.Popen`.
 
     Raises:
       CapacityError: it could not be started.
     """
-    patience(deadline)
     with starting():
         ours, theirs = socket.socketpair()
-    descriptors = [theirs.fileno(), -1 if calls is None else calls.fileno()]
     try:
         with theirs, starting():
             process = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-X", "utf8", "-m", "inside"]
-                + [str(each) for each in (*descriptors, os.getpid())],
+                [
+                    *(sys.executable, "-s", "-S", "-X", "utf8", "-m", "inside"),
+                    *(str(theirs.fileno()), str(os.getpid())),
+                ],
                 cwd=_FOLDER,
                 env={"PYTHONHASHSEED": "0"} | _libraries(),
-                pass_fds=[each for each in descriptors if each >= 0],
+                pass_fds=[theirs.fileno()],
                 stdin=stdin,
-                stdout=stdout,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
     except CapacityError:
         ours.close()
         raise
-    own = Confined(process, ours, threads)
+    own = Confined(process, ours, time.monotonic() + seconds, threads)
     try:
-        _hand_over(own, job, deadline)
+        own.hand_over(job)
         yield own
     finally:
         own.close()
@@ -179,75 +213,3 @@ def _libraries() -> dict[str, str]:
     """Where the system looks for Python's shared library, if it was told."""
     name = "LD_LIBRARY_PATH"
     return {name: os.environ[name]} if name in os.environ else {}
-
-
-def _hand_over(own: Confined, job: Mapping[str, Any], deadline: float) -> None:
-    """Gives a process its job, and learns how far it is locked in."""
-    own.control.settimeout(max(deadline - time.monotonic(), 0.01))
-    told = b""
-    try:
-        own.control.sendall(json.dumps(job).encode() + b"\n")
-        while not told.endswith(b"\n"):
-            chunk, given, _, _ = socket.recv_fds(own.control, _CHUNK, 1)
-            if given:
-                own.listener = given[0]
-                os.set_inheritable(own.listener, False)  # as Python's own descriptors are
-            told += chunk.replace(b"+", b"")
-            if not chunk:
-                raise CapacityError(
-                    "The sandbox's process ended before it was locked in. Give it more memory."
-                )
-    except TimeoutError as error:
-        raise Stopped("time") from error
-    except ConnectionError as error:
-        raise CapacityError("The sandbox's process ended before it read its job.") from error
-    own.missing = tuple(json.loads(told)["missing"])
-    with contextlib.suppress(ConnectionError):  # it ends where it must not run with less
-        own.control.sendall(b"+")
-
-
-class Stream:
-    """Reads what a process writes, up to a number of bytes, and serves processes meanwhile.
-
-    Attributes:
-      descriptor: what is read.
-      processes: the processes whose threads are counted.
-      deadline: when reading ends, by `time.monotonic`.
-      most: bytes, in all.
-    """
-
-    def __init__(self, descriptor: int, processes: Sequence[Confined], deadline: float, most: int):
-        self.descriptor, self.deadline, self.most = descriptor, deadline, most
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-        self._listeners = {each.listener: each for each in processes if each.listener is not None}
-        for listener in self._listeners:
-            self._poll.register(listener, select.POLLIN)
-
-    def read(self, end: bytes = b"") -> bytes:
-        """Reads to a mark, or to the end.
-
-        Raises:
-          Stopped: the time or the number of bytes ran out.
-          GivenUpError: nobody waits for it.
-        """
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            for descriptor, event in self._poll.poll(1000 * patience(self.deadline) + 1):
-                if descriptor in self._listeners:
-                    if event & select.POLLIN:
-                        self._listeners[descriptor].answer()
-                    else:  # the process has ended
-                        self._poll.unregister(descriptor)
-                    continue
-                try:
-                    chunk = os.read(descriptor, _CHUNK)
-                except ConnectionError:  # it ended with something unread
-                    chunk = b""
-                size += len(chunk)
-                if size > self.most:
-                    raise Stopped("output")
-                parts.append(chunk)
-                if not chunk or (end and end in chunk):
-                    return b"".join(parts)

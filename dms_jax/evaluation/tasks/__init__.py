@@ -1,13 +1,20 @@
 """Tasks on local files of published data sets: answered in words, or by likelihood."""
 
-from dms_jax.evaluation.tasks.choices import ARC, MMLU, Choices, ChoiceTask
+from dms_jax.evaluation.tasks.choices import (
+    ARC,
+    MMLU,
+    PIQA,
+    BoolQ,
+    Choices,
+    ChoiceTask,
+    HellaSwag,
+    WinoGrande,
+)
 from dms_jax.evaluation.tasks.code import CodeTask, HumanEval
-from dms_jax.evaluation.tasks.commonsense import PIQA, BoolQ, HellaSwag, WinoGrande
-from dms_jax.evaluation.tasks.files import FileProblem, FileTask
+from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.gpqa import GPQA
 from dms_jax.evaluation.tasks.livecodebench import LiveCodeBench
 from dms_jax.evaluation.tasks.maths import AIME, GSM8K, MATH500, Mathematics
-from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
 from dms_jax.evaluation.tasks.ruler import RULER, ruler_tasks
 
 __all__ = [
@@ -23,13 +30,11 @@ __all__ = [
     "ChoiceTask",
     "Choices",
     "CodeTask",
-    "FileProblem",
     "FileTask",
     "HellaSwag",
     "HumanEval",
     "LiveCodeBench",
     "Mathematics",
-    "PrefilledProblem",
     "WinoGrande",
     "ruler_tasks",
 ]

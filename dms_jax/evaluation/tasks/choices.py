@@ -1,12 +1,13 @@
 """Multiple-choice tasks: the answer is the most likely of several continuations.
 
 Prompts are those of lm-evaluation-harness, as the DMS paper uses it (appendix G). Each task reads
-its publisher's form, and one that several collections share: {"query", "choices", "gold"}, or
-{"context_options", "continuation", "gold"} for WinoGrande.
+its publisher's form, and all read the one of llm-foundry: {"query", "choices", "gold"}, or for
+WinoGrande {"context_options", "continuation", "gold"}.
 """
 
 import abc
 import dataclasses
+import re
 from typing import ClassVar
 
 from dms_jax.checks import Whole, check
@@ -24,13 +25,11 @@ class Choices:
       contexts: one for each option; they are all the same except in WinoGrande.
       continuations: the text of each option, without the space before it.
       gold: index of the right option.
-      group: the subject that the question belongs to, if any.
     """
 
     contexts: tuple[str, ...]
     continuations: tuple[str, ...]
     gold: int
-    group: str = ""
 
     @property
     def solved(self) -> str:
@@ -53,15 +52,26 @@ class ChoiceTask(FromFile, abc.ABC):
           DataError: there is none, or its record is malformed.
         """
         record = self.record(check(f"{self.name}: problem", index, Whole))
-        posed = self.pose(record)
-        shown = [self.pose(each).solved for each in self.example_records(record)]
+        posed = self._pose(record)
+        shown = [self._pose(each).solved for each in self.example_records(record)]
         before = self.describe(record) + "".join(each + SEPARATOR for each in shown)
         contexts = tuple(before + context for context in posed.contexts)
         return dataclasses.replace(posed, contexts=contexts)
 
+    def _pose(self, record: Record) -> Choices:
+        if "gold" not in record.fields:
+            return self.pose(record)
+        if "query" in record.fields:
+            options = record.texts("choices")
+            prompt = f"{record.text('query').strip()}\nAnswer:"
+            return with_options(prompt, options, record.index("gold", below=len(options)))
+        contexts = record.texts("context_options")
+        rest = (record.text("continuation"),) * len(contexts)
+        return Choices(contexts, rest, record.index("gold", below=len(contexts)))
+
     @abc.abstractmethod
     def pose(self, record: Record) -> Choices:
-        """The question of a record, without examples."""
+        """The question of a record of the publisher's, without examples."""
 
     def describe(self, record: Record) -> str:
         """Text before the worked examples; empty unless overridden."""
@@ -69,18 +79,9 @@ class ChoiceTask(FromFile, abc.ABC):
         return ""
 
 
-def with_options(prompt: str, options: tuple[str, ...], gold: int, group: str = "") -> Choices:
+def with_options(prompt: str, options: tuple[str, ...], gold: int) -> Choices:
     """A question with one prompt for all options."""
-    return Choices((prompt,) * len(options), options, gold, group)
-
-
-def shared_form(record: Record) -> Choices | None:
-    """Reads a record of the form {"query", "choices", "gold"}; None for records of other forms."""
-    if not {"query", "choices", "gold"} <= record.fields.keys():
-        return None
-    options = record.texts("choices")
-    prompt = f"{record.text('query').strip()}\nAnswer:"
-    return with_options(prompt, options, record.index("gold", below=len(options)))
+    return Choices((prompt,) * len(options), options, gold)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class MMLU(ChoiceTask):
         letters = tuple("ABCDEFGHIJ"[: len(options)])
         lines = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
         prompt = "\n".join([record.text("question").strip(), *lines, "Answer:"])
-        return with_options(prompt, letters, gold, subject_of(record))
+        return with_options(prompt, letters, gold)
 
     def describe(self, record: Record) -> str:
         subject = subject_of(record).replace("_", " ")
@@ -128,10 +129,7 @@ def subject_of(record: Record) -> str:
     """The subject of a record: its field, or the name of its file without the split."""
     if record.fields.get("subject"):
         return record.text("subject")
-    for split in ("_test", "_val", "_dev"):
-        if record.file.endswith(split):
-            return record.file.removesuffix(split)
-    return record.file
+    return re.sub("_(test|val|dev)$", "", record.file)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +146,6 @@ class ARC(ChoiceTask):
     name: ClassVar[str] = "arc"
 
     def pose(self, record: Record) -> Choices:
-        if shared := shared_form(record):
-            return shared
         question, given = record.value("question"), record.fields.get("choices")
         try:
             if isinstance(question, dict):
@@ -167,3 +163,81 @@ class ARC(ChoiceTask):
             raise record.error(f'"answerKey" must be one of {", ".join(labels)}, got {key!r}.')
         prompt = f"Question: {inner.text('question')}\nAnswer:"
         return with_options(prompt, inner.texts("choices"), labels.index(key))
+
+
+@dataclasses.dataclass(frozen=True)
+class HellaSwag(ChoiceTask):
+    """How a scene goes on: {"activity_label", "ctx_a", "ctx_b", "endings", "label"}.
+
+    Attributes:
+      path, few_shot, examples: see `FromFile`.
+    """
+
+    name: ClassVar[str] = "hellaswag"
+
+    def pose(self, record: Record) -> Choices:
+        context = record.text("ctx_a")
+        if record.fields.get("ctx_b"):
+            context += f" {record.text('ctx_b').capitalize()}"
+        endings = tuple(_cleaned(each) for each in record.texts("endings"))
+        prompt = _cleaned(f"{record.text('activity_label')}: {context}")
+        return with_options(prompt, endings, record.index("label", below=len(endings)))
+
+
+def _cleaned(text: str) -> str:
+    """Removes the markup of WikiHow as lm-evaluation-harness does."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+@dataclasses.dataclass(frozen=True)
+class PIQA(ChoiceTask):
+    """Which of two ways reaches a goal: {"goal", "sol1", "sol2", "label"}.
+
+    Attributes:
+      path, few_shot, examples: see `FromFile`.
+    """
+
+    name: ClassVar[str] = "piqa"
+
+    def pose(self, record: Record) -> Choices:
+        prompt = f"Question: {record.text('goal')}\nAnswer:"
+        options = (record.text("sol1"), record.text("sol2"))
+        return with_options(prompt, options, record.index("label", below=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class WinoGrande(ChoiceTask):
+    """Which name a blank stands for: {"sentence", "option1", "option2", "answer"}.
+
+    The sentence has "_" in place of the name. The contexts end with each option; the rest of
+    the sentence is scored.
+
+    Attributes:
+      path, few_shot, examples: see `FromFile`.
+    """
+
+    name: ClassVar[str] = "winogrande"
+
+    def pose(self, record: Record) -> Choices:
+        before, blank, rest = record.text("sentence").partition("_")
+        if not blank or not rest.strip():
+            raise record.error('"sentence" must hold "_" with words after it.')
+        contexts = tuple(before + record.text(f"option{i}") for i in (1, 2))
+        return Choices(contexts, (rest.strip(),) * 2, record.index("answer", below=2, first=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class BoolQ(ChoiceTask):
+    """Yes or no about a passage: {"passage", "question", "answer": true}.
+
+    Attributes:
+      path, few_shot, examples: see `FromFile`.
+    """
+
+    name: ClassVar[str] = "boolq"
+
+    def pose(self, record: Record) -> Choices:
+        question = record.text("question").strip().removesuffix("?")
+        prompt = f"{record.text('passage')}\nQuestion: {question}?\nAnswer:"
+        return with_options(prompt, ("no", "yes"), record.index("answer", "label", below=2))

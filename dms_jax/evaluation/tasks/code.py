@@ -1,6 +1,6 @@
 """Programming tasks: answers are programs, and are judged by running them in a sandbox.
 
-Nothing is run unless it is asked for: a task wants `sandbox=Sandbox()`. HumanEval is the published
+Nothing runs unless it is allowed: a task needs `sandbox=Sandbox()`. HumanEval is the published
 JSON lines, packed or not: {"task_id", "prompt", "entry_point", "canonical_solution", "test"}. A
 model that was not tuned to follow instructions completes the prompt (`style="plain"`), and its text
 counts up to where Chen et al. (2021) stop it; a chat model answers in a block of code.
@@ -88,7 +88,7 @@ class CodeTask(FileTask):
 
     @functools.cached_property
     def _verdicts(self) -> dict[tuple[str, str], bool]:
-        """Verdicts by tests and answer: a judgement takes its time."""
+        """Verdicts by tests and answer, because a judgement takes a while."""
         return {}
 
 
@@ -131,4 +131,5 @@ class HumanEval(CodeTask):
         whole = re.search(rf"^(?:async )?def {re.escape(entry)}\b", answer, re.MULTILINE)
         # A whole function comes after the prompt, whose imports and other functions it may use.
         source = f"{prompt}\n\n{answer}\n" if whole else f"{prompt}{answer}\n"
-        return not sandbox.check(source, setup=prompt, tests=tests["tests"], entry=entry)
+        source += f"{tests['tests']}\n\ndef passed():\n    check({entry})\n    return True\n"
+        return sandbox.call(source, "passed", []).output is True

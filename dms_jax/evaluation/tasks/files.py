@@ -21,17 +21,6 @@ Path = str | pathlib.Path
 
 
 @dataclasses.dataclass(frozen=True)
-class FileProblem(Problem):
-    """A problem of a file.
-
-    Attributes:
-      examples: worked examples before it, as (question, answer).
-    """
-
-    examples: tuple[tuple[str, str], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class FromFile(Options):
     """A task that reads its problems from one file and its worked examples from another.
 
@@ -124,7 +113,7 @@ class FileTask(FromFile, Task):
     def pose(self, record: Record, number: int) -> Problem:
         """The problem of a record, without examples; `number` is its place in the file."""
 
-    def problem(self, split: Split, index: int) -> FileProblem:
+    def problem(self, split: Split, index: int) -> Problem:
         """Returns problem `index` of the file, whatever the split.
 
         Raises:
@@ -134,8 +123,7 @@ class FileTask(FromFile, Task):
         record = self.record(check(f"{self.name}: problem", index, Whole))
         posed = self.pose(record, index)
         shown = [self.pose(each, i) for i, each in enumerate(self.example_records(record))]
-        fields = {field.name: getattr(posed, field.name) for field in dataclasses.fields(Problem)}
-        return FileProblem(**fields, examples=tuple((e.prompt, e.solution) for e in shown))
+        return dataclasses.replace(posed, examples=tuple((e.prompt, e.solution) for e in shown))
 
     def draw(self, rng: random.Random) -> Problem:
         """Any problem of the file."""

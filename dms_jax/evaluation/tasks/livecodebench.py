@@ -36,7 +36,7 @@ STDIN_PROMPT = (
     "the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
     "\n```python\n# YOUR CODE HERE\n```\n\n"
 )
-# What contest sites have imported before an answer begins.
+# What contest sites import before an answer begins.
 _IMPORTED = (
     "string",
     "re",
@@ -105,11 +105,11 @@ class LiveCodeBench(CodeTask):
         for test in tests["tests"]:
             if test["testtype"] == "stdin":
                 run = sandbox.run(source, test["input"])
-                passed = not run.failure and same_output(run.output, test["output"])
+                same = same_output(run.output, test["output"])
             else:
-                call = sandbox.call(source, tests["function"], _lines(test["input"]))
-                passed = not call.failure and same_result(call.result, json.loads(test["output"]))
-            if not passed:
+                run = sandbox.call(source, tests["function"], _lines(test["input"]))
+                same = run.output == json.loads(test["output"])
+            if run.failure or not same:
                 return False
         return True
 
@@ -158,22 +158,6 @@ def _function(record: Record) -> str:
     if not isinstance(name, str) or not name.isidentifier():
         raise record.error(f'"func_name" must be a name, got {show(name)}.')
     return name
-
-
-def same_result(result: Any, expected: Any) -> bool:
-    """Whether a function returned what was expected, which has no tuples."""
-    try:
-        return _without_tuples(result) == expected
-    except RecursionError:
-        return False
-
-
-def _without_tuples(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_without_tuples(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _without_tuples(each) for key, each in value.items()}
-    return value
 
 
 def same_output(output: str, expected: str) -> bool:

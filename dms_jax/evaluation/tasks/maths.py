@@ -57,8 +57,8 @@ class Mathematics(FileTask):
         "boxed": QWEN_PROMPT,
         "plain": "Question: {problem}\nAnswer:",
     }
-    next_problem: ClassVar[str] = "\nQuestion:"  # where a model goes on with one of its own
-    # Some models keep the brackets of the prompt. With a comma in them they are an interval.
+    next_problem: ClassVar[str] = "\nQuestion:"  # where a model starts a problem of its own
+    # Some models copy the brackets of the prompt. With a comma inside it is an interval.
     bracketed: ClassVar[re.Pattern[str]] = re.compile(r"\[([^\[\],]+)\]")
 
     numeric: ClassVar[bool] = False  # answers are numbers: "28 or 29" is none
@@ -133,7 +133,7 @@ class Mathematics(FileTask):
             answer = self.answer(completion)
             if answer is None:
                 return 0.0
-            self.vote(answer)  # which is asked for afterwards, one by one, and remembered
+            self.vote(answer)  # asked for later, one by one, and cached
             return self.score_answer(problem, answer)
 
         return side_by_side([functools.partial(judged, *pair) for pair in pairs])
@@ -152,7 +152,7 @@ class GSM8K(Mathematics):
 
     name: ClassVar[str] = "gsm8k"
     numeric: ClassVar[bool] = True
-    # Answers are numbers: a comma in one is of its thousands.
+    # Answers are numbers: a comma separates thousands.
     bracketed: ClassVar[re.Pattern[str]] = re.compile(
         r"\[((?:[^\[\],]|(?<=\d),(?=\d{3}(?!\d)))+)\]"
     )

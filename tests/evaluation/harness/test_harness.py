@@ -54,7 +54,7 @@ CONTEXTS = ("Once upon a time, there was", "Tom and", "", "The cat sat down. The
 CONTINUATIONS = (" a little girl", " his dog went to the park", "One day", " happy")
 
 
-def test_it_is_registered_beside_the_models_of_the_harness(lm_eval):
+def test_registered_with_the_harness(lm_eval):
     from lm_eval.api.registry import get_model
 
     harness.register()
@@ -144,16 +144,6 @@ def test_answers_end_at_their_stop_strings(lm_eval):
         (want,) = dms_jax.generate(stories(), [context], sampling=sampling).texts
         assert answer == want
     assert "." not in found[0]
-
-
-def test_sampling_of_a_task(lm_eval):
-    from dms_jax.evaluation.harness_requests import read_sampling
-
-    assert read_sampling({}) == dms_jax.Sampling(temperature=0, max_new_tokens=256)
-    assert read_sampling(
-        {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 9, "until": "Q:"}
-    ) == dms_jax.Sampling(temperature=0.6, top_p=0.95, max_new_tokens=9, stop=("Q:",))
-    assert read_sampling({"do_sample": False, "temperature": 0.6}).temperature == 0
 
 
 def test_policies_and_their_options(lm_eval):

@@ -31,12 +31,17 @@ from dms_jax.generation import Sampling
         ({"until": [3]}, "until must be a text"),
     ],
 )
-def test_options_that_would_be_left_out_are_refused(options, name):
+def test_unsupported_options_are_refused(options, name):
     with pytest.raises(ConfigError, match=name):
         read_sampling({"until": ["\n"], "do_sample": False} | options)
 
 
-def test_options_without_effect_are_taken():
+def test_sampling_of_a_task():
+    drawn = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 9}
+    assert read_sampling(drawn | {"until": "Q:"}) == Sampling(
+        temperature=0.6, top_p=0.95, max_new_tokens=9, stop=("Q:",)
+    )
+    assert read_sampling({"do_sample": False, "temperature": 0.6}).temperature == 0
     plain = {"repetition_penalty": 1.0, "num_beams": 1, "presence_penalty": 0, "top_p": None}
     plain |= {"use_cache": True, "early_stopping": False, "typical_p": 1.0, "until": None}
     assert read_sampling(plain) == Sampling(temperature=0, max_new_tokens=256)
@@ -89,7 +94,7 @@ ENDS = "{% for m in messages %}<{{ m.role }}>{{ m.content }} </s>\n{% endfor %}"
         (PLAIN, "(the turn goes on here)", "(the turn goes on here)"),
     ],
 )
-def test_an_open_turn_ends_where_its_content_does(template, content, open_text):
+def test_open_turn(template, content, open_text):
     messages = [{"role": "user", "content": "s 2+2?"}, {"role": "assistant", "content": content}]
     begin = render_chat(template, messages=messages[:1])
     assert open_turn(Written(template), messages) == f"{begin}<assistant>{open_text}"
@@ -105,12 +110,12 @@ def test_an_open_turn_ends_where_its_content_does(template, content, open_text):
         ("<s>{{ messages[0].content }}", [{"role": r, "content": r} for r in "ua"], "leaves out"),
     ],
 )
-def test_turns_that_cannot_be_continued_are_refused(template, messages, says):
+def test_open_turn_errors(template, messages, says):
     with pytest.raises(DataError, match=says):
         open_turn(Written(template), messages)
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch):
+def test_missing_lm_eval_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.models", None)
     with pytest.raises(ConfigError, match=r"lm-eval, which is not installed.*dms-jax\[eval\]"):

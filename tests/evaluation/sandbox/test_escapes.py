@@ -224,7 +224,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, [*REFUSED, *ENDED]))
-def test_an_escape_is_a_failure_and_nothing_else(outside, name):
+def test_escapes_fail(outside, name):
     folder, tcp, unix = outside
     before, listing = children(), sorted(folder.iterdir())
     state = (folder / "secret").stat()
@@ -233,9 +233,9 @@ def test_an_escape_is_a_failure_and_nothing_else(outside, name):
     call = (SMALL if name in ENDED else REFUSING).call(code, "f", [1])
     if name in ENDED:
         assert call.failure
-        assert call.result is None
+        assert call.output is None
     else:
-        assert call.result in REFUSALS.split()
+        assert call.output in REFUSALS.split()
     assert time.monotonic() - begin < SMALL.wall_seconds, "a limit on the clock had to end it"
     # Nothing outside has changed, nobody called, and no process stays.
     assert (folder / "secret").read_text() == SECRET
@@ -253,24 +253,24 @@ def test_an_escape_is_a_failure_and_nothing_else(outside, name):
     assert children() <= before
 
 
-def test_what_is_attacked_could_be_done_outside(outside):
+def test_attacks_work_outside_the_sandbox(outside):
     """The attacks are well formed: outside the sandbox they reach the end."""
     folder, tcp, _ = outside
     for name in ("read a secret", "read a link to a secret", "read through ..", "list a folder"):
         names = {}
         exec(attack(REFUSED[name], folder, tcp.getsockname()[1]), names)
         assert names["f"](1) == 2
-    assert SMALL.call(attack("pass"), "f", [1]).result == 2
+    assert SMALL.call(attack("pass"), "f", [1]).output == 2
 
 
-def test_sleeping_is_ended_by_the_clock():
+def test_wall_clock_timeout():
     short = Sandbox(wall_seconds=2)
     begin = time.monotonic()
     assert short.run("import time\nwhile True: time.sleep(1000)").failure == "time"
     assert time.monotonic() - begin < 30
 
 
-def test_gigabytes_of_output_end_it():
+def test_output_limit():
     run = SMALL.run("import os\nwhile True: os.write(1, bytes(1 << 20))")
     assert run.failure == "output"
     assert run.output == ""
@@ -298,7 +298,7 @@ def test_the_environment_is_empty(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_it_dies_with_the_process_that_judges():
+def test_sandbox_dies_with_its_parent():
     """Even where that one is killed and can end nothing itself."""
     source = (
         "from dms_jax.evaluation.sandbox import Sandbox\n"

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.evaluation.sandbox import Sandbox, confined, side_by_side, supervising
-from dms_jax.evaluation.sandbox.inside import values
+from dms_jax.evaluation.sandbox import Run, Sandbox, confined, side_by_side, supervising
 from tests.support.containment import needs_containment
 
 pytestmark = needs_containment
@@ -56,117 +55,47 @@ def test_programs_can_compute(source, stdin, output):
     assert (run.output, run.failure) == (output, "")
 
 
-def test_a_judgement_is_the_same_whenever_it_is_made():
-    source = "import random\nprint(random.random(), hash('x'), {'p', 'q', 'r'})"
-    assert len({SANDBOX.run(source).output for _ in range(3)}) == 1
-
-
-@pytest.mark.nightly
 def test_failures_say_what_happened():
-    assert SANDBOX.run("1 / 0").failure == "status 1"
+    assert SANDBOX.run("print(1)\n1 / 0") == Run("1\n", "status 1")
     assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
     assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)").failure == "status -15"
-    assert SANDBOX.call("def f(): return object", "f", []).failure == "raised or ended"
-    assert SANDBOX.call("def f(): return {1: [(2,)]}", "f", []).result == {1: [(2,)]}
-    for tests, failure in (
-        ("def check(f): assert f() == 2", "AssertionError"),
-        ("def check(f): f(1)", "RuntimeError"),
-        ("def check(f): import os; os._exit(0)", "the tests ended early"),
-        ("def check(f): exit()", "SystemExit"),
-        (
-            "import os\nfor i in range(3, 64):\n    try: os.write(i, b'{}\\n')\n"
-            "    except OSError: pass",
-            "the tests ended early",
-        ),
-        ("def test(f): pass", "KeyError"),
-        ("def check(f): assert f() == g()", ""),
-    ):
-        setup = "def g(): return 1"
-        assert SANDBOX.check("def f(): return 1", setup=setup, tests=tests, entry="f") == failure
+    assert SANDBOX.call("def f(): return object", "f", []) == Run(None, "status 1")
+    assert SANDBOX.call("def g(): return 1", "f", []).failure == "status 1"
+    assert SANDBOX.call("import os\nos._exit(0)", "f", []).failure == "no value"
+    forged = "import os\nfor each in range(3, 64):\n    try: os.write(each, b'{}\\n')\n"
+    forged += "    except OSError: pass\ndef f(): return 2"
+    assert SANDBOX.call(forged, "f", []).failure == "no value"
 
 
-def test_processor_time_that_ran_out_is_told():
+def test_calls_return_json():
+    """What the code prints is no result, and threads that it leaves do not keep it alive."""
+    source = (
+        "import threading, time\nprint('[')\n"
+        "class Solution:\n    def f(self, x):\n        print(x)\n"
+        "        return [(x, 'ä'), {'a': None}]\n"
+        "threading.Thread(target=time.sleep, args=(999,)).start()"
+    )
+    assert SANDBOX.call(source, "f", [2.5]) == Run([[2.5, "ä"], {"a": None}])
+
+
+def test_cpu_timeout_is_reported():
     """Not as the signal that ended the process, which other limits and the code itself send too."""
     short, loop = Sandbox(seconds=1, wall_seconds=60), "while True: pass"
-    answer, tests = f"def f():\n    {loop}", "def check(f): f()"
     judgements = [
         lambda: short.run(f"print(1, flush=True)\n{loop}").failure,
-        lambda: short.call(answer, "f", []).failure,
-        lambda: short.check(answer, setup="", tests=tests, entry="f"),
-        lambda: short.check("def f(): pass", setup="", tests=f"{tests}\n{loop}", entry="f"),
+        lambda: short.call(f"def f():\n    {loop}", "f", []).failure,
     ]
-    assert side_by_side(judgements) == ["time"] * 4
-    killed = "import os\ndef f(): os.kill(os.getpid(), 9)"
-    assert SANDBOX.run(f"{killed}\nf()").failure == "status -9"
-    assert SANDBOX.call(killed, "f", []).failure == "raised or ended"
+    assert side_by_side(judgements) == ["time"] * 2
+    assert SANDBOX.run("import os\nos.kill(os.getpid(), 9)").failure == "status -9"
 
 
-def test_long_arguments_of_code_that_starts_with_threads():
-    """The supervisor answers for threads while it hands over the arguments."""
+def test_long_arguments_and_threads():
+    """Requests for threads are answered as soon as the arguments are handed over."""
     source = (
         "import threading\neach = threading.Thread(target=int)\neach.start()\neach.join()\n"
         "def f(x): return len(x)"
     )
-    assert SANDBOX.call(source, "f", ["x" * 3_000_000]).result == 3_000_000
-
-
-def test_tests_are_confined_too(tmp_path):
-    tests = f"def check(f): open({str(tmp_path / 'x')!r}, 'w')"
-    failure = SANDBOX.check("def f(): return 1", setup="", tests=tests, entry="f")
-    assert failure == "PermissionError"
-    threads = "def check(f):\n    import threading\n    threading.Thread(target=f).start()"
-    assert SANDBOX.check("def f(): pass", setup="", tests=threads, entry="f") == "RuntimeError"
-
-
-def test_plain_values_cross_over_as_they_are():
-    whole = [None, True, -3, 2.5, float("inf"), "ä\ud800", b"\0", 1j, (1, [2]), {(1, 2): {3}}]
-    whole.append(frozenset({4}))
-    back = values.from_json(values.to_json(whole))
-    assert back == whole
-    assert [type(each) for each in back] == [type(each) for each in whole]
-
-    class Text(str):
-        def __eq__(self, other):
-            return True
-
-    assert type(values.from_json(values.to_json(Text("a")))) is str
-    with pytest.raises(TypeError, match="object is no plain value"):
-        values.to_json([object()])
-    for wrong in (
-        ["os"],
-        {},
-        ["dict", 1],
-        ["complex", "x"],
-        ["complex", 10**400, 0],
-        [["list"]],
-        [],
-    ):
-        with pytest.raises((ValueError, TypeError, OverflowError)):
-            values.from_json(wrong)
-
-
-@pytest.mark.nightly
-def test_values_that_take_for_ever_to_put_together_are_refused():
-    """Keys of one hash are compared each with each, by the judging process and without a limit."""
-    alike = [number * (2**61 - 1) for number in range(20_000)]
-    for data in (["set", *alike], ["frozenset", *alike], ["dict", *([each, 0] for each in alike)]):
-        with pytest.raises(ValueError, match="keys of one hash"):
-            values.from_json(data)
-    assert values.from_json(["set", *alike[:50]]) == set(alike[:50])
-    points = {(x, y) for x in range(-99, 99) for y in range(-99, 99)}  # -1 has the hash of -2
-    assert values.from_json(values.to_json(points)) == points
-
-
-@pytest.mark.parametrize(
-    "reply", ["[['complex', 10 ** 400, 0]]", "[['set', *range(0, 99999 * (2**61 - 1), 2**61 - 1)]]"]
-)
-def test_a_reply_that_the_answer_wrote_itself_is_no_value(reply):
-    source = (
-        "import json, os\nfor each in range(3, 64):\n"
-        f"    try: os.write(each, json.dumps({reply}).encode() + b'\\n')\n"
-        "    except OSError: pass\n"
-    )
-    assert SANDBOX.call(source, "f", []).failure == "returned no plain value"
+    assert SANDBOX.call(source, "f", ["x" * 3_000_000]).output == 3_000_000
 
 
 # -- where it cannot hold -------------------------------------------------------------------------
@@ -219,7 +148,7 @@ def lacking(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message):
+def test_missing_mechanism_is_named(lacking, name, old, new, message):
     lacking(name, old, new)
     with pytest.raises(ConfigError, match=message):
         Sandbox().require()
@@ -228,12 +157,11 @@ def test_without_a_mechanism_it_refuses_by_name(lacking, name, old, new, message
     weaker = Sandbox(allow_weaker=True, wall_seconds=30)
     weaker.require()
     assert weaker.run("print(1)").output == "1\n"
-    tests = "def check(f): assert f(1) == 2"
-    assert weaker.check("def f(x): return x + 1", setup="", tests=tests, entry="f") == ""
+    assert weaker.call("def f(x): return x + 1", "f", [1]).output == 2
 
 
 @pytest.mark.nightly
-def test_a_container_that_counts_calls_itself_is_named():
+def test_container_with_its_own_listener_is_named():
     """Of the filters of a process one may have a listener: then a container's own has it."""
     source = (
         f"import sys\nsys.path[:0] = {sys.path!r}\n"
@@ -253,13 +181,13 @@ def test_a_container_that_counts_calls_itself_is_named():
     assert "lacks seccomp user notification (Linux 5.5 or later) (Device or resource b" in refused
 
 
-def test_a_mechanism_that_does_not_hold_is_noticed(lacking):
+def test_broken_mechanism_is_noticed(lacking):
     lacking("landlock", "system_call(RESTRICT_SELF, ruleset, 0)", "pass")
     with pytest.raises(ConfigError, match=r"does not hold .* it refused [56] of 7"):
         Sandbox().require()
 
 
-def test_what_weaker_means(lacking):
+def test_allow_weaker(lacking):
     """With less it contains less: the code then reads what the user may read."""
     lacking("confining", 'if sys.platform != "linux":', "if True:")
     weaker = Sandbox(allow_weaker=True, seconds=1, wall_seconds=30, megabytes=256)
@@ -268,20 +196,20 @@ def test_what_weaker_means(lacking):
     assert weaker.run("bytearray(1 << 30)").failure == "status 1"
 
 
-def test_limits_that_leave_no_room_are_named():
+def test_limits_too_small_are_named():
     with pytest.raises(ConfigError, match=r"megabytes=1,"):
         Sandbox(megabytes=1).require()
     with pytest.raises(ConfigError, match="seconds must be"):
         Sandbox(seconds=0)
 
 
-def test_a_machine_that_starts_no_process_is_an_error_and_no_score(monkeypatch):
+def test_failed_start_is_an_error_not_a_score(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(CapacityError, match="could not start a process: No such file"):
         SANDBOX.run("print(1)")
 
 
-def test_too_many_open_files_is_an_error_and_no_score(monkeypatch):
+def test_too_many_open_files_is_an_error_not_a_score(monkeypatch):
     def full(*_, **__):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -289,16 +217,15 @@ def test_too_many_open_files_is_an_error_and_no_score(monkeypatch):
     for judge in (
         lambda: SANDBOX.run("print(1)"),
         lambda: SANDBOX.call("def f(): return 1", "f", []),
-        lambda: SANDBOX.check("def f(): pass", setup="", tests="check = id", entry="f"),
     ):
         with pytest.raises(CapacityError, match="Too many open files"):
             judge()
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(CapacityError, match="Too many open files"):
         SANDBOX.run("print(1)")
 
 
-def test_no_descriptor_is_left_or_handed_on(monkeypatch):
+def test_descriptors_are_neither_leaked_nor_inherited(monkeypatch):
     """Neither after a judgement nor, while it lasts, to other programs that are started."""
     inherited = []
     answer = supervising.Confined.answer
@@ -311,15 +238,14 @@ def test_no_descriptor_is_left_or_handed_on(monkeypatch):
     before = set(os.listdir("/proc/self/fd"))
     assert SANDBOX.run(source).failure == ""
     assert inherited == [False]
-    assert SANDBOX.call("def f(): return 1", "f", []).result == 1
+    assert SANDBOX.call("def f(): return 1", "f", []).output == 1
     assert SANDBOX.call("1 / 0", "f", []).failure
-    assert SANDBOX.check("def f(): pass", setup="", tests="def check(f): 1 / 0", entry="f")
     with pytest.raises(CapacityError):
         Sandbox(megabytes=1).run("")
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_process_that_hears_nothing_of_its_children_cannot_judge():
+def test_ignored_sigchld_is_refused():
     """A program that printed the right thing and then crashed would have ended with status 0."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -329,18 +255,18 @@ def test_a_process_that_hears_nothing_of_its_children_cannot_judge():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_judgements_run_side_by_side_and_in_order():
+def test_side_by_side_keeps_the_order():
     runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
     assert runs == [f"{i}\n" for i in range(6)]
     assert side_by_side([]) == []
 
 
-def test_an_interrupt_does_not_wait_for_judgements_under_way():
+def test_interrupt_does_not_wait_for_running_judgements():
     began, verdicts = threading.Event(), []
 
     def judge():
         began.set()
-        verdicts.append(Sandbox(seconds=20, wall_seconds=20).run("while True: pass"))
+        verdicts.append(Sandbox(seconds=5).run("while True: pass"))
 
     def interrupted():
         began.wait()
@@ -350,11 +276,11 @@ def test_an_interrupt_does_not_wait_for_judgements_under_way():
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         side_by_side([interrupted, judge])
-    assert time.monotonic() - start < 10
-    assert verdicts == []  # an answer that was not judged to the end has not failed
+    assert time.monotonic() - start < 5
+    assert verdicts == []
 
 
-def test_other_systems_are_named(monkeypatch):
+def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr(confined.os, "name", "nt")
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ConfigError, match="needs Linux; this is win32"):

@@ -79,7 +79,7 @@ def test_mmlu_with_worked_examples_of_its_own_subject(tmp_path):
         )
         * 4
     )
-    assert (question.continuations, question.gold, question.group) == (tuple("ABCD"), 2, "anatomy")
+    assert (question.continuations, question.gold) == (tuple("ABCD"), 2)
     with pytest.raises(
         DataError, match=r"few_shot=2, and .*dev holds 1 examples for .*anatomy_test"
     ):
@@ -88,7 +88,8 @@ def test_mmlu_with_worked_examples_of_its_own_subject(tmp_path):
 
 def test_mmlu_as_json_lines(tmp_path):
     question = MMLU(lines(tmp_path / "a.jsonl", published.MMLU_PARQUET)).choices(0)
-    assert (question.gold, question.group) == (0, "anatomy")
+    assert question.gold == 0
+    assert "about anatomy.\n" in question.contexts[0]
     assert question.contexts[0].endswith("A. the heart\nB. the liver\nC. a lung\nD. skin\nAnswer:")
 
 
@@ -104,12 +105,12 @@ def test_mmlu_as_json_lines(tmp_path):
         (MMLU, {**published.MMLU_PARQUET[0], "answer": 4}, "from 0 to 3"),
     ],
 )
-def test_malformed_questions_are_named_by_file_and_line(tmp_path, task, record, message):
+def test_malformed_questions_are_named(tmp_path, task, record, message):
     with pytest.raises(DataError, match=rf"a\.jsonl, line 1: .*{message}"):
         task(lines(tmp_path / "a.jsonl", [record])).choices(0)
 
 
-def test_calls_that_cannot_be_served(tmp_path):
+def test_bad_calls_are_rejected(tmp_path):
     path = lines(tmp_path / "a.jsonl", published.PIQA)
     with pytest.raises(DataError, match=r"piqa: .*a\.jsonl holds 1 problems, and number 1"):
         PIQA(path).choices(1)

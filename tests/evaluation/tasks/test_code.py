@@ -5,14 +5,12 @@ import json
 import threading
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import HumanEval, LiveCodeBench
-from dms_jax.evaluation.tasks.livecodebench import same_output, same_result
+from dms_jax.evaluation.tasks.livecodebench import same_output
 from tests.evaluation.tasks.published import lines
 from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
 from tests.support.containment import needs_containment
@@ -33,7 +31,7 @@ def block(code):
     return f"I think it is this.\n```python\n{code}\n```\nThat is all."
 
 
-def test_nothing_is_run_unless_it_is_asked_for(tmp_path):
+def test_code_needs_a_sandbox(tmp_path):
     for task, records in ((HumanEval, HUMANEVAL), (LiveCodeBench, LIVECODEBENCH)):
         path = lines(tmp_path / "a.jsonl", records)
         with pytest.raises(ConfigError, match=r"a model wrote.*sandbox=Sandbox\(\)"):
@@ -53,7 +51,7 @@ def test_humaneval_solutions_pass(make, style):
     assert settings["sandbox"]["seconds"] == SANDBOX.seconds
 
 
-def test_humaneval_is_asked_in_two_styles(make):
+def test_humaneval_prompts(make):
     plain = make(HumanEval, HUMANEVAL, style="plain").problem("test", 0)
     assert plain.prompt == HUMANEVAL[0]["prompt"]
     assert make(HumanEval, HUMANEVAL).problem("test", 0).prompt == (
@@ -77,6 +75,8 @@ def test_humaneval_is_asked_in_two_styles(make):
         ("\ndef f():\n    pass", 0),
         ("    # \ud800 \x00", 0),
         ("    return " + "(" * 100_000, 0),
+        ("    return " + "-" * 200_000 + "1", 0),
+        ("    import sys; sys.setrecursionlimit(10**9)\n    sum_of_twice(numbers, skip)", 0),
     ],
 )
 def test_completions_of_humaneval(make, completion, score):
@@ -115,27 +115,6 @@ def test_chat_answers_to_humaneval(make, completion, score):
 PRETENCES = {
     "exit": "import os; os._exit(0)",
     "exit politely": "import sys; sys.exit(0)",
-    "an object that equals everything": (
-        "class Same:\n"
-        "    __eq__ = lambda self, other: True\n"
-        "    __hash__ = None\n"
-        "def sum_of_twice(numbers, skip): return Same()"
-    ),
-    "a number that equals everything": (
-        "class Same(int):\n"
-        "    __eq__ = lambda self, other: True\n"
-        "def sum_of_twice(numbers, skip): return Same(5)"
-    ),
-    "a list that is everything": (
-        "class Same(list):\n"
-        "    __eq__ = lambda self, other: True\n"
-        "    __iter__ = lambda self: iter(())\n"
-        "def sum_of_twice(numbers, skip): return Same()"
-    ),
-    "builtins": (
-        "import builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
-        "builtins.sum = lambda *a: 2\nbuiltins.int.__doc__"
-    ),
     "the checker": (
         "def check(candidate): pass\nimport sys\n"
         "for m in list(sys.modules.values()): setattr(m, '_check', lambda *a: {})"
@@ -154,26 +133,16 @@ PRETENCES = {
         "import os\nfor each in range(64):\n    try: os.write(each, b'{}\\n{}\\nnull\\n')\n"
         "    except OSError: pass"
     ),
-    "the tests": (
-        "import gc\ndef found():\n    mark = ''.join(['META', 'DATA'])\n"
-        "    return any(mark in repr(each) for each in gc.get_objects())\n"
-        "if found():\n"
-        "    def sum_of_twice(numbers, skip):\n"
-        "        return 14 if skip == 0 and numbers else 14 if skip == 1 else 2 if numbers else 0"
-    ),
     "swallowing": (
         "import atexit, os, sys\natexit.register(lambda: os._exit(0))\nsys.excepthook = print"
     ),
     "raising the tests' own error": "def sum_of_twice(*a): raise StopIteration",
     "never answering": "def sum_of_twice(*a):\n    while True: pass",
-    "an endless answer": "def sum_of_twice(*a):\n    a = []\n    a.append(a)\n    return a",
-    "a large answer": "def sum_of_twice(*a): return 'x' * (1 << 30)",
 }
 
 
 @pytest.mark.parametrize("name", PRETENCES)
-def test_pretending_success_is_a_failure(make, name):
-    # What never answers has its time to the end, twice.
+def test_pretended_success_fails(make, name):
     seconds = 1 if name == "never answering" else SANDBOX.seconds
     task = make(HumanEval, HUMANEVAL, sandbox=dataclasses.replace(SANDBOX, seconds=seconds))
     problem = task.problem("test", 0)
@@ -181,26 +150,7 @@ def test_pretending_success_is_a_failure(make, name):
     assert task.score(problem, block(f"def sum_of_twice(n, k): pass\n{PRETENCES[name]}")) == 0
 
 
-def test_arguments_that_the_answer_changes_are_changed_in_the_tests():
-    """As if both ran in one process."""
-    tests = (
-        "def check(f):\n    a, b = [3, 1], {'x': 1}\n    assert f(a, k=2, d=b) == (1, None)\n"
-        "    assert a == [1, 3] and b == {'x': 1}\n    assert f(a, 2, b) == (1, None)\n"
-        "    assert b == {2: {1.5}}\n"
-    )
-    source = (
-        "def f(a, k, d):\n    a.sort()\n    result = a[0], d.pop('x', None) if 0 else None\n"
-        "    d.clear() or d.update({k: {1.5}})\n    return result\n"
-    )
-    check = SANDBOX.check
-    # Keywords come back as they were: HumanEval's tests pass none.
-    assert check(source, setup="", tests=tests, entry="f") == ""
-    assert check(source.replace("a.sort()", "a = sorted(a)"), setup="", tests=tests, entry="f") == (
-        "AssertionError"
-    )
-
-
-def test_malformed_humaneval_is_named_by_file_and_line(make):
+def test_malformed_humaneval_is_named(make):
     for change, message in (
         ({"entry_point": "a b"}, '"entry_point" must be a name'),
         ({"test": " "}, '"test" must be a text'),
@@ -257,7 +207,7 @@ def test_answers_to_livecodebench(make, number, code, score):
     assert task.score(problem, block(code)) == score
 
 
-def test_livecodebench_is_asked_in_its_own_words(make):
+def test_livecodebench_prompts(make):
     task = make(LiveCodeBench, LIVECODEBENCH)
     program, function = (each.prompt for each in task.problems("test", 2))
     head = (
@@ -301,7 +251,7 @@ def test_livecodebench_is_asked_in_its_own_words(make):
         ),
     ],
 )
-def test_malformed_livecodebench_is_named_by_file_and_line(make, change, message):
+def test_malformed_livecodebench_is_named(make, change, message):
     task = make(LiveCodeBench, [LIVECODEBENCH[0], {**LIVECODEBENCH[1], **change}])
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{message}"):
         task.problem("test", 1)
@@ -334,12 +284,6 @@ def test_outputs_are_compared_by_line_and_as_numbers(output, expected, same):
     assert same_output(output, expected) is same
 
 
-def test_results_are_compared_without_tuples():
-    assert same_result([(1, 2), {"a": (3,)}], [[1, 2], {"a": [3]}])
-    assert not same_result({1}, [1])
-    assert not same_result("1", 1)
-
-
 # -- judging --------------------------------------------------------------------------------------
 
 
@@ -365,7 +309,7 @@ def test_many_answers_are_judged_side_by_side(make, monkeypatch):
     assert len(judged) == 2
 
 
-def test_evaluations_judge_together(make, monkeypatch):
+def test_judge_scores_several_tasks_together(make, monkeypatch):
     plain, chat = make(HumanEval, HUMANEVAL, style="plain"), make(LiveCodeBench, LIVECODEBENCH)
     problems = plain.problem("test", 0), chat.problem("test", 0), plain.problem("test", 1)
     judge = Judge(Questions("evaluate", (plain, chat), "test", 0, None, (0, 1, 0), problems), None)
@@ -375,39 +319,3 @@ def test_evaluations_judge_together(make, monkeypatch):
     monkeypatch.setattr(LiveCodeBench, "score", None)
     judge.together(given)
     assert {each: judge(*each) for each in given} == given
-
-
-CODE = st.one_of(
-    st.text(st.characters(exclude_categories=()), max_size=200),
-    st.text("def f(x):\n  return[]{}'\"\\`# ", max_size=200),
-)
-
-
-@pytest.mark.nightly
-@settings(max_examples=8)
-@example("\ud800\x00", 0)
-@example("    return " + "-" * 200_000 + "1", 0)
-@example("import sys; sys.setrecursionlimit(10**9)\ndef g(): g()\ng()", 1)
-@given(CODE, st.integers(0, 1))
-def test_judging_never_raises(text, number):
-    for task in TASKS:
-        problem = task.problem("test", number)
-        for completion in (text, block(text)):
-            answer = task.answer(completion)
-            assert answer is None or isinstance(answer, str)
-            score = task.score(problem, completion)
-            assert score in (0, 1)
-            if answer is not None:
-                assert task.score_answer(problem, answer) == score
-
-
-TASKS = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tasks(tmp_path_factory):
-    """Tasks for hypothesis, which takes no fixture of a function."""
-    folder = tmp_path_factory.mktemp("code")
-    human, live = lines(folder / "a.jsonl", HUMANEVAL), lines(folder / "b.jsonl", LIVECODEBENCH)
-    TASKS.extend(HumanEval(human, sandbox=SANDBOX, style=style) for style in ("plain", "instruct"))
-    TASKS.append(LiveCodeBench(live, sandbox=SANDBOX))

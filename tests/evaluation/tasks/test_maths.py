@@ -10,7 +10,7 @@ import pytest
 
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation import mathematics, mathematics_worker
-from dms_jax.evaluation.asking import Judge, Questions
+from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.statistics import majority
 from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
 from dms_jax.helper_process import Helper, Helpers
@@ -23,7 +23,7 @@ def gsm8k(tmp_path):
     return lines(tmp_path / "test.jsonl", published.GSM8K)
 
 
-def test_gsm8k_is_asked_as_appendix_g_asks(gsm8k):
+def test_gsm8k_prompt(gsm8k):
     problem = GSM8K(gsm8k).problem("test", 0)
     assert problem.prompt == (
         "Given the following problem, reason and give a final answer to the problem.\n"
@@ -39,33 +39,41 @@ def test_gsm8k_is_asked_as_appendix_g_asks(gsm8k):
 
 
 @pytest.mark.parametrize(
-    ("completion", "score"),
+    ("number", "completion", "score"),
     [
-        ("3*4 is 12, less 2.\nThe final answer is 10", 1),
-        ("The final answer is 12. No: the final answer is [10].", 1),
-        ("The final answer is **$10.00**", 1),
-        ("The final answer is 10.\n\nI can draw the 3 boxes, too.", 1),
-        ("The final answer is:\n\n10\n\nI can draw the 3 boxes, too.", 1),
-        ("The final answer is below.\n\n\\boxed{10}", 1),
-        ("The final answer is 12", 0),
-        ("12 - 2 = 10 and so on. The final answer is 2", 0),
-        ("", 0),
-        ("I do not know.", 0),
-        ("The final answer is ", 0),
-        ("\\frac{{{{ \\boxed{ \ud800 \x00", 0),
-        ("The final answer is 9**9**9**9**9**9", 0),
-        (f"The final answer is {'9' * 6000}.50", 0),
-        (f"The final answer is 10.{'0' * 6000}", 1),
-        (f"The final answer is {'0' * 6000}10.50", 0),
+        (0, "3*4 is 12, less 2.\nThe final answer is 10", 1),
+        (0, "The final answer is 12. No: the final answer is [10].", 1),
+        (0, "The final answer is **$10.00**", 1),
+        (0, "The final answer is 10.\n\nI can draw the 3 boxes, too.", 1),
+        (0, "The final answer is:\n\n10\n\nI can draw the 3 boxes, too.", 1),
+        (0, "The final answer is below.\n\n\\boxed{10}", 1),
+        (0, "The final answer is 12", 0),
+        (0, "12 - 2 = 10 and so on. The final answer is 2", 0),
+        (0, "", 0),
+        (0, "I do not know.", 0),
+        (0, "The final answer is ", 0),
+        (0, "\\frac{{{{ \\boxed{ \ud800 \x00", 0),
+        (0, "The final answer is 9**9**9**9**9**9", 0),
+        (0, f"The final answer is {'9' * 6000}.50", 0),
+        (0, f"The final answer is 10.{'0' * 6000}", 1),
+        (0, f"The final answer is {'0' * 6000}10.50", 0),
+        # A comma is of thousands, in the brackets of the prompt too.
+        (1, "The final answer is [1,100].", 1),
+        (1, "The final answer is [$1,100]", 1),
+        (1, "The final answer is 1,100", 1),
+        (1, "The final answer is [1,101]", 0),
+        (1, "The final answer is [1, 100]", 0),
+        (1, "The final answer is [1,100,50]", 0),
     ],
 )
-def test_gsm8k_answers(gsm8k, completion, score):
+def test_gsm8k_answers(gsm8k, number, completion, score):
     task = GSM8K(gsm8k)
-    problem = task.problem("test", 0)
+    problem = task.problem("test", number)
+    assert problem.answers == (("10", "1100")[number],)
     assert task.score(problem, completion) == score
 
 
-def test_a_long_decimal_is_read_once():
+def test_long_decimal_is_read_once():
     """Chains repeat themselves. If each zero were tried as the first of the last, it took 4 s."""
     number = f"0.{'0' * 19_000}1"
     began = time.process_time()
@@ -74,43 +82,25 @@ def test_a_long_decimal_is_read_once():
 
 
 @pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ("The final answer is [1,100].", 1),
-        ("The final answer is [$1,100]", 1),
-        ("The final answer is 1,100", 1),
-        ("The final answer is [1,101]", 0),
-        ("The final answer is [1, 100]", 0),
-        ("The final answer is [1,100,50]", 0),
-    ],
-)
-def test_gsm8k_numbers_with_separators_in_the_brackets_of_the_prompt(gsm8k, completion, score):
-    task = GSM8K(gsm8k)
-    problem = task.problem("test", 1)
-    assert problem.answers == ("1100",)
-    assert task.score(problem, completion) == score
-
-
-@pytest.mark.parametrize(
     ("one", "other"),
     [("18", "18.00"), ("$1,000", "1,000.00 dollars"), ("2.5", "2.50"), ("0.50", "0.5")],
 )
-def test_a_number_is_one_vote_with_any_zeros_at_its_end(gsm8k, one, other):
+def test_trailing_zeros_do_not_split_votes(gsm8k, one, other):
     task = GSM8K(gsm8k)
     answers = [task.answer(f"The final answer is {each}") for each in (one, other)]
     assert answers[0] is not None
     assert answers[0] == answers[1]
 
 
-def test_a_rounded_decimal_is_still_the_fraction_that_it_is_near(tmp_path):
+def test_rounded_decimal_equals_its_fraction(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"question": "1 / 3?", "answer": "\\frac{1}{3}"}])
     task = Mathematics(path)
     problem = task.problem("test", 0)
-    for completion, score in (("0.333333", 1), ("0.3333330", 1), ("0.333", 0), ("0.33", 0)):
+    for completion, score in (("0.333333", 1), ("0.3333330", 1), ("0.333", 0)):
         assert task.score(problem, f"The final answer is {completion}") == score
 
 
-def test_gsm8k_is_asked_for_a_box_as_qwens_cards_do(gsm8k):
+def test_gsm8k_boxed(gsm8k):
     task = GSM8K(gsm8k, style="boxed")
     problem = task.problem("test", 0)
     assert problem.prompt == (
@@ -127,7 +117,7 @@ def test_gsm8k_is_asked_for_a_box_as_qwens_cards_do(gsm8k):
         assert task.score(problem, completion) == score
 
 
-def test_gsm8k_plain_after_worked_examples(tmp_path, gsm8k):
+def test_gsm8k_plain_with_examples(tmp_path, gsm8k):
     shots = lines(tmp_path / "train.jsonl", published.GSM8K[1:])
     task = GSM8K(gsm8k, style="plain", few_shot=1, examples=shots)
     problem = task.problem("test", 0)
@@ -146,8 +136,7 @@ def test_gsm8k_plain_after_worked_examples(tmp_path, gsm8k):
     assert task.score(problem, " 12\n#### 12\n#### 9") == 0
 
 
-@pytest.mark.nightly
-def test_math500_is_asked_as_appendix_g_asks(tmp_path):
+def test_math500_prompt(tmp_path):
     task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
     problem = task.problem("test", 0)
     assert problem.prompt == (
@@ -160,17 +149,9 @@ def test_math500_is_asked_as_appendix_g_asks(tmp_path):
     assert task.score(problem, problem.solution) == 1
     assert task.score(problem, "So it is $\\boxed{(2, \\pi/2)}$.") == 1
     assert task.score(problem, "So it is $\\boxed{(\\pi/2, 2)}$.") == 0
-
-
-@pytest.mark.parametrize("written", ["\\boxed{0.5}", "\\boxed{\\frac12}", "\\boxed{\\dfrac{2}{4}}"])
-def test_equal_answers_are_one_vote_and_right(tmp_path, written):
-    task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
-    problem = task.problem("test", 1)
-    completion = f"Therefore, the final answer is: ${written}$. I hope it is correct"
-    answer = task.answer(completion)
-    assert answer == task.answer("The final answer is: $\\boxed{\\frac{1}{2}}$.")
-    assert task.score_answer(problem, answer) == 1
-    assert task.score(problem, completion) == 1
+    half = task.problem("test", 1)
+    for written in ("0.5", "\\frac12", "\\dfrac{2}{4}"):
+        assert task.score(half, f"Therefore, the final answer is: $\\boxed{{{written}}}$.") == 1
 
 
 EQUAL = [
@@ -200,7 +181,7 @@ EQUAL = [
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_equal_expressions_are_one_vote_in_any_order(tmp_path, backwards):
+def test_equal_expressions_are_one_vote(tmp_path, backwards):
     task = MATH500(lines(tmp_path / "test.jsonl", published.MATH500))
     judge = Judge(Questions("", (task,), "test", 0, None, (0,), (task.problem("test", 0),)), None)
     written = [(number, each) for number, group in enumerate(EQUAL) for each in group]
@@ -225,7 +206,7 @@ def hurried(monkeypatch):
         each.cache_clear()
 
 
-def test_judging_in_a_thread_has_an_end(gsm8k, hurried, caplog):
+def test_timeout_in_a_thread(gsm8k, hurried, caplog):
     """Math-Verify's own time limit works in the main thread alone."""
     task, scores = GSM8K(gsm8k), []
     problem = task.problem("test", 0)
@@ -243,7 +224,7 @@ def test_judging_in_a_thread_has_an_end(gsm8k, hurried, caplog):
     assert mathematics.vote_of("7^{10^{9}}") == "7^{10^{9}}"
 
 
-def test_a_judgement_that_ends_its_process_is_wrong(hurried, caplog):
+def test_judgement_that_kills_its_process_is_wrong(hurried, caplog):
     hurried.seconds = 0.0  # as if no signal reached it
     assert not mathematics.is_same("1", "2")
     assert "it runs for more than 0 seconds" in caplog.text
@@ -251,7 +232,7 @@ def test_a_judgement_that_ends_its_process_is_wrong(hurried, caplog):
     assert mathematics.is_same("1", "1.0")
 
 
-def test_what_was_judged_together_is_known(gsm8k, monkeypatch):
+def test_together_caches_scores(gsm8k, monkeypatch):
     """Scores are those of one by one, and votes ask no process again."""
     task = GSM8K(gsm8k, style="boxed")
     texts = [f"Then \\boxed{{{each}}}." for each in ("10", "10.0", "11", "\\frac{20}{2}")] + ["no"]
@@ -280,7 +261,7 @@ for line in sys.stdin:
 """
 
 
-def test_questions_of_several_threads_are_answered_side_by_side(tmp_path):
+def test_helpers_answer_threads_in_parallel(tmp_path):
     """Each of two answers waits until the other question was asked."""
     program = tmp_path / "meeting.py"
     program.write_text(_MEETING)
@@ -305,7 +286,7 @@ def test_aime(tmp_path):
         AIME(wrong).problem("test", 0)
 
 
-def test_any_file_of_problems_and_answers(tmp_path):
+def test_mathematics_reads_any_file(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"question": "Solve 2*x = 8 for x.", "answer": "4"}])
     task = Mathematics(path)
     problem = task.problem("train", 0)
@@ -314,13 +295,13 @@ def test_any_file_of_problems_and_answers(tmp_path):
     assert task.score(problem, "x = 4. The final answer is 4") == 1
 
 
-def test_gsm8k_without_its_mark_is_named_by_file_and_line(tmp_path):
+def test_gsm8k_without_its_mark_is_named(tmp_path):
     path = lines(tmp_path / "a.jsonl", [published.GSM8K[0], {"question": "?", "answer": "10"}])
     with pytest.raises(DataError, match=r'a\.jsonl, line 2: "answer" must end in "####'):
         GSM8K(path).problem("test", 1)
 
 
-def test_without_math_verify_the_extra_is_named(gsm8k, monkeypatch):
+def test_missing_math_verify_names_the_extra(gsm8k, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(
         ConfigError, match=r"answers of GSM8K needs Math-Verify.*pip install 'dms-jax\[eval\]'"

@@ -78,12 +78,12 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         ("a.txt", "words", "ends in none of"),
     ],
 )
-def test_what_is_malformed_is_named_by_file_and_line(tmp_path, name, content, message):
+def test_malformed_lines_are_named(tmp_path, name, content, message):
     with pytest.raises(DataError, match=rf"{name}.*{message}"):
         read_records(text(tmp_path / name, content))
 
 
-def test_files_that_are_not_there(tmp_path):
+def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl cannot be read: No such file"):
         read_records(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="holds no file that ends in"):
@@ -97,7 +97,7 @@ def test_files_that_are_not_there(tmp_path):
         read_records(tmp_path / "a.jsonl")
 
 
-def test_fields_that_are_not_what_they_should_be(tmp_path):
+def test_wrong_fields_are_named(tmp_path):
     (record,) = read_records(
         lines(tmp_path / "a.jsonl", [{"q": 3, "l": ["x"], "b": " ", "n": "7"}])
     )

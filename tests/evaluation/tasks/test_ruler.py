@@ -28,9 +28,9 @@ from dms_jax.evaluation.tasks.ruler.filling import (
     split_words,
 )
 from dms_jax.evaluation.tasks.ruler.formats import NEEDLE_TASKS
-from dms_jax.evaluation.tasks.ruler.needles import DEPTHS, Needles
+from dms_jax.evaluation.tasks.ruler.needles import Needles
 from dms_jax.evaluation.tasks.ruler.questions import read_hotpotqa, read_squad
-from dms_jax.evaluation.tasks.ruler.sizing import Bounds, largest_size
+from dms_jax.evaluation.tasks.ruler.task import Bounds, largest_size
 from dms_jax.evaluation.tasks.ruler.tracking import Tracking
 from tests.support import ruler
 from tests.support.instances import further
@@ -50,7 +50,7 @@ def files(tmp_path):
 
 def characters(problem) -> int:
     """A length for which no tokenizer is needed: four characters a token."""
-    return -(-len(problem.prompt + getattr(problem, "answer_prefix", "")) // 4)
+    return -(-len(problem.prompt + problem.answer_prefix) // 4)
 
 
 def family(case, files):
@@ -67,13 +67,13 @@ def family(case, files):
     }[task]()
 
 
-def test_there_is_a_golden_file_of_each_of_the_13_tasks():
+def test_golden_files_cover_all_13_tasks():
     assert len(RULER_TASKS) == 13
     assert {case.partition("-")[0] for case in ANSWERS} == set(RULER_TASKS)
 
 
 @pytest.mark.parametrize("case", ruler.CASES)
-def test_texts_are_those_of_rulers_generators(case, files):
+def test_texts_equal_rulers(case, files):
     size, number, _ = ruler.CASES[case]
     filled = family(case, files).fill(ruler.Scripted(), size, number)
     assert (filled.prompt + filled.answer_prefix).encode() == (GOLDEN / f"{case}.txt").read_bytes()
@@ -86,7 +86,7 @@ def tasks(length, files):
 
 
 @pytest.mark.parametrize("length", [2500, *further(20_000)])
-def test_prompts_and_answers_fit_the_length_and_come_close(files, length):
+def test_prompts_fill_the_length(files, length):
     for task in tasks(length, files):
         for index in range(3):
             problem = task.problem("test", index)
@@ -96,14 +96,7 @@ def test_prompts_and_answers_fit_the_length_and_come_close(files, length):
 
 
 @pytest.mark.nightly
-def test_the_tokens_of_answers_are_rulers(files):
-    asked = {task.task: task.problem("test", 0).answer_tokens for task in tasks(2500, files)}
-    needles = dict.fromkeys(NEEDLE_TASKS, 128)
-    assert asked == {**needles, "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
-
-
-@pytest.mark.nightly
-def test_problems_depend_on_seed_split_and_number_alone(files):
+def test_problems_depend_on_seed_split_and_index(files):
     for task, again in zip(tasks(2500, files), tasks(2500, files), strict=True):
         first = task.problem("test", 1)
         again.problem("test", 3)  # what was made before does not matter
@@ -129,26 +122,8 @@ def test_answers_are_in_the_context_once(files):
         assert set(keys.values()) == {values}
 
 
-@pytest.mark.nightly
-def test_depths_of_needles_are_rulers_forty():
-    """Places of one needle over many problems: each of 40 depths about equally often."""
-    assert DEPTHS[:5] == (0, 3, 5, 8, 10)
-    assert DEPTHS[-3:] == (95, 97, 100)
-    task = RULER("niah_single_2", 2500).fitted(characters)
-    places = collections.Counter()
-    for index in range(400):
-        context = task.problem("test", index).prompt.split("\n")[1]
-        before, _, after = context.partition("One of the special magic numbers")
-        first, rest = len(sentences(before.strip())), len(sentences(after.strip()))
-        places[round(4 * first / (first + rest)) if first + rest else 0] += 1
-    # Quarters of the depth, the outer two half as wide: 50, 100, 100, 100 and 50 of 400, standard
-    # deviations 6.6 and 8.7.
-    assert all(abs(places[part] - 100) < 40 for part in (1, 2, 3))
-    assert all(abs(places[part] - 50) < 32 for part in (0, 4))
-
-
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
-def test_a_depth_can_be_asked_for(name):
+def test_depth_option(name):
     for depth, low, high in ((0, 0, 0.02), (50, 0.44, 0.56), (100, 0.95, 1)):
         problem = RULER(name, 2500, depth=depth).fitted(characters).problem("test", 0)
         context = problem.prompt.partition("\n")[2].rpartition("\n")[0]
@@ -177,7 +152,7 @@ def test_scores_are_string_matches(task, answers, completion, score, files):
     assert own.score(problem, completion) == score
 
 
-def test_flawless_solutions_score_one_and_so_do_their_votes(files):
+def test_solutions_score_1(files):
     for task in tasks(2500, files):
         problem = task.problem("test", 0)
         assert task.score(problem, problem.solution) == 1
@@ -190,7 +165,7 @@ def test_flawless_solutions_score_one_and_so_do_their_votes(files):
     assert RULER("vt").answer("ZZZZZ YYYYY ZZZZZ") == "YYYYY ZZZZZ"
 
 
-def test_vt_as_the_dms_paper_has_it():
+def test_vt_of_the_dms_paper():
     """40 chains of no hops, and no worked example: with more it would not fit its 500 tokens."""
     task = RULER("vt", 5000, chains=40, hops=0, worked_example=False).fitted(characters)
     problem = task.problem("test", 0)
@@ -204,7 +179,7 @@ def test_vt_as_the_dms_paper_has_it():
 # -- filling --------------------------------------------------------------------------------------
 
 
-def test_essays_and_words_of_files(tmp_path):
+def test_essays_and_words_from_files(tmp_path):
     (tmp_path / "essays.json").write_text(json.dumps({"text": "One two.\n\n  Three four."}))
     (tmp_path / "essay.txt").write_text("One two.\n\n  Three four.")
     for name in ("essays.json", "essay.txt"):
@@ -229,7 +204,7 @@ def test_essays_and_words_of_files(tmp_path):
     assert re.search(rf"for ({'|'.join(ruler.ADJECTIVES)})-({'|'.join(ruler.WORDS)}) is", prompt)
 
 
-def test_sentences_joined_are_the_text():
+def test_sentences():
     text = 'He said: "No." Then Mr. Bell left! (Why?) A 3.5 mile walk. Mrs. Oak stayed. so it is.'
     parts = sentences(text)
     assert " ".join(parts) == text
@@ -261,7 +236,7 @@ def squad(question):
         (squad({"question": "q", "answers": [{"text": ""}]}), "questions without an answer"),
     ],
 )
-def test_files_of_questions_that_are_something_else(tmp_path, content, message):
+def test_malformed_squad_is_rejected(tmp_path, content, message):
     path = tmp_path / "dev.json"
     if content is not None:
         path.write_text(content)
@@ -277,7 +252,7 @@ def test_files_of_questions_that_are_something_else(tmp_path, content, message):
         ({"question": "q", "answer": "a", "context": [["t", [1]]]}, "not of the form"),
     ],
 )
-def test_files_of_hotpotqa_that_are_something_else(tmp_path, record, message):
+def test_malformed_hotpotqa_is_rejected(tmp_path, record, message):
     path = tmp_path / "dev.json"
     path.write_text(json.dumps([record]))
     with pytest.raises(DataError, match=rf"dev\.json.*{message}"):
@@ -285,7 +260,7 @@ def test_files_of_hotpotqa_that_are_something_else(tmp_path, record, message):
 
 
 @pytest.mark.parametrize("adjectives", ["", "red"])
-def test_words_that_make_too_few_keys(tmp_path, adjectives):
+def test_too_few_keys_are_rejected(tmp_path, adjectives):
     """Keys differ: of too few words there would be no other one to draw."""
     for name, lines in (
         ("adjectivelist.txt", adjectives),
@@ -329,7 +304,7 @@ def test_mistakes_are_named(files, tmp_path):
 
 @pytest.mark.parametrize("unit", [1, 7, 40])
 @pytest.mark.parametrize("start", [1, 90, 5000])
-def test_the_size_is_the_largest_or_nearly_and_found_in_few_counts(unit, start):
+def test_largest_size_in_few_counts(unit, start):
     for length in (400, 4096, 131_072):
         counted = []
 
@@ -375,7 +350,7 @@ def test_the_answer_prefix_begins_the_answer():
 
 
 @pytest.mark.usefixtures("fakes")
-def test_evaluate_fits_tasks_to_the_model_and_limits_answers():
+def test_evaluate_fits_lengths_and_answers():
     model = stories()
     given = [RULER("niah_single_1", 500), RULER("vt", 500, hops=1, worked_example=False)]
     result = evaluate(

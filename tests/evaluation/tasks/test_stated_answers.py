@@ -388,7 +388,7 @@ def judged(tmp_path_factory):
     return judge
 
 
-def test_right_answers_count_however_they_are_written(judged):
+def test_right_answers_in_any_form(judged):
     lost = [(gold, said) for gold, all_ in RIGHT.items() for said in all_ if not judged(gold, said)]
     assert lost == []
 
@@ -414,7 +414,7 @@ def test_announcements(tmp_path, announced):
     assert task.score(task.problem("test", 0), announced) == 1
 
 
-def test_a_mark_of_a_worked_solution_announces_too(tmp_path):
+def test_mark_of_a_worked_solution(tmp_path):
     path = lines(tmp_path / "t.jsonl", [{"question": "?", "answer": "#### 29"}])
     task = GSM8K(path, style="plain")
     for said, score in (("29 (3 * 10 - 1)", 1), ("\\$29.", 1), ("\u221229", 0), ("28 or 29", 0)):
@@ -430,7 +430,7 @@ def test_expressions(tmp_path):
     assert lost == []
 
 
-def test_expected_answers_are_read_alike(tmp_path):
+def test_expected_answers_are_normalised(tmp_path):
     path = lines(tmp_path / "t.jsonl", [{"problem": "?", "answer": "\u22125"}])
     task = Mathematics(path)
     assert task.score(task.problem("test", 0), "\\boxed{-5}") == 1

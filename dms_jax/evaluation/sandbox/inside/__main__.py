@@ -1,30 +1,28 @@
-"""Starts a confined process in one of three roles.
+"""The program of a confined process: lock itself in, then run one source.
 
-- "program": runs the source as a script, on the standard input and output it was started with.
-- "functions": runs the source as a module, and then its functions as they are called.
-- "checker": runs tests that call such a function, and alone can say that they passed.
+The job comes over the control socket, which is closed before the source runs:
 
-The job comes over the control socket, which an answer's process closes before the answer runs.
-Calls come over another one, a line each: [name, arguments, keywords], answered by [result,
-arguments as the call left them], or null where it raised.
+    {"source": ..., "call": null}                   run it as a script
+    {"source": ..., "call": ["f", [1, 2]]}          run it as a module, call f(1, 2), or the method
+                                                    f of its class `Solution`, and write the result
+                                                    to standard output as JSON; what the source
+                                                    itself prints is discarded
 """
 
 import array
 import builtins
-import itertools
 import json
 import os
 import random
 import socket
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
-from . import confining, values
+from . import confining
 
 
-def main(control: int, calls: int, parent: int) -> None:
+def main(control: int, parent: int) -> None:
     """Does the job that comes over the socket `control`, confined."""
     confining.die_with_parent(parent)
     os.chdir("/")
@@ -37,24 +35,19 @@ def main(control: int, calls: int, parent: int) -> None:
         rights = array.array("i", [descriptor]).tobytes()
         supervisor.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
-    role = job["role"]
-    missing = confining.confine(job["limits"], threads=role != "checker", pass_on=pass_on)
+    missing = confining.confine(job["limits"], pass_on=pass_on)
     told = json.dumps({"missing": missing}) + "\n"
     os.write(control, told.encode())
     if (missing and not job["weaker"]) or not os.read(control, 1):
         return
-    sys.set_int_max_str_digits(0)
-    random.seed(0)  # a judgement is the same whenever it is made
-    builtins.exit = builtins.quit = sys.exit  # pyright: ignore  # of `site`, which was not loaded
-    if role == "checker":
-        passed = json.dumps(_check(job, calls)) + "\n"
-        os.write(control, passed.encode())
-        return
     supervisor.close()
-    if role == "program":
+    sys.set_int_max_str_digits(0)
+    random.seed(0)  # the same verdict every time
+    builtins.exit = builtins.quit = sys.exit  # pyright: ignore  # `site` defines them: not loaded
+    if job["call"] is None:
         _run(job["source"], "__main__")
     else:
-        _serve(_run(job["source"], "answer"), job["request"], calls)
+        _call(job["source"], *job["call"])
 
 
 def _read_job(supervisor: socket.socket) -> dict[str, Any]:
@@ -67,7 +60,7 @@ def _read_job(supervisor: socket.socket) -> dict[str, Any]:
 
 
 def _run(source: str, name: str) -> dict[str, Any]:
-    """Runs source as a module of a name, and returns what it defines."""
+    """Runs source as a module of this name, and returns what it defines."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv[:] = ["answer.py"]
@@ -75,62 +68,16 @@ def _run(source: str, name: str) -> dict[str, Any]:
     return module.__dict__
 
 
-def _serve(names: dict[str, Any], request: str, calls: int) -> None:
-    """Answers calls, first `request` if it is any; a name of a class `Solution` is its method."""
-    with os.fdopen(os.dup(calls), "rb") as incoming:
-        for line in itertools.chain([request] if request else [], incoming):
-            name, *given = json.loads(line)
-            arguments, keywords = map(values.from_json, given)
-            try:
-                owner = names.get("Solution")
-                function = names[name] if owner is None else getattr(owner(), name)
-                result = function(*arguments, **keywords)
-                reply = [values.to_json(result), values.to_json(arguments)]
-            except Exception:  # of the answer: the call is told that it failed
-                reply = None
-            _write(calls, json.dumps(reply))
-
-
-def _check(job: dict[str, Any], calls: int) -> dict[str, str]:
-    """Runs tests on a function of another process; says why they failed, "" if they passed."""
-    incoming = os.fdopen(os.dup(calls), "rb")
-    entry = job["entry"]
-
-    def candidate(*arguments: Any, **keywords: Any) -> Any:
-        call = [entry, values.to_json(list(arguments)), values.to_json(keywords)]
-        _write(calls, json.dumps(call))
-        reply = json.loads(incoming.readline() or b"null")
-        if reply is None:
-            raise RuntimeError("the answer raised, or ended")
-        result, left = map(values.from_json, reply)
-        for given, now in zip(arguments, left, strict=True):
-            _update(given, now)
-        return result
-
-    try:
-        names = _run(job["setup"], "problem")
-        names[entry] = candidate
-        exec(compile(job["tests"], "tests.py", "exec"), names)
-        check: Callable = names["check"]
-        check(candidate)
-    except BaseException as error:
-        return {"failed": type(error).__name__}
-    return {"failed": ""}
-
-
-def _update(given: Any, now: Any) -> None:
-    """Gives a mutable argument the contents that the call left in it."""
-    if isinstance(given, list):
-        given[:] = now
-    elif isinstance(given, dict | set):
-        given.clear()
-        given.update(now)
-
-
-def _write(descriptor: int, line: str) -> None:
-    rest = memoryview(line.encode() + b"\n")
+def _call(source: str, name: str, arguments: list[Any]) -> None:
+    """Writes what a function of the source returns, and ends the process."""
+    results = os.dup(1)
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+    names = _run(source, "answer")
+    function = names[name] if name in names else getattr(names["Solution"](), name)
+    rest = memoryview(json.dumps(function(*arguments)).encode())
     while rest:
-        rest = rest[os.write(descriptor, rest) :]
+        rest = rest[os.write(results, rest) :]
+    os._exit(0)  # threads of the source may still run
 
 
-main(*map(int, sys.argv[1:4]))
+main(*map(int, sys.argv[1:3]))

@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any
 
-DEVICES = ("/dev/null",)
+_DEVICES = ("/dev/null",)
 _SHARED_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _OTHERS = ("/dev/urandom", "/usr/share/zoneinfo")
 _OPEN_FILES = 64
@@ -21,7 +21,7 @@ def readable() -> list[str]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ends the process as soon as its parent has ended, however that came."""
+    """Ends the process as soon as its parent has ended, for whatever reason."""
     if sys.platform == "linux":
         from . import kernel
 
@@ -30,13 +30,12 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
-def confine(limits: dict[str, Any], *, threads: bool, pass_on: Callable[[int], None]) -> list[str]:
+def confine(limits: dict[str, Any], *, pass_on: Callable[[int], None]) -> list[str]:
     """Locks the process in, and returns the names of the mechanisms that the system lacks.
 
     Args:
       limits: `seconds` of processor time, bytes of `memory`.
-      threads: whether threads may be started at all.
-      pass_on: gives a descriptor to the supervisor, who answers there for each new thread.
+      pass_on: sends a descriptor to the supervisor, which decides there about each new thread.
     """
     missing: list[str] = []
     seconds, memory = limits["seconds"], limits["memory"]
@@ -53,10 +52,10 @@ def confine(limits: dict[str, Any], *, threads: bool, pass_on: Callable[[int], N
             missing.append(name)
     if sys.platform != "linux":
         return [*missing, f"Landlock and seccomp, which are Linux's (this is {sys.platform})"]
-    return missing + _confine_linux(threads, pass_on)
+    return missing + _confine_linux(pass_on)
 
 
-def _confine_linux(threads: bool, pass_on: Callable[[int], None]) -> list[str]:
+def _confine_linux(pass_on: Callable[[int], None]) -> list[str]:
     from . import kernel, landlock, system_calls
 
     try:  # if memory runs out elsewhere, this process is the first to go
@@ -81,12 +80,8 @@ def _confine_linux(threads: bool, pass_on: Callable[[int], None]) -> list[str]:
 
     attempt("no_new_privs", lambda: kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1))
     attempt("capset", kernel.drop_capabilities)
-    attempt(
-        "Landlock (Linux 5.13 or later)",
-        lambda: landlock.restrict(readable(), DEVICES),
-    )
+    attempt("Landlock (Linux 5.13 or later)", lambda: landlock.restrict(readable(), _DEVICES))
     attempt("PR_SET_DUMPABLE", lambda: kernel.prctl(kernel.PR_SET_DUMPABLE, 0))
-    if threads:
-        attempt("seccomp user notification (Linux 5.5 or later)", supervise)
-    attempt("seccomp filters", lambda: system_calls.restrict(threads=threads))
+    attempt("seccomp user notification (Linux 5.5 or later)", supervise)
+    attempt("seccomp filters", system_calls.restrict)
     return missing

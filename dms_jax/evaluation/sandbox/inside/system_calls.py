@@ -144,18 +144,14 @@ def supervise_threads() -> int:
     return _install(program, _NEW_LISTENER, numbers["seccomp"])
 
 
-def restrict(*, threads: bool) -> None:
+def restrict() -> None:
     """Allows no system call from here on but those of the list.
-
-    Args:
-      threads: whether threads may be started at all.
 
     Raises:
       UnknownMachineError, OSError: as above.
     """
     mark, numbers = _machine()
     itself = os.getpid()
-    refused = _return(_ERROR | _EPERM)
     calls = {
         number: [_return(_ALLOW)]
         for name, number in numbers.items()
@@ -168,7 +164,7 @@ def restrict(*, threads: bool) -> None:
         numbers["ioctl"]: _if_in(1, _IOCTL),
         numbers["prctl"]: _if_in(0, _PRCTL),
         numbers["prlimit64"]: _if_null(2),  # no new limits
-        numbers["clone"]: _if_thread(_ALLOW, _ERROR | _EPERM) if threads else [refused],
+        numbers["clone"]: _if_thread(_ALLOW, _ERROR | _EPERM),
         # Its flags lie in memory, which a filter does not see. libc then uses clone.
         numbers["clone3"]: [_return(_ERROR | _ENOSYS)],
     }

@@ -8,8 +8,7 @@ import string
 from collections.abc import Sequence
 
 from dms_jax.errors import ConfigError
-from dms_jax.evaluation.tasks.ruler.family import Family, Filled
-from dms_jax.evaluation.tasks.ruler.formats import COMMON_WORDS, FREQUENT_WORDS
+from dms_jax.evaluation.tasks.ruler.formats import COMMON_WORDS, FREQUENT_WORDS, Family, Filled
 
 COMMON = 10  # words to find in a list
 SHORT = 4096  # lists of shorter contexts repeat words less often

@@ -6,13 +6,14 @@ import re
 import uuid
 from collections.abc import Container, Sequence
 
-from dms_jax.evaluation.tasks.ruler.family import Family, Filled
 from dms_jax.evaluation.tasks.ruler.filling import Words, sentences
 from dms_jax.evaluation.tasks.ruler.formats import (
     NEEDLE,
     NEEDLES,
     NOISE,
     SINGULAR,
+    Family,
+    Filled,
     Kind,
     NeedleSettings,
 )

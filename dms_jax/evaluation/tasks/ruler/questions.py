@@ -16,8 +16,7 @@ from typing import Any
 
 from dms_jax.checks import show
 from dms_jax.errors import DataError
-from dms_jax.evaluation.tasks.ruler.family import Family, Filled, occurrences
-from dms_jax.evaluation.tasks.ruler.formats import DOCUMENT, QUESTIONS
+from dms_jax.evaluation.tasks.ruler.formats import DOCUMENT, QUESTIONS, Family, Filled, occurrences
 
 
 @dataclasses.dataclass(frozen=True)

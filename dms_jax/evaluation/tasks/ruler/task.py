@@ -5,8 +5,8 @@
 
 The length is that of the prompt, as the model reads it, and of the longest answer (128 tokens for
 needles, 30, 120 and 50 for `vt`, `cwe` and `fwe`, 32 for questions), in tokens of the model. A
-context is the largest that fits, or within half a percent of it (`sizing.py`): a search finds the
-size for one problem of the task, and the others go on from there.
+context is the largest that fits, or within half a percent of it (`largest_size`): a search finds
+the size for one problem of the task, and the others go on from there.
 
 Formats, settings and scores are RULER's. What differs, beside the filling (`filling.py`):
 
@@ -24,6 +24,8 @@ RULER decodes greedily, and reports the mean over tasks in percent.
 
 import dataclasses
 import functools
+import itertools
+import math
 import pathlib
 import random
 from collections.abc import Callable
@@ -32,18 +34,16 @@ from typing import Annotated, Any
 from dms_jax.checks import Count, Number, Range, Whole, check, require
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError
-from dms_jax.evaluation.tasks.prefilled import PrefilledProblem
 from dms_jax.evaluation.tasks.ruler.counting import COMMON, SHORT, CommonWords, FrequentWords
-from dms_jax.evaluation.tasks.ruler.family import Family
 from dms_jax.evaluation.tasks.ruler.filling import Path, read_essay, read_words
-from dms_jax.evaluation.tasks.ruler.formats import NEEDLE_TASKS, RULER_TASKS, RulerName
+from dms_jax.evaluation.tasks.ruler.formats import NEEDLE_TASKS, RULER_TASKS, Family, RulerName
 from dms_jax.evaluation.tasks.ruler.needles import Needles
 from dms_jax.evaluation.tasks.ruler.questions import read_hotpotqa, read_squad
-from dms_jax.evaluation.tasks.ruler.sizing import Bounds, largest_size
 from dms_jax.evaluation.tasks.ruler.tracking import EXAMPLE_TOKENS, Tracking
 
 SEED = 42  # RULER's
 DEFAULT_LENGTH = 4096
+CLOSE = 200  # a context is large enough within this part of the length
 _FILES = {"qa_1": "SQuAD's dev-v2.0.json", "qa_2": "HotpotQA's hotpot_dev_distractor_v1.json"}
 
 Measure = Callable[[Problem], int]
@@ -106,7 +106,7 @@ class RULER(Task):
         """The task for a model: `measure` returns the tokens of a problem as the model reads it."""
         return dataclasses.replace(self, measure=measure)
 
-    def problem(self, split: Split, index: int) -> PrefilledProblem:
+    def problem(self, split: Split, index: int) -> Problem:
         """Returns problem `index` of a split, which is always the same.
 
         Raises:
@@ -167,11 +167,11 @@ class RULER(Task):
             return settings.values * settings.queries
         return {"vt": self.hops + 1, "cwe": COMMON, "fwe": 3}.get(self.task, 1)
 
-    def _posed(self, split: str, index: int, size: int) -> PrefilledProblem:
+    def _posed(self, split: str, index: int, size: int) -> Problem:
         """Problem `index` with a context of `size`; the same draws come first whatever the size."""
         rng = random.Random(f"RULER {self.task} {self.seed} {split} {index}")
         filled = self.family.fill(rng, size, index)
-        return PrefilledProblem(
+        return Problem(
             prompt=filled.prompt,
             solution=filled.solution,
             answers=filled.answers,
@@ -180,15 +180,16 @@ class RULER(Task):
             answer_tokens=self.family.format.answer_tokens,
         )
 
-    def _fitted(self, split: str, index: int, start: int) -> tuple[int, PrefilledProblem]:
+    def _fitted(self, split: str, index: int, start: int) -> tuple[int, Problem]:
         """The size of a problem's context, and the problem."""
-        made: dict[int, PrefilledProblem] = {}
+        made: dict[int, Problem] = {}
 
         def count(size: int) -> int:
             made[size] = self._posed(split, index, size)
             return self._tokens(made[size])
 
-        size = largest_size(count, self._bounds, start)
+        bounds = Bounds(self.length, self.family.least, self.family.most)
+        size = largest_size(count, bounds, start)
         if size is None:
             needed = self._tokens(made[self.family.least])
             shorter = self.task == "cwe" and self.length >= SHORT
@@ -200,7 +201,7 @@ class RULER(Task):
             )
         return size, made[size]
 
-    def _tokens(self, problem: PrefilledProblem) -> int:
+    def _tokens(self, problem: Problem) -> int:
         """Tokens of a problem and of its answer."""
         return self._counter(problem) + self.family.format.answer_tokens
 
@@ -212,10 +213,6 @@ class RULER(Task):
                 "make problems without, fit_task(model, task) of dms_jax.evaluation.prompting."
             )
         return self.measure
-
-    @property
-    def _bounds(self) -> Bounds:
-        return Bounds(self.length, self.family.least, self.family.most)
 
 
 def ruler_tasks(
@@ -245,7 +242,7 @@ def ruler_tasks(
 
 @functools.lru_cache(maxsize=256)
 def _probed(task: RULER) -> int:
-    """The size of a context that fits, for a problem that is nobody's."""
+    """The size of a context that fits, from a problem outside every split."""
     return task._fitted("probe", 0, task.family.least)[0]
 
 
@@ -270,3 +267,63 @@ def _example_size(task: RULER) -> int:
             f"hold {task.chains} chains of {task.hops} hops. Set worked_example=False."
         )
     return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The sizes to choose from.
+
+    Attributes:
+      length: the most tokens.
+      least: the smallest size.
+      most: the largest, if there is one.
+    """
+
+    length: int
+    least: int
+    most: int | None = None
+
+    def clipped(self, size: int) -> int:
+        """The nearest size within the bounds."""
+        return max(self.least, size if self.most is None else min(size, self.most))
+
+
+def largest_size(count: Callable[[int], int], bounds: Bounds, start: int) -> int | None:
+    """Returns a size that fits, the largest or one within half a percent of the length; or None.
+
+    Counting tokens takes the time, so few sizes are looked at. Tokens grow about in proportion to
+    the size: the next size is where a line through the two nearest known ones meets the length.
+    Every fourth lies in the middle, in case the line misleads.
+
+    Args:
+      count: function that returns the tokens of a size.
+      bounds: the length, and the sizes to look at.
+      start: the size to begin with.
+    """
+    length = bounds.length
+    below: list[tuple[int, int]] = []  # sizes that fit and their tokens, growing
+    above: list[tuple[int, int]] = []  # sizes that do not fit, shrinking
+    size = bounds.clipped(start)
+    for turn in itertools.count():
+        tokens = count(size)
+        (below if tokens <= length else above).append((size, tokens))
+        if tokens <= length and (size == bounds.most or length - tokens <= length // CLOSE):
+            return size
+        if tokens > length and size == bounds.least:
+            return None
+        if below and above:
+            (low, fewer), (high, more) = below[-1], above[-1]
+            if high - low == 1:
+                return low
+            size = low + (length - fewer) * (high - low) // max(1, more - fewer)
+            size = (low + high) // 2 if turn % 4 == 3 else size
+            size = min(max(size, low + 1), high - 1)
+        elif below:
+            low, fewer = below[-1]
+            before, fewest = below[-2] if len(below) > 1 else (0, 0)
+            growth = (low - before) / max(1, fewer - fewest)
+            size = bounds.clipped(low + max(1, int((length - fewer) * growth)))
+        else:  # what does not depend on the size makes the line too steep: twice as far
+            high, more = above[-1]
+            size = bounds.clipped(high - 2 * math.ceil(high * (more - length) / more))
+    raise AssertionError

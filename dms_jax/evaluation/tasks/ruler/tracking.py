@@ -7,8 +7,7 @@ import re
 import string
 from collections.abc import Callable
 
-from dms_jax.evaluation.tasks.ruler.family import Family, Filled
-from dms_jax.evaluation.tasks.ruler.formats import NOISE, TRACKING
+from dms_jax.evaluation.tasks.ruler.formats import NOISE, TRACKING, Family, Filled
 
 EXAMPLE_TOKENS = 500  # of the worked example
 _EXAMPLE_HOPS = 10  # the most in the worked example

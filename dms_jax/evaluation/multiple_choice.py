@@ -6,18 +6,18 @@ Two scores, as in lm-evaluation-harness: **acc**, how often the right option is 
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from dms_jax.checks import Count, Whole, check
+from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.likelihood import encode_pair, likelihoods
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import Measured, mean_over_problems
-from dms_jax.evaluation.tasks.choices import Choices, ChoiceTask
+from dms_jax.evaluation.tasks.choices import ChoiceTask
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
@@ -27,11 +27,10 @@ class ChoiceResult:
     """The log-probabilities that a model gives the options of questions.
 
     Attributes:
-      settings: task, policy and start, as JSON data.
+      settings: task and policy, as JSON data.
       logprobs: log-probabilities of the options of each question, in nats.
       lengths: characters of the options.
       gold: index of the right option.
-      groups: subject of each question; empty if it has none.
       peak: peak of live tokens of each question.
       seconds: wall time, compilation included.
     """
@@ -40,7 +39,6 @@ class ChoiceResult:
     logprobs: tuple[Float[np.ndarray, " options"], ...]
     lengths: tuple[Int[np.ndarray, " options"], ...]
     gold: Int[np.ndarray, " questions"]
-    groups: tuple[str, ...]
     peak: Float[np.ndarray, " questions"]
     seconds: float
 
@@ -65,37 +63,21 @@ class ChoiceResult:
         """acc_norm: how often it has the largest log-probability per character."""
         return mean_over_problems((self.chosen_norm == self.gold).astype(np.float64)[:, None])
 
-    def to_dict(self, *, questions: bool = False) -> dict[str, Any]:
-        """Returns the figures as JSON data.
-
-        Args:
-          questions: include the chosen option of each question, for paired comparisons.
-        """
-        data: dict[str, Any] = {
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as JSON data, with what was chosen for each question."""
+        return {
             **self.settings,
             "questions": len(self.gold),
             "acc": self.accuracy.to_list(),
             "acc_norm": self.accuracy_norm.to_list(),
             "peak": float(self.peak.mean()),
             "seconds": self.seconds,
-        }
-        right = self.chosen == self.gold
-        if len(set(self.groups)) > 1:
-            groups = np.asarray(self.groups)
-            data["groups"] = {
-                name: {
-                    "questions": int((groups == name).sum()),
-                    "acc": float(right[groups == name].mean()),
-                }
-                for name in sorted(set(self.groups))
-            }
-        if questions:
-            data["per_question"] = {
+            "per_question": {
                 "chosen": self.chosen.tolist(),
                 "chosen_norm": self.chosen_norm.tolist(),
                 "gold": self.gold.tolist(),
-            }
-        return data
+            },
+        }
 
 
 def evaluate_choices(
@@ -104,7 +86,6 @@ def evaluate_choices(
     *,
     policy: Policy | str | None = None,
     problems: int | None = None,
-    start: int = 0,
     serving: Serving | None = None,
 ) -> ChoiceResult:
     """Answers questions by the likelihood of their options after the question.
@@ -114,7 +95,6 @@ def evaluate_choices(
       task: one of `dms_jax.evaluation.tasks` that is answered by likelihood.
       policy: the cache policy; the checkpoint's own if None.
       problems: number of questions; all of the file if None.
-      start: index of the first question.
       serving: options of the cache; `Serving()` if None.
 
     Raises:
@@ -129,37 +109,12 @@ def evaluate_choices(
             f"evaluate_choices wants a task that is answered by likelihood, got {task!r}; "
             "`evaluate` runs those that are answered in words."
         )
-    start = check("evaluate_choices: start", start, Whole)
     problems = check("evaluate_choices: problems", problems, Count | None)
     policy = model.resolve_policy(policy)
     if model.tokenizer is None:
         raise DataError("evaluate_choices needs a tokenizer, and this model came without one.")
-    count = max(1, len(task.records) - start) if problems is None else problems
-    questions = [task.choices(index) for index in range(start, start + count)]
-    settings = {"task": task.to_dict(), "policy": policy.to_dict(), "start": start}
-    return choose(model, questions, policy=policy, serving=serving, settings=settings)
-
-
-def choose(
-    model: LanguageModel,
-    questions: Sequence[Choices],
-    *,
-    policy: Policy,
-    serving: Serving | None,
-    settings: Mapping[str, Any],
-) -> ChoiceResult:
-    """Answers questions, which may be of several tasks: they share lanes and compiled programs.
-
-    Args:
-      model: with a tokenizer.
-      questions: with their options; at least one.
-      policy: the cache policy.
-      serving: options of the cache; `Serving()` if None.
-      settings: what the result says of how it was made.
-
-    Raises:
-      DataError, CapacityError: see `evaluate_choices`.
-    """
+    count = len(task.records) if problems is None else problems
+    questions = [task.choices(index) for index in range(count)]
     begin = time.perf_counter()
     pairs = [
         encode_pair(model, context, f" {continuation}")
@@ -169,15 +124,10 @@ def choose(
     found = iter(likelihoods(model, pairs, policy=policy, serving=serving))
     answers = [[next(found) for _ in question.continuations] for question in questions]
     return ChoiceResult(
-        settings=settings,
+        settings={"task": task.to_dict(), "policy": policy.to_dict()},
         logprobs=tuple(np.asarray([each.logprob for each in own]) for own in answers),
-        lengths=tuple(_lengths(question) for question in questions),
+        lengths=tuple(np.asarray(list(map(len, each.continuations))) for each in questions),
         gold=np.asarray([question.gold for question in questions]),
-        groups=tuple(question.group for question in questions),
         peak=np.asarray([max(each.peak_tokens for each in own) for own in answers]),
         seconds=time.perf_counter() - begin,
     )
-
-
-def _lengths(question: Choices) -> Int[np.ndarray, " options"]:
-    return np.asarray([len(text) for text in question.continuations])

@@ -1,7 +1,7 @@
-"""The problems of an evaluation as requests: which, of which task, as which tokens and seeds.
+"""Turn the problems of an evaluation into requests, and judge the answers.
 
 Problem i of n tasks is number i // n of task i % n. Every chain of every problem derives its own
-sampling seed from one seed, so more chains or more problems do not change the first ones.
+sampling seed from one seed, so that more chains or problems do not change the first ones.
 """
 
 import dataclasses
@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from dms_jax.checkpoint.tokenizer import Tokenizer
-from dms_jax.checks import Count, CountOnDevice, Whole, check
+from dms_jax.checks import Count, Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.prompting import (
@@ -30,7 +31,8 @@ from dms_jax.generation.answers import Answer, AnswerForm, answer_form, with_sho
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.language_model import LanguageModel
 
-DRAWN_PROBLEMS = 200  # of tasks that draw them, unless more or fewer are asked for
+DRAWN_PROBLEMS = 200  # by default, of tasks that draw them
+PerChain = Float[np.ndarray, "problems chains"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Questions:
     Attributes:
       what: name of the call, for messages.
       tasks: the tasks.
-      split, start: which problems of each.
+      split, start: split and first problem of each task.
       chat: options of the chat template; None for plain text.
       task_of: the task of each problem.
       problems: the problems.
@@ -68,7 +70,7 @@ class Questions:
     ) -> "Questions":
         """Checks the arguments of a call, and reads or draws the problems.
 
-        Tasks with a length in tokens take that of the model.
+        Tasks with a length in tokens count them with the model's tokenizer.
 
         Raises:
           ConfigError: an argument does not fit.
@@ -103,7 +105,6 @@ class Questions:
         *,
         chains: int,
         seed: int,
-        max_lengths: Sequence[int | None],
     ) -> list[Request]:
         """A request for every chain of every problem; chain c of problem i is i * chains + c.
 
@@ -112,8 +113,6 @@ class Questions:
           sampling: how the answers are sampled; its seed is ignored.
           chains: chains of each problem.
           seed: what the seeds of the chains are derived from.
-          max_lengths: for each task, the length of which a policy takes its share; None for the
-            prompt and the longest answer.
 
         Raises:
           DataError: there is no tokenizer, or a prompt leaves no room for an answer.
@@ -130,8 +129,6 @@ class Questions:
         )
         for request in requests:
             limit_answer(request, self.problems[request.index // chains])
-            given_length = max_lengths[self.task_of[request.index // chains]]
-            request.max_length = given_length or request.max_length
         return requests
 
     def shown(self, model: LanguageModel) -> LanguageModel:
@@ -149,13 +146,13 @@ class Questions:
 
 
 class Judge:
-    """Scores completions and remembers the scores: judging can be slow.
+    """Scores completions and remembers the scores, because judging can be slow.
 
-    In a chat it scores what a model says, and not what it thinks before.
+    In a chat it leaves out what the model thinks before its answer.
 
     Args:
       questions: the problems.
-      tokenizer: of the model that answers, whose chat template tells how it thinks.
+      tokenizer: the tokenizer of the model, whose chat template says how thoughts are marked.
     """
 
     def __init__(self, questions: Questions, tokenizer: Tokenizer | None):
@@ -172,7 +169,7 @@ class Judge:
         return self._scores[problem, text]
 
     def together(self, completions: Iterable[tuple[int, str]]) -> None:
-        """Scores completions of problems, side by side where their task can."""
+        """Scores (problem, completion) pairs, in parallel where their task can."""
         waiting: dict[int, list[tuple[int, str]]] = {}
         for problem, text in dict.fromkeys(completions):
             if (problem, text) not in self._scores:
@@ -184,7 +181,7 @@ class Judge:
             self._scores |= zip(pairs, scores, strict=True)
 
     def said(self, problem: int, text: str) -> str:
-        """What a completion of a problem says, without what the model thinks before."""
+        """A completion without what the model thinks before its answer."""
         chat = self._questions.chat
         if chat is None or self._tokenizer is None:
             return text
@@ -199,7 +196,7 @@ class Judge:
         return self._questions.tasks[self._questions.task_of[problem]]
 
     def answer(self, problem: int, text: str) -> str | None:
-        """The answer that a completion gives; of those that are one vote, as it came first."""
+        """The answer of a completion; of several that are one vote, the first one asked for."""
         task = self.task(problem)
         own = task.answer(self.said(problem, text))
         return None if own is None else self._answers.setdefault((problem, task.vote(own)), own)
@@ -210,17 +207,19 @@ class Judge:
             return 0.0
         return self.task(problem).score_answer(self._questions.problems[problem], answer)
 
+    def chains(
+        self, texts: Sequence[Sequence[str]]
+    ) -> tuple[list[list[str | None]], PerChain, PerChain]:
+        """The answer, the score and the score of the answer alone, of each chain of each problem.
 
-def check_max_lengths(
-    what: str, max_length: int | Sequence[int] | None, tasks: int
-) -> list[int | None]:
-    """The max_length of each task."""
-    if max_length is None:
-        return [None] * tasks
-    given = list(max_length) if isinstance(max_length, Iterable) else [max_length] * tasks
-    if len(given) != tasks:
-        raise ConfigError(f"{what}: {len(given)} max_lengths were given for {tasks} tasks.")
-    return [check(f"{what}: max_length", each, CountOnDevice) for each in given]
+        Args:
+          texts: the completions of each problem.
+        """
+        self.together((i, text) for i, own in enumerate(texts) for text in own)
+        answers = [[self.answer(i, text) for text in own] for i, own in enumerate(texts)]
+        scores = [[self(i, text) for text in own] for i, own in enumerate(texts)]
+        alone = [[self.answer_score(i, each) for each in own] for i, own in enumerate(answers)]
+        return answers, np.asarray(scores, np.float64), np.asarray(alone, np.float64)
 
 
 def _problems(
