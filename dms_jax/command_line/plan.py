@@ -5,9 +5,7 @@
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
 The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
-which takes some minutes. For H100 and H200 their own compiler does it where it is installed (pip
-install jax-cuda13-pjrt jax-cuda13-plugin, of jax's version; no GPU is needed), and on machines that
-have as many with --here. Otherwise the figures of GPUs are estimates, and called so.
+which takes some minutes. The figures of GPUs are estimates from a TPU's program.
 """
 
 import dataclasses
@@ -32,7 +30,7 @@ from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.planning import find_machine, plan
 
 # What the figures of a plan depend on.
-COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
+COMPILERS = ("jax", "jaxlib", "libtpu")
 # Without a TPU, libtpu is not to look for one, nor to lock it against other processes that compile.
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -56,8 +54,6 @@ class Config:
     """Devices along which heads and whole experts are split, for mixtures of experts."""
     sequence_shards: int = 1
     """Devices along which the tokens of each sequence are split."""
-    here: bool = False
-    """Whether the machine is this one: its own compiler is asked, and nothing runs on it."""
 
     recipe: Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"] = "paper"
     """This and the options down to --remat are those of dms-jax retrofit."""
@@ -123,12 +119,9 @@ def shape_of(model: str) -> ModelConfig:
 
 def main(config: Config) -> None:
     """Prints the plan of each machine that was named."""
-    if config.here:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    else:
-        jax.config.update("jax_platforms", "cpu")
-        for name, value in NO_TPU.items():
-            os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+    for name, value in NO_TPU.items():
+        os.environ.setdefault(name, value)
     shape, chosen = shape_of(config.model), config.retrofit()
     if config.out is not None:
         make_place("--out", config.out)
@@ -146,7 +139,6 @@ def main(config: Config) -> None:
             model_shards=config.model_shards,
             expert_shards=config.expert_shards,
             sequence_shards=config.sequence_shards,
-            here=config.here,
         )
         print(f"{made}\n", flush=True)
         if config.out is not None:  # each as it comes: compiling the next may take long
@@ -168,8 +160,8 @@ def caches(shape: ModelConfig, chosen: Retrofit) -> str:
 
 def made_by(config: Config) -> dict[str, Any]:
     """How, when and by which compilers plans were made."""
-    where = {} if config.here else {"device": "none: compiled ahead of time"}
     versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     found = {name: versions[name] for name in COMPILERS if name in versions}
     told = provenance(config)
-    return told | where | {"versions": told["versions"] | found}
+    device = "none: compiled ahead of time"
+    return told | {"device": device, "versions": told["versions"] | found}

@@ -9,7 +9,6 @@ once they have decayed. With their rows of the projections at zero every decisio
 minus its offset; rows that are merely unused would saturate the decisions at random.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -44,6 +43,15 @@ def _named(transformer: nnx.Module) -> list[tuple[str, nnx.Param]]:
 def parameters(transformer: nnx.Module) -> Parameters:
     """Returns the parameters by name."""
     return {name: param.get_value() for name, param in _named(transformer)}
+
+
+def shapes(transformer: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and types of the parameters of a transformer, which may be abstract."""
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, param in _named(transformer)
+        for x in [param.get_value()]
+    }
 
 
 def rebuilder(transformer: nnx.Module) -> Rebuild:
@@ -146,16 +154,10 @@ def zero_borrowed_neurons(
     return arrays
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The parameters that are trained and those that are frozen."""
-
-    trained: Parameters
-    frozen: Parameters
-
-
-def split(arrays: Parameters, *, adapter: bool, trainable: Trained) -> Split:
-    """Splits parameters into trained and frozen ones.
+def split(
+    arrays: Mapping[str, Any], *, adapter: bool, trainable: Trained
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits parameters, or their shapes, into those that are trained and those that are frozen.
 
     Args:
       arrays: the parameters.
@@ -170,7 +172,7 @@ def split(arrays: Parameters, *, adapter: bool, trainable: Trained) -> Split:
         return trainable == "all" or (trainable == "low_rank" and is_low_rank(name))
 
     trained = {name: array for name, array in arrays.items() if is_trained(name)}
-    return Split(trained, {name: x for name, x in arrays.items() if name not in trained})
+    return trained, {name: x for name, x in arrays.items() if name not in trained}
 
 
 def cast(arrays: Parameters, dtype: Any) -> Parameters:

@@ -21,9 +21,9 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.policies import DMS
 from dms_jax.training import xla_options
-from dms_jax.training.planning import gpu_compiler
-from dms_jax.training.planning.lowering import AbstractStep
+from dms_jax.training.program import program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 LAYERS, BATCH, LENGTH = 3, 2, 512
@@ -58,8 +58,9 @@ def step_text(options: dict[str, Any] | None = None) -> str:
         trainable="all",
         remat="all_but_products",
     )
-    step = AbstractStep(CONFIG, DMS(window=16, source="adapter"), recipe, mesh, "bfloat16")
-    return compile_ahead(step.lower(step.inputs(recipe.stages[0])), "h200", options).text
+    policy = DMS(window=16, source="adapter")
+    program = program_of_shape(CONFIG, policy, recipe, mesh, "bfloat16")
+    return compile_ahead(program.lower(recipe.stages[0]), "h200", options).text
 
 
 def shape_of(text: str) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.training.losses import Head, token_losses
-from dms_jax.training.planning import gpu_compiler
 from dms_jax.training.xla_options import compiler_options
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 BATCH, LENGTH, HIDDEN, VOCABULARY, CHUNK = 4, 512, 896, 151_936, 256

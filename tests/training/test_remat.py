@@ -18,7 +18,7 @@ from dms_jax.policies import DMS
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
 from dms_jax.training import trainer as library
-from dms_jax.training.planning.lowering import AbstractStep
+from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.remat import choose_remat, kept_bytes
 from dms_jax.training.shards import check_split, finer_split
@@ -100,11 +100,11 @@ def test_trainer_and_plan_choose_alike(monkeypatch):
         with jax.set_mesh(mesh):
             trainer = Trainer(language_model(), ADAPTER, open_one, 0, mesh)
         memory = None if sheet is None else float(sheet.memory)
-        step = AbstractStep(
+        program = program_of_shape(
             language_model().config, ADAPTER, open_one, mesh, "float32", memory=memory
         )
-        assert trainer.recipe == step.recipe
-        chosen.append(step.recipe.remat)
+        assert trainer.recipe == program.recipe
+        chosen.append(program.recipe.remat)
     assert chosen == ["all_but_products", "all_but_attention"]
 
 
@@ -112,18 +112,18 @@ class Exhausted:
     """A step that runs out of memory unless layers keep little enough; it stands in for jax.jit."""
 
     def __init__(self, monkeypatch, fits):
-        self.tried, self._make = [], library.Trainer._jitted_step
+        self.tried, self._make = [], StepProgram.jit
         self._fits = fits
-        monkeypatch.setattr(library.Trainer, "_jitted_step", lambda trainer: self.step_of(trainer))
+        monkeypatch.setattr(StepProgram, "jit", lambda program: self.step_of(program))
 
-    def step_of(self, trainer):
-        remat = trainer.recipe.remat
+    def step_of(self, program):
+        remat = program.recipe.remat
 
         def step(*arguments):
             self.tried.append(remat)
             if remat not in self._fits:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9")
-            return self._make(trainer)(*arguments)
+            return self._make(program)(*arguments)
 
         return step
 

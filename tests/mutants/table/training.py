@@ -19,8 +19,8 @@ MUTANTS = [
     ),
     Mutant(
         "training: low-rank updates are part of the teacher",
-        FOLDER + "trainer.py",
-        "            rebuild_teacher=rebuild_teacher,\n",
+        FOLDER + "program.py",
+        "            rebuild_teacher=self._rebuild_teacher,\n",
         "            rebuild_teacher=None,\n",
         ("tests/training/test_low_rank.py::test_trained_further_and_merged",),
     ),
