@@ -1,15 +1,15 @@
 """Model FLOPs utilisation: model operations per token, and their share of the device's peak.
 
-A token of a document takes, forward,
+The forward pass of a token takes
 
     2 (parameters of the layers) + 2 E V + 4 H D (keys it sees, summed over the layers)
 
-operations: its products with the layers' matrices (of experts, those that it goes to), with the
-output matrix (tied or not; the lookup is free), and with keys and values. The backward pass takes
-twice as many, or as many if the matrices are frozen, because then only gradients of activations are
-computed. A teacher takes one more forward pass. In a stage "supervise" the layers run forward once,
-and nothing after them does. Padding, recomputation and norms do not count: the figure is what the
-model needs, not what the program executes.
+operations: its products with the layers' matrices (with those of its own experts), with the output
+matrix (tied or not; the lookup is free), and with keys and values. The backward pass takes twice as
+many, or as many if the matrices are frozen, which need only gradients of activations. A teacher
+takes one more forward pass. A stage "supervise" runs the layers forward once, and nothing after
+them. Padding, recomputation and norms do not count: the figure is what the model needs, not what
+the program executes.
 """
 
 import math

@@ -31,9 +31,8 @@ def held_out_loss(
 
     Args:
       model: the model to measure.
-      batches: name of each part -> a list of its batches, each in the form that `train` takes;
-        batches of one shape share one compiled program. An iterator is refused: those that are
-        trained on have no end, and one that has could be measured only once.
+      batches: name of each part -> a list of its batches, as for `train`; batches of one shape
+        share one compiled program. Iterators are refused: those for training are endless.
       policy: the policy whose hard decisions apply; None for the model's own.
       compute_dtype: dtype of the forward pass; None for that of the parameters.
 

@@ -1,8 +1,8 @@
 """What training does when a device runs out of memory.
 
-Where the recipe leaves open what is computed again (`remat="auto"`), the first step of a program
-falls back to keeping less, and a result that does not fit as it is for decoding stays split.
-Everything else ends with an error that says what to change.
+With `remat="auto"`, the first step of a program falls back to keeping less, and a result that does
+not fit when placed for decoding stays split. Everything else ends with an error that says what to
+change.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.shards import finer_split
 
-# From what takes the most memory to what takes the least.
+# From the most memory to the least.
 _ORDER: tuple[Remat, ...] = ("nothing", "all_but_products", "all_but_attention", "everything")
 
 
 def smaller(remat: Remat) -> Remat | None:
-    """Returns what keeps less for the backward pass; None if nothing does."""
+    """Returns the next `remat`, which keeps less for the backward pass; None for the last."""
     return next(iter(_ORDER[_ORDER.index(remat) + 1 :]), None)
 
 
 def warn_of_fallback(before: Remat, after: Remat) -> None:
-    """Says that a step is compiled again."""
+    """Warns that a step is compiled again."""
     warnings.warn(
         f"The step ran out of the device's memory with remat={before!r}; it is compiled again "
         f"with remat={after!r}. Say so in the recipe to save the first compilation.",
@@ -42,14 +42,14 @@ def warn_of_fallback(before: Remat, after: Remat) -> None:
 def placed(model: LanguageModel) -> LanguageModel:
     """Returns a trained model placed for decoding, or as it is where that takes too much memory.
 
-    Decoding splits no matrix over `data`, and what was trained over many devices need not fit so.
-    Several processes would have to agree on where it lies: there the error is raised.
+    Decoding splits no matrix over `data`, so a model trained over many devices may not fit. Several
+    processes would have to agree on the fallback: there the error is raised.
     """
     try:
         result = model.place()
         jax.block_until_ready(parameters(result.transformer))
     except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error) or processes.several():  # which would have to agree
+        if not out_of_memory(error) or processes.several():
             raise
         warnings.warn(
             "The trained model does not fit the devices as it is placed for decoding; it is "
@@ -63,7 +63,7 @@ def placed(model: LanguageModel) -> LanguageModel:
 
 @contextlib.contextmanager
 def with_advice(recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Iterator[None]:
-    """A context whose errors of allocation on the device say what would take less of it."""
+    """A context in which an allocation error on the device says what would need less memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,12 +1,14 @@
-"""The parameters of a transformer by name: which are trained, how they are sharded, two changes.
+"""The parameters of a transformer by name: which are trained, and how they are sharded.
 
 A module is a pytree; its parameters by name ("layers.adapter.proj.kernel") are a flat dictionary,
 which is split into trained and frozen parameters, passes through `jax.grad` and Optax as it is, and
-is what a training checkpoint holds.
+is what a training checkpoint holds. `nnx.split` with filters would give nested states, whose paths
+checkpoints and rules of sharding would have to flatten again.
 
-The two changes: an adapter that starts at zero is added, and the borrowed neurons are set to zero
-once they have decayed. With their rows of the projections at zero every decision logit starts at
-minus its offset; rows that are merely unused would saturate the decisions at random.
+Two functions change a model: `add_adapter` adds an adapter that starts at zero, and
+`zero_borrowed_neurons` clears the borrowed neurons once they have decayed. With their rows of the
+projections at zero, every decision logit starts at minus its offset; rows that are merely unused
+would saturate the decisions at random.
 """
 
 import math
@@ -67,7 +69,7 @@ def shardings(
     """Returns the sharding of each parameter on a mesh.
 
     Only the model's matrices are split over `data`. Norms, biases, adapters and low-rank factors
-    are small: to gather each of them in every layer would take longer than one sum at the end.
+    are small: gathering each of them in every layer would take longer than one sum at the end.
     """
     small = dict(rules) | {"embed": None, "head_dim": None}
     return {
@@ -100,16 +102,16 @@ def add_adapter(
     transformer: Transformer,
     shape: AdapterShape = AdapterShape(),  # noqa: B008
 ) -> Transformer:
-    """Returns the transformer with such decision adapters, added if needed.
+    """Returns the transformer with decision adapters of this shape, added if needed.
 
-    Their output is zero: only hidden units are drawn. The other parameters are shared with the
-    original.
+    New adapters output zero (only hidden units are random). The other parameters are shared with
+    the original.
     """
     if transformer.adapter_shape == shape:
         return transformer
     config = transformer.config
     dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
-    # Only the adapters get arrays; the rest of the skeleton is abstract.
+    # Abstract; only the adapters get new arrays.
     skeleton = low_rank.skeleton(
         config, adapter=shape, low_rank=low_rank.low_rank_of(transformer), dtype=dtype
     )
@@ -132,7 +134,7 @@ def zero_borrowed_neurons(
     Args:
       arrays: the parameters.
       policy: the policy that borrows them.
-      windowed: whether each layer has a window; such layers lend none.
+      windowed: whether each layer has a window; such layers lend no neuron.
     """
 
     def of_head(x: jax.Array) -> jax.Array:

@@ -255,16 +255,17 @@ def _memory(program: StepProgram, stage: Stage) -> Memory:
     """Compiles the step of a stage, and returns the memory on each device."""
     passes, _ = program.inputs(stage)
     state = program.state
-    held = [bytes_a_device(x) for x in (state.parameters, state.optimizer, program.constants)]
+    parts = dict(parameters=state.parameters, optimizer=state.optimizer, frozen=program.constants)
+    held = {name: float(bytes_a_device(arrays)) for name, arrays in parts.items()}
     try:
         compiled = program.lower(stage).compile()
     except jax.errors.JaxRuntimeError as error:
-        temporaries = _asked_for(str(error), sum(held) + bytes_a_device(passes))
+        temporaries = _asked_for(str(error), sum(held.values()) + bytes_a_device(passes))
         if temporaries is None:
             raise
-        return Memory(*held, temporaries, refused=True)
+        return Memory(**held, temporaries=temporaries, refused=True)
     analysis: Any = compiled.memory_analysis()
-    return Memory(*held, bytes_a_device(passes) + analysis.temp_size_in_bytes)
+    return Memory(**held, temporaries=bytes_a_device(passes) + analysis.temp_size_in_bytes)
 
 
 def _asked_for(message: str, arguments: float) -> float | None:

@@ -1,9 +1,9 @@
 """The training state and its compiled step, on one device or sharded over a mesh.
 
 On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every matrix
-over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. What is
-frozen has the same places, the teacher shares the arrays of the student that are the same, and the
-trainer keeps no other copy of the model.
+over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. Frozen
+parameters are sharded alike, the teacher shares arrays with the student where they are equal, and
+the trainer keeps no other copy of the model.
 """
 
 import dataclasses
@@ -30,8 +30,7 @@ from dms_jax.training.parameters import (
     zero_borrowed_neurons,
 )
 from dms_jax.training.program import StepProgram
-from dms_jax.training.recipe import Progress, Recipe
-from dms_jax.training.schedules import eviction_target
+from dms_jax.training.recipe import Progress, Recipe, eviction_target
 from dms_jax.training.step import TrainState, make_optimizer
 
 
@@ -40,7 +39,7 @@ def _student(
 ) -> Transformer:
     """Returns the model to train: with an adapter if the policy reads one, and low-rank updates.
 
-    Updates that the model brings are trained further, or merged if all weights are trained.
+    Existing updates are trained further, or merged if all weights are trained.
     """
     if policy.retrofit.adapter:
         transformer = add_adapter(transformer, policy.retrofit.adapter)
@@ -54,7 +53,7 @@ def _student(
 
 
 def rows_here(mesh: Mesh | None, pass_size: int) -> tuple[int, ...]:
-    """Returns which sequences of a pass the devices of this process take."""
+    """Returns the indices, in a pass, of the sequences on this process's devices."""
     if mesh is None:
         return tuple(range(pass_size))
     places = NamedSharding(mesh, PartitionSpec(sharding.DATA))
@@ -65,7 +64,7 @@ def rows_here(mesh: Mesh | None, pass_size: int) -> tuple[int, ...]:
 
 
 def _spread(rows: np.ndarray, place: Any) -> jax.Array:
-    """Returns passes [A, B, T] on the mesh, of which this process has some of the B."""
+    """Places passes [A, B, T] on the mesh; this process has some of the B rows."""
     if place.is_fully_addressable:
         return jax.device_put(rows, place)
     return jax.make_array_from_process_local_data(place, rows)
@@ -100,7 +99,7 @@ class Trainer:
         self._key = jax.device_put(key, everywhere)
         given, taught = parameters(student), parameters(original)
         arrays = self._place(given)
-        # Not yet in the type of the state, of which nothing is allotted (`state`).
+        # In the type of the model; `state` makes those of the optimizer's type.
         self._initial, self._frozen = self._program.split(arrays)
         self._dtypes = {name: x.dtype for name, x in self._initial.items()}
         wanted = self._program.constants
@@ -109,7 +108,7 @@ class Trainer:
         self._constants: dict[str, Any] = jax.tree.map(
             lambda x, like: x.astype(like.dtype), dict(frozen=self._frozen, teacher=teacher), wanted
         )
-        # Structure alone: the arrays are those of this trainer.
+        # Without arrays.
         self._skeleton = dataclasses.replace(
             model, transformer=jax.eval_shape(lambda: student), policy=policy, mesh=mesh
         )
@@ -141,8 +140,7 @@ class Trainer:
     def state(self) -> TrainState:
         """Trained parameters, optimizer state and step.
 
-        They are allotted when they are first read, so that a restored state, which is assigned, is
-        the only one there is.
+        Allocated when first read, so that a restored state, which is assigned, needs no second one.
         """
         if self._state is None:
             # Copies, because the step donates them.
@@ -162,8 +160,8 @@ class Trainer:
     def _init_state(self, step: Any, trained: Parameters) -> TrainState:
         """Returns a state at `step` with fresh moments, in the places of `abstract_state`."""
         state = TrainState(step, trained, self._optimizer.init(trained))
-        # Every array is committed to its place from the start: a step that is given arrays of
-        # another kind than it returns is compiled again.
+        # Every array is committed to its place from the start: otherwise the second step, which
+        # gets committed arrays, would be compiled again.
         return jax.tree.map(
             lambda x, like: jax.device_put(x, like.sharding), state, self.abstract_state
         )
@@ -179,8 +177,8 @@ class Trainer:
         """Runs one optimizer step and returns its metrics, which may still be computing.
 
         Args:
-          batches: those rows of each pass that `rows_here` names.
-          progress: what the step aims at.
+          batches: this process's rows of each pass (`rows_here`).
+          progress: the settings of the step.
         """
         inputs = self._inputs(batches, progress)
         if not self._may_keep_less or (progress.stage.kind, len(batches)) in self._fitting:
@@ -188,7 +186,7 @@ class Trainer:
             return metrics
         while True:
             try:
-                # What the devices lack they may say only when they run.
+                # Devices may run out of memory only when they run.
                 state, metrics = jax.block_until_ready(
                     self._step(self.state, self._constants, *inputs)
                 )
@@ -200,10 +198,10 @@ class Trainer:
                 return metrics
 
     def _keep_less(self, error: jax.errors.JaxRuntimeError) -> None:
-        """Makes a step that keeps less for the backward pass, if memory was what lacked.
+        """After running out of memory, makes a step that keeps less for the backward pass.
 
         Raises:
-          JaxRuntimeError: it was not, or nothing keeps less, or the state is gone.
+          JaxRuntimeError: the error was another, nothing keeps less, or the state is gone.
         """
         assert self.recipe.remat != "auto"
         after = smaller(self.recipe.remat)
@@ -215,16 +213,13 @@ class Trainer:
         self._step = self._program.jit()
 
     def step_bytes(self, batches: list[Batch], progress: Progress) -> int | None:
-        """Returns the bytes of a device that such a step takes, by the compiler; None if unknown.
-
-        The step is compiled, which costs nothing if it has been taken, and not run.
-        """
+        """Returns the bytes a device needs for a step, by the compiler; None if unknown."""
         inputs = self._inputs(batches, progress)
         compiled = self._step.lower(self.abstract_state, self._constants, *inputs).compile()
         memory: Any = compiled.memory_analysis()
         if memory is None:
             return None
-        # What is donated is among the arguments and, in its place, among the outputs.
+        # Donated arrays count among the arguments and among the outputs.
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
@@ -269,7 +264,7 @@ class Trainer:
     def model(self) -> LanguageModel:
         """Returns the current student, in the dtypes of the original model.
 
-        Its parameters are split as they are for training, and frozen ones are those of the trainer.
+        Its parameters are sharded as for training, and it shares frozen ones with the trainer.
         `LanguageModel.place` places them for decoding.
         """
         trained = {

@@ -16,7 +16,6 @@ import re
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -49,7 +48,7 @@ _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _CALLED = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%([\w.-]+)")
 
 
-def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.bfloat16) -> str:
+def compiled_step(mesh: Mesh, target: str) -> str:
     """Compiles a step with the same sequences a shard on any mesh."""
     policy = DMS(window=16, source="adapter")
     batch = SEQUENCES * mesh.shape["data"]
@@ -59,9 +58,9 @@ def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.
         sequence_length=LENGTH,
         batch_size=batch * PASSES,
         micro_batch_size=SEQUENCES,
-        trainable=trainable,
+        trainable="all",
     )
-    program = program_of_shape(CONFIG, policy, recipe, mesh, dtype)
+    program = program_of_shape(CONFIG, policy, recipe, mesh, "bfloat16")
     lowered = program.lower(recipe.stages[0])
     return compile_ahead(lowered, f"{target} {dict(mesh.shape)}").text
 

@@ -80,7 +80,7 @@ def gathered_rows(found):
 
 
 @pytest.mark.nightly
-def test_of_split_rows_keys_values_and_decisions_are_gathered(on_cpu):
+def test_split_rows_gather_keys_values_and_decisions(on_cpu):
     """And never activations of the model's width."""
     config, found = compiling.CONFIG, on_cpu["2x4"]
     rows = (compiling.SEQUENCES, compiling.LENGTH)

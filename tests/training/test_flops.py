@@ -35,7 +35,7 @@ def test_token_operations():
     assert token_operations(config, 2 * LAYER, 10.5, stage="supervise", teacher=True) == layers
 
 
-def test_windows_and_experts_take_what_a_token_sees():
+def test_operations_of_windows_and_experts():
     config = tiny_config(
         num_layers=3,
         layer_types=("sliding", "full"),

@@ -115,7 +115,7 @@ def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, toge
 
 
 @pytest.mark.nightly
-def test_no_device_holds_the_model_while_training(tmp_path):
+def test_no_device_holds_the_whole_model_in_training(tmp_path):
     """Neither the caller, nor the trainer, nor an evaluation, nor a snapshot keeps a replica."""
     mesh = make_mesh(8, 1)
     save(LanguageModel(random_model(CONFIG, dtype=np.float32)), Vanilla(), tmp_path)

@@ -14,7 +14,7 @@ RECIPE = dms_jax.recipes.dms_quickstart(2, steps_per_ratio=1)
 DMS = dms_jax.DMS(window=16, source="adapter")
 
 
-def test_the_names_for_type_checkers_are_the_fields():
+def test_keywords_equal_the_fields_of_the_options():
     assert typing.get_type_hints(RunKeywords) == typing.get_type_hints(RunOptions)
 
 

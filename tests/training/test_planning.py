@@ -111,7 +111,7 @@ def test_the_report_of_a_plan_that_fits():
         ("Internal error", None),
     ],
 )
-def test_what_a_compiler_asks_for_when_it_refuses(message, temporaries):
+def test_memory_named_by_a_compiler_that_refuses(message, temporaries):
     assert planning._asked_for(message, 100.0 * 2**30) == temporaries
 
 
@@ -143,7 +143,7 @@ def compiled(monkeypatch):
     return stages
 
 
-def test_a_program_is_compiled_for_each_stage_that_has_its_own(compiled):
+def test_stages_with_equal_steps_share_a_program(compiled):
     """The decay of the neuron, ramps of two batch sizes, and the steps after them."""
     stages = (
         Stage("neuron_decay", 2, 1e-3),

@@ -67,7 +67,7 @@ def test_two_processes_are_one_run(tmp_path, whole):
 
 
 @pytest.mark.nightly
-def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path, whole):
+def test_sigterm_to_one_process_stops_all_and_the_run_resumes(tmp_path, whole):
     out, uninterrupted = whole
     stopped = run(2, tmp_path / "run", term=[1, 1], **TOLD)
     assert [each["ended"] for each in stopped] == ["KeyboardInterrupt: stopped after step 4"] * 2
@@ -78,7 +78,7 @@ def test_sigterm_to_one_stops_all_and_the_run_goes_on_to_the_same_bits(tmp_path,
 
 
 @pytest.mark.nightly
-def test_a_notice_that_only_the_platform_hears_stops_all_at_one_step(tmp_path):
+def test_a_preemption_notice_stops_all_at_one_step(tmp_path):
     """SIGTERM while no handler of the run is set reaches jax's service for preemptions alone.
 
     So it is where the run is in another thread than the main one. The processes agree on a step
@@ -116,7 +116,7 @@ def test_an_error_of_one_ends_all(tmp_path):
 
 
 @pytest.mark.nightly
-def test_an_export_that_fails_ends_all_in_order(tmp_path):
+def test_a_failed_export_ends_all_processes(tmp_path):
     """Its error is told once: who told it again waited for processes that had left.
 
     There is to be a checkpoint of its step too.
@@ -130,7 +130,7 @@ def test_an_export_that_fails_ends_all_in_order(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_share_of_an_export_that_fails_ends_all_and_is_made_when_the_run_goes_on(tmp_path, whole):
+def test_a_failed_share_of_an_export_ends_all_and_is_repeated(tmp_path, whole):
     """The second process writes some of its files."""
     out, cut = tmp_path / "run", TOLD | {"size": 10_000}
     one, other = run(2, out, full=1, **cut)
@@ -146,7 +146,7 @@ def test_a_share_of_an_export_that_fails_ends_all_and_is_made_when_the_run_goes_
     chex.assert_trees_all_equal(found, load_file(whole[0] / "snapshots/1.5/model.safetensors"))
 
 
-def test_an_error_is_told_once(monkeypatch):
+def test_an_error_is_reported_once(monkeypatch):
     told = []
     monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(Agreement, "_exchange", lambda self, text, seconds=0: told.append(text))
@@ -210,7 +210,7 @@ SLURM = {
         ),
     ],
 )
-def test_the_environment_says_who_the_processes_are(environment, expected):
+def test_processes_are_found_in_the_environment(environment, expected):
     assert arguments({"TPU_SKIP_MDS_QUERY": "1"} | environment) == expected
 
 
@@ -232,17 +232,17 @@ def test_a_tpu_machine_asks_its_metadata(monkeypatch, tmp_path, hosts, expected)
         ),
     ],
 )
-def test_an_environment_that_is_not_whole_is_refused(environment, message):
+def test_an_incomplete_environment_is_refused(environment, message):
     with pytest.raises(ConfigError, match=message):
         arguments(environment)
 
 
-def test_processes_are_told_all_or_nothing():
+def test_incomplete_arguments_are_refused():
     with pytest.raises(ConfigError, match="num_processes, process_id is missing"):
         connect("first:99")
 
 
-def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
+def test_a_mesh_without_a_process_is_refused(monkeypatch):
     """It failed where no row was left to draw, and the others waited for that process."""
     meshes = [None, make_mesh(4, 2)]
     for mesh in meshes:
@@ -269,7 +269,7 @@ def test_a_single_process_is_left_as_it_is():
     chex.assert_trees_all_equal(list(parts(asked)), [np.array([3, 4, 5]), None, np.asarray(array)])
 
 
-def test_an_array_that_was_read_leaves_no_copy_on_the_host():
+def test_reading_an_array_leaves_no_copy_on_the_host():
     """jax.device_get keeps what it returned for as long as the array lives."""
     array = jax.device_put(
         np.arange(2.0**17).reshape(8, -1), NamedSharding(make_mesh(8), PartitionSpec("data"))

@@ -137,7 +137,7 @@ def run(**changes):
 
 
 @pytest.mark.nightly
-def test_a_first_step_that_does_not_fit_keeps_less(monkeypatch):
+def test_a_first_step_out_of_memory_keeps_less(monkeypatch):
     steps = Exhausted(monkeypatch, fits={"everything"})
     again = r"remat='all_but_attention'; it is compiled again with remat='everything'"
     with pytest.warns(UserWarning, match=again):
@@ -161,7 +161,7 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypatch):
+def test_a_result_too_large_for_decoding_stays_split(tmp_path, monkeypatch):
     """Decoding takes a whole model of each shard of `data`; by then the moments are gone."""
     model, held = language_model(), []
     shape = model.transformer.embedding.get_value().shape
@@ -188,7 +188,7 @@ def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypat
     assert load(tmp_path / "model").policy == ADAPTER
 
 
-def test_sequences_are_to_be_split_only_where_that_is_possible():
+def test_advice_to_split_sequences_is_valid():
     """Followed, the advice is no error of settings."""
     for length, shards, finer in (
         (4096, 1, 2),

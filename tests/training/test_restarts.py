@@ -23,7 +23,7 @@ def model():
     return language_model()
 
 
-def test_a_restart_that_fails_has_removed_nothing(model, tmp_path):
+def test_a_failed_restart_removes_nothing(model, tmp_path):
     """From a damaged checkpoint, or with a recipe that takes another state or other data."""
     with saved(tmp_path / "arrays", 2, 4, 6, keep=3):
         pass
@@ -55,7 +55,7 @@ def test_a_restart_that_fails_has_removed_nothing(model, tmp_path):
         assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [1, 2]
 
 
-def test_a_restart_whose_newest_checkpoint_is_damaged_goes_on_from_its_own(tmp_path):
+def test_a_restart_falls_back_to_its_own_checkpoints(tmp_path):
     with saved(tmp_path, 2):
         pass
     with saved(tmp_path, restart_from=2, keep=3, recipe="other") as directory:

@@ -76,7 +76,7 @@ def float64():
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("policy", [ZAP, POP, *further(WARM, KVzap(window=3, hidden=0))], ids=repr)
-def test_what_is_learned_is_the_importance_in_the_models_own_attention(policy):
+def test_scorers_learn_the_importance_in_attention(policy):
     """Predictions and their targets, of every layer, against the NumPy transformer."""
     model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, (2, 21))
@@ -133,7 +133,7 @@ def test_sinks_are_the_first_tokens_of_each_document(policy):
     assert (np.asarray(seen.importance[:, 0])[..., [4, 6, 16, 21]] < 0).all()
 
 
-def test_low_rank_updates_count_in_what_is_learned():
+def test_importance_includes_low_rank_updates():
     """As they do once they are merged into the weights."""
     model = random_model(tiny_config(), adapter=ZAP.retrofit.adapter, seed=2)
     size = low_rank.LowRank(2, 4.0)
@@ -147,7 +147,7 @@ def test_low_rank_updates_count_in_what_is_learned():
 
 
 @pytest.mark.usefixtures("float64")
-def test_the_losses_are_those_of_the_docstring():
+def test_supervised_losses_equal_numpy():
     random = np.random.default_rng(0)
     predicted, wanted = random.normal(size=(2, 2, 1, 1, 6))
     known = np.array([[True] * 4 + [False] * 2])[None].repeat(2, 0)
@@ -180,7 +180,7 @@ def test_the_loss_falls_and_nothing_but_the_scorer_changes(base, trained, name):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["KVzap", "KVpop"])
-def test_what_a_trained_scorer_keeps_is_what_attention_asks_for(trained, name):
+def test_a_trained_scorer_keeps_important_tokens(trained, name):
     model, _ = trained[name]
     seen = jax.jit(
         lambda m, t: m(t, model.policy, relaxation=Relaxation(supervised=True)).supervision
@@ -202,7 +202,7 @@ def test_what_a_trained_scorer_keeps_is_what_attention_asks_for(trained, name):
 
 
 @pytest.mark.nightly
-def test_calibration_keeps_the_share_that_it_is_asked_for(trained):
+def test_calibration_keeps_the_requested_share(trained):
     model, _ = trained["KVzap"]
     held_out = [batch(seed) for seed in range(2000, 2004)]
     kept = {}
@@ -227,7 +227,7 @@ def test_calibration_keeps_the_share_that_it_is_asked_for(trained):
         calibrate(model, held_out, compression_ratio=2, policy=dataclasses.replace(ZAP, window=99))
 
 
-def test_calibration_refuses_batches_without_an_end():
+def test_calibration_refuses_iterators():
     model = language_model(adapter=True)
     with pytest.raises(ConfigError, match=r"calibrate: batches must be a list of .*islice"):
         calibrate(model, map(batch, itertools.count()), compression_ratio=4, policy=WARM)
@@ -313,7 +313,7 @@ def test_recipes_of_scorers_and_of_dms():
             wrong()
 
 
-def test_recipes_and_policies_that_do_not_fit_are_refused(base):
+def test_mismatched_recipes_and_policies_are_refused(base):
     data = iter([batch(0)])
     with pytest.raises(ConfigError, match="KVpop learns from attention alone"):
         retrofit(base, POP, recipe=recipe(sequence_length=LENGTH), data=data)

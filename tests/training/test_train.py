@@ -15,7 +15,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.policies import TOVA, Vanilla
-from dms_jax.training import held_out_loss, retrofit, train
+from dms_jax.training import held_out_loss, train
 from dms_jax.training.parameters import parameters, rebuilder
 from dms_jax.training.recipe import Stage
 from tests.support.models import VOCABULARY, random_tokens, tiny_config
@@ -145,7 +145,7 @@ def test_a_model_from_scratch_learns(capsys):
     assert "CR" not in shown
 
 
-def test_a_run_that_is_stopped_resumes_bit_for_bit(model, reference, tmp_path):
+def test_a_stopped_run_resumes_bit_for_bit(model, reference, tmp_path):
     expected, records = reference
     for done in (1, 2, 3):
         with pytest.raises(KeyboardInterrupt, match=f"stopped after step {done}"):
@@ -224,7 +224,7 @@ def test_end_tokens_are_ignored_wherever_batches_come_from(model):
     assert losses["iterator"] == losses["mask"] != losses["all"]
 
 
-def test_a_run_is_measured_on_the_way(model, reference):
+def test_a_run_is_evaluated_during_training(model, reference):
     expected, _ = reference
     seen, records = [], []
 
@@ -243,18 +243,6 @@ def test_a_run_is_measured_on_the_way(model, reference):
     assert any((seen[0][name] != expected[name]).any() for name in expected)
 
 
-def test_the_held_out_loss_is_that_of_each_part(model):
-    parts = {"two": batches(2), "one": batches(1, seed=9)}
-    found = held_out_loss(model, parts, compute_dtype=None)
-    one = float(mean_loss(model.transformer, parts["one"][0]))
-    both = [float(mean_loss(model.transformer, batch)) for batch in parts["two"]]
-    assert found["one"] == pytest.approx(one, rel=1e-5)
-    assert found["two"] == pytest.approx(np.mean(both), rel=1e-5)  # the same number of tokens each
-    silent = batches(1)[0] | {"loss_mask": np.zeros((4, LENGTH), bool)}
-    with pytest.raises(dms_jax.DataError, match="Part 'none' of the held-out data has no token"):
-        held_out_loss(model, {"none": [silent]})
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -268,7 +256,7 @@ def test_the_held_out_loss_is_that_of_each_part(model):
         ),
     ],
 )
-def test_what_cannot_work_is_refused(model, options, message):
+def test_impossible_calls_are_refused(model, options, message):
     with pytest.raises(ConfigError, match=message):
         run(model, **options)
 
@@ -285,11 +273,6 @@ def test_batches_of_a_caller_are_checked(model):
 
 
 @pytest.mark.parametrize("part", [itertools.cycle(batches(1)), iter(batches(1)), batches(1)[0]])
-def test_held_out_data_without_an_end_is_refused(model, part):
+def test_held_out_iterators_are_refused(model, part):
     with pytest.raises(ConfigError, match=r"Part 'it' .* must be a list of batches.*islice"):
         held_out_loss(model, {"it": part})
-
-
-def test_a_retrofit_needs_a_ramp(model):
-    with pytest.raises(ConfigError, match="The recipe tiny has no ramp"):
-        retrofit(model, ADAPTER, recipe=recipe(STAGE), data=documents())

@@ -13,7 +13,7 @@ from dms_jax.training.weights_fingerprint import weights_fingerprint
 from tests.training.tiny import ADAPTER, language_model, recipe
 
 
-def test_it_is_of_every_weight_however_they_are_split():
+def test_the_fingerprint_covers_every_weight_on_any_mesh():
     transformer = add_adapter(language_model().transformer)
     places = shardings(transformer, make_mesh(4, 2), TRAINING_RULES)
     rebuild, arrays = rebuilder(transformer), parameters(transformer)
@@ -34,7 +34,7 @@ def test_it_is_of_every_weight_however_they_are_split():
     assert digest(trained) == digest(arrays)
 
 
-def test_a_checkpoint_of_all_weights_needs_no_others():
+def test_no_fingerprint_where_checkpoints_hold_all_weights():
     plain = recipe(loss="language_modeling", trainable="all")
     assert weights_fingerprint(language_model(), Vanilla(), plain) is None
     frozen = dataclasses.replace(plain, trainable="low_rank")

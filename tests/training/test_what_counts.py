@@ -71,7 +71,7 @@ def run(model, policy, options, batch, **more):
     return records, models
 
 
-def test_the_teacher_stays_and_the_mean_is_over_what_counts(model):
+def test_the_teacher_is_fixed_and_only_counted_tokens_matter(model):
     """Weights decay by a fifth in each step; half of the sequences do not count.
 
     A sequence that repeats one token has the same distribution at every position, so it does not
@@ -116,11 +116,15 @@ def test_the_held_out_loss_is_a_mean_over_tokens(model):
     some = some[:, 3:5]  # the positions that predict tokens 4 and 5
     want = (all_targets.sum() + some.sum()) / (all_targets.size + some.size)
     assert abs(want - (all_targets.mean() + some.mean()) / 2) > 1e-3
-    found = held_out_loss(model, {"both": batches}, compute_dtype=None)["both"]
-    assert found == pytest.approx(want, rel=1e-5)
+    parts = {"both": batches, "few": batches[1:]}
+    found = held_out_loss(model, parts, compute_dtype=None)
+    assert found == {"both": pytest.approx(want, rel=1e-5), "few": pytest.approx(some.mean(), 1e-5)}
+    silent = batches[0] | {"loss_mask": np.zeros((4, LENGTH), bool)}
+    with pytest.raises(DataError, match="Part 'none' of the held-out data has no token"):
+        held_out_loss(model, {"none": [silent]})
 
 
-def test_running_out_of_memory_while_held_out_batches_are_measured(model, monkeypatch):
+def test_out_of_memory_on_held_out_batches(model, monkeypatch):
     def refuse(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
@@ -137,7 +141,7 @@ def test_running_out_of_memory_while_held_out_batches_are_measured(model, monkey
 
 
 @pytest.mark.nightly
-def test_the_held_out_divergence_is_a_mean_over_what_counts(model):
+def test_the_held_out_divergence_is_a_mean_over_counted_tokens(model):
     """KL(student || teacher) where the next token counts, under hard decisions."""
     student = language_model(adapter=True)
     tokens = random_tokens(4, 4, LENGTH)
@@ -165,7 +169,7 @@ def test_the_held_out_divergence_is_a_mean_over_what_counts(model):
     assert same["a"] == pytest.approx(0, abs=1e-6)
 
 
-def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
+def test_every_step_draws_its_own_noise_from_the_seed(model):
     """One batch, and weights that do not change."""
     options = recipe(Stage("ramp", 4, 1e-30, 1.0001))
     batch = {"tokens": random_tokens(6, 4, LENGTH)}
@@ -178,7 +182,7 @@ def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
     assert len(set(losses[0] + losses[2])) == 8
 
 
-def test_the_first_step_after_the_decay_is_adams_first(model):
+def test_moments_are_reset_after_the_decay(model):
     """Every weight moves by the learning rate: g / sqrt(g^2), without earlier moments."""
     rate = 1e-3
     options = recipe(
@@ -228,7 +232,7 @@ def test_batches_with_padding_need_no_mask(model):
 
 @pytest.mark.parametrize("name", ["loss_mask", "segment_ids"])
 @pytest.mark.parametrize("shape", [(4, LENGTH + 1), (4, 1), (LENGTH,)])
-def test_masks_and_segments_have_the_shape_of_the_tokens(model, name, shape):
+def test_masks_and_segments_of_another_shape_are_refused(model, name, shape):
     batch = {"tokens": random_tokens(5, 4, LENGTH), name: np.ones(shape, np.int32)}
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling")
     with pytest.raises(DataError, match=rf"{name} .*\(4, {LENGTH}\)"):
@@ -236,7 +240,7 @@ def test_masks_and_segments_have_the_shape_of_the_tokens(model, name, shape):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_segments_are_in_all_passes_of_a_step_or_in_none(model, first):
+def test_segments_in_only_some_passes_are_refused(model, first):
     """A second pass with segment ids after a first without used to ignore them."""
     tokens = random_tokens(5, 2, LENGTH)
     batches = [{"tokens": tokens}, {"tokens": tokens, "segment_ids": np.ones_like(tokens)}]
