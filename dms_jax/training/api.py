@@ -19,6 +19,7 @@ from dms_jax.data import AnswersOnly, as_source
 from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.data.sources import fingerprint
 from dms_jax.data.tokenization import keep_encodable
+from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.layer_loop import check_layers
@@ -26,7 +27,7 @@ from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
-from dms_jax.training.out_of_memory import placed, with_advice
+from dms_jax.training.out_of_memory import LESS_MEMORY, placed
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.recipes import recommended
 from dms_jax.training.run_directory import RunDirectory
@@ -177,8 +178,12 @@ def train(
             restart_from=run.restart_from,
             keep=run.keep_checkpoints,
         )
+    room = fits_device(
+        f"The device ran out of memory in training. {LESS_MEMORY} dms_jax.plan (dms-jax plan) "
+        "estimates beforehand what fits."
+    )
     try:
-        with use_mesh(mesh), with_advice(recipe, mesh):
+        with use_mesh(mesh), room:
             trainer = Trainer(model, policy, recipe, run.seed, mesh)
             if directory is not None:
                 _resume(trainer, source, directory)

@@ -5,22 +5,21 @@ not fit when placed for decoding stays split. Everything else ends with an error
 change.
 """
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 
 import jax
 
 from dms_jax import processes
 from dms_jax.devices import out_of_memory
-from dms_jax.errors import OutOfMemoryError, plain
 from dms_jax.model.language_model import PACKAGE, LanguageModel
 from dms_jax.model.rematerialisation import Remat
-from dms_jax.sharding import mesh_sizes
 from dms_jax.training.parameters import parameters
-from dms_jax.training.recipe import Recipe
-from dms_jax.training.shards import finer_split
 
+LESS_MEMORY = (
+    "Less memory takes: micro_batch_size=1; remat='everything'; trainable='adapter' or 'low_rank', "
+    "without moments of frozen weights; a shorter sequence_length; more devices, along `data`, or "
+    "along `sequence` (make_mesh(..., sequence=2), --sequence-shards 2) for long sequences."
+)
 # From the most memory to the least.
 _ORDER: tuple[Remat, ...] = ("nothing", "all_but_products", "all_but_attention", "everything")
 
@@ -59,32 +58,3 @@ def placed(model: LanguageModel) -> LanguageModel:
         )
         return model
     return result
-
-
-@contextlib.contextmanager
-def with_advice(recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Iterator[None]:
-    """A context in which an allocation error on the device says what would need less memory."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        changes = ["remat='everything'"] if recipe.remat != "everything" else []
-        if recipe.micro_batch_size != 1 and recipe.batch_size > 1:
-            changes.insert(0, "a smaller micro_batch_size (1), whose passes take turns")
-        if recipe.trainable == "all":
-            changes.append("trainable='adapter' or 'low_rank', without moments of frozen weights")
-        larger = "more devices" if mesh is None else f"more than {mesh.size} devices"
-        changes.append(f"a mesh of {larger}")
-        length = recipe.sequence_length
-        if finer := finer_split(recipe, mesh_sizes(mesh)[1]):
-            changes.append(
-                f"make_mesh(..., sequence={finer}) or --sequence-shards {finer}, so that devices "
-                f"share the {length:,} tokens of each sequence"
-            )
-        changes.append(f"sequence_length below {length:,}")
-        raise OutOfMemoryError(
-            f"The device ran out of memory in training. What takes less: {'; '.join(changes)}. "
-            "dms_jax.plan (dms-jax plan) says beforehand what fits. The device said: "
-            f"{plain(error, 300)}"
-        ) from error

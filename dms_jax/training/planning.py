@@ -3,7 +3,7 @@
 The step of each stage is compiled ahead of time by libtpu, which says what memory it takes. Stages
 whose steps take the same arguments, such as a ramp and the steps after it, share a program. A plan
 for GPUs compiles for as many chips of v5p: these partition the step alike, but its temporaries are
-a TPU's, so the figures are estimates.
+a TPU's. On H200s it was up to half too high (experiments/results/training).
 
 Seconds are estimates of computing alone, executed operations / (devices * peak * 0.5): what devices
 send to each other is not counted. 0.5 is between the shares of the peak that were measured on one
@@ -28,6 +28,7 @@ from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.display import TRAINED, duration, short
 from dms_jax.training.flops import attention_operations, layer_parameters, token_operations
 from dms_jax.training.machines import Machine, find_machine
+from dms_jax.training.out_of_memory import LESS_MEMORY
 from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
 
@@ -140,7 +141,7 @@ class Plan:
         ]
         if not machine.is_tpu:
             lines.append(
-                f"Estimated from a TPU's program, that of {machine.topology}, partitioned alike"
+                f"Estimated from a TPU's program ({machine.topology}): memory may be half too high"
             )
         lines += ["", "Memory a device, GB"]
         rows = {
@@ -155,11 +156,7 @@ class Plan:
         if memory.refused:
             lines.append("  (what the compiler asked for when it refused the program)")
         if not self.fits:
-            lines.append(
-                "Less takes micro_batch_size=1, remat='everything', trainable='low_rank' or "
-                "'adapter', a shorter sequence_length, more devices, or model_shards and "
-                "sequence_shards of 2."
-            )
+            lines.append(LESS_MEMORY)
         lines += ["", "Time (estimated, without what devices send to each other)"]
         for stage in self.stages:
             several = f" of {stage.passes:,} passes" if stage.passes > 1 else ""

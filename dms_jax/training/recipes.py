@@ -27,6 +27,14 @@ def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
     return max(1, round((compression_ratio - 1) * steps_per_ratio))
 
 
+def _steps_of(name: str, tokens: int, batch_size: int, sequence_length: int) -> int:
+    """Returns the steps in which a recipe sees so many tokens, at least 1."""
+    given = dict(tokens=tokens, batch_size=batch_size, sequence_length=sequence_length)
+    for option, value in given.items():
+        check(f"{name}: {option}", value, Count)
+    return max(1, round(tokens / (batch_size * sequence_length)))
+
+
 def recommended(policy: Policy, positions: int) -> Recipe:
     """Returns the recipe that `retrofit` takes unless another is given.
 
@@ -197,12 +205,9 @@ def dms_self_taught(
       ConfigError: a number is out of range.
     """
     trainable = check("dms_self_taught: trainable", trainable, Trained)
-    tokens = check("dms_self_taught: tokens", tokens, Count)
-    batch_size = check("dms_self_taught: batch_size", batch_size, Count)
-    sequence_length = check("dms_self_taught: sequence_length", sequence_length, Count)
     _ramp_steps(compression_ratio, 1)
     rate = _SELF_TAUGHT_RATES[trainable] if learning_rate is None else learning_rate
-    steps = max(1, round(tokens / (batch_size * sequence_length)))
+    steps = _steps_of("dms_self_taught", tokens, batch_size, sequence_length)
     ramp = Stage(
         "ramp", steps, rate, compression_ratio, adapter_learning_rate=adapter_learning_rate
     )
@@ -463,10 +468,7 @@ def kvpop(
 def _scorer(
     name: str, tokens: int, learning_rate: Number, sequence_length: int, batch_size: int
 ) -> Recipe:
-    tokens = check(f"{name}: tokens", tokens, Count)
-    batch_size = check(f"{name}: batch_size", batch_size, Count)
-    sequence_length = check(f"{name}: sequence_length", sequence_length, Count)
-    steps = max(1, round(tokens / (batch_size * sequence_length)))
+    steps = _steps_of(name, tokens, batch_size, sequence_length)
     stage = Stage(
         "supervise",
         steps,

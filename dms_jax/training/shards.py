@@ -74,12 +74,6 @@ def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
         )
 
 
-def finer_split(recipe: Recipe, shards: int) -> int | None:
-    """Returns the next larger valid size of the axis `sequence`; None if there is none."""
-    possible = not recipe.supervises and recipe.sequence_length % (2 * PIECES * shards) == 0
-    return 2 * shards if possible else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """The layout of the parameters of student and teacher, by name.

@@ -10,8 +10,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import chex
@@ -21,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dms_jax.errors import CheckpointError, ConfigError, TrainingDivergedError
+from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDivergedError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
@@ -178,25 +176,6 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
     with pytest.raises(ConfigError, match="Another run is writing to "):
         opened(tmp_path)
     directory.close()
-    opened(tmp_path).close()
-
-
-@pytest.mark.nightly
-def test_a_killed_run_keeps_no_lock(tmp_path):
-    script = (
-        "import pathlib, sys, time\n"
-        "from dms_jax.training.run_directory import _locked\n"
-        "lock = _locked(pathlib.Path(sys.argv[1]))\n"
-        "print('locked', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ConfigError, match="Another run is writing to "):
-            opened(tmp_path)
-        other.kill()
     opened(tmp_path).close()
 
 
@@ -365,6 +344,53 @@ def test_a_diverged_run_restarts_with_other_rates(model, tmp_path):
     # And from the start, with the first rates lower too.
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=tmp_path, restart_from=0, stop_after=1e-9)
+
+
+def test_a_failed_restart_removes_nothing(model, tmp_path):
+    """From a damaged checkpoint, or with a recipe that takes another state or other data."""
+    with saved(tmp_path / "arrays", 2, 4, 6, keep=3):
+        pass
+    flip(tmp_path / "arrays")
+    with (
+        saved(tmp_path / "arrays", restart_from=6, keep=3) as directory,
+        pytest.raises(CheckpointError, match=r"step 6.*another step to restart.*has 2, 4"),
+    ):
+        directory.restore(ABSTRACT)
+    with saved(tmp_path / "arrays", restart_from=2, keep=3) as directory:
+        assert directory.latest_step == 2
+    with saved(tmp_path / "arrays", restart_from=4, keep=3) as directory:
+        found, position = directory.restore(ABSTRACT)
+        chex.assert_trees_all_equal(found, state(4))
+        directory.remove_later()
+        assert (position, directory.latest_step) == ({"position": 4}, 4)
+    with saved(tmp_path / "arrays", restart_from=0, keep=3) as directory:
+        assert directory.latest_step is None
+        directory.remove_later()
+    assert not list((tmp_path / "arrays" / "checkpoints").iterdir())
+    # Of a run.
+    out = tmp_path / "run"
+    with pytest.raises(TrainingDivergedError):
+        run(model, recipe=STEEP, out=out, checkpoint_every=1, keep_checkpoints=9)
+    for changes in (dict(batch_size=8), dict(trainable="adapter")):
+        other = dataclasses.replace(STEEP, **changes)
+        with pytest.raises((DataError, CheckpointError)):
+            run(model, recipe=other, out=out, restart_from=1, keep_checkpoints=9)
+        assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [1, 2]
+
+
+def test_a_restart_falls_back_to_its_own_checkpoints(tmp_path):
+    with saved(tmp_path, 2):
+        pass
+    with saved(tmp_path, restart_from=2, keep=3, recipe="other") as directory:
+        directory.restore(ABSTRACT)
+        directory.remove_later()
+        directory.save(4, state(4), None)
+        directory.save(6, state(6), None)
+    break_the_position(tmp_path)
+    with saved(tmp_path, restart_from=2, keep=3, recipe="other") as directory:
+        with pytest.warns(UserWarning, match="goes on from the one before it, of step 4"):
+            directory.restore(ABSTRACT)
+        assert directory.latest_step == 4
 
 
 @pytest.mark.nightly

@@ -179,29 +179,6 @@ def test_the_loss_falls_and_nothing_but_the_scorer_changes(base, trained, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["KVzap", "KVpop"])
-def test_a_trained_scorer_keeps_important_tokens(trained, name):
-    model, _ = trained[name]
-    seen = jax.jit(
-        lambda m, t: m(t, model.policy, relaxation=Relaxation(supervised=True)).supervision
-    )(model.transformer, jnp.asarray(batch(1000)["tokens"]))
-    known = np.asarray(seen.known[0, 0])
-    wanted, predicted = (np.asarray(x)[..., known] for x in (seen.importance, seen.predicted))
-    count = known.sum() // 4
-
-    def overlap(scores):
-        """The share of the most important quarter of each row that the highest scores hold."""
-        best = [np.argsort(x, axis=-1)[..., -count:] for x in (wanted, scores)]
-        rows = (x.reshape(-1, count) for x in best)
-        return np.mean([len(set(a) & set(b)) / count for a, b in zip(*rows, strict=True)])
-
-    recent = np.broadcast_to(np.arange(known.sum()), wanted.shape)
-    chance = np.random.default_rng(0).normal(size=wanted.shape)
-    # Seen: KVzap 0.48 and KVpop 0.63, recency 0.01 and 0.05, chance 0.22 and 0.18.
-    assert overlap(predicted) > max(overlap(recent), overlap(chance)) + 0.15
-
-
-@pytest.mark.nightly
 def test_calibration_keeps_the_requested_share(trained):
     model, _ = trained["KVzap"]
     held_out = [batch(seed) for seed in range(2000, 2004)]

@@ -16,14 +16,12 @@ from dms_jax.training import (
     calibrate,
     calibration,
     held_out,
-    held_out_distillation,
     held_out_loss,
     retrofit,
     train,
 )
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Passes
 from tests.support.instances import further
 from tests.support.models import random_tokens
 from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
@@ -133,7 +131,7 @@ def test_out_of_memory_on_held_out_batches(model, monkeypatch):
     with pytest.raises(OutOfMemoryError, match="measuring held-out batches"):
         held_out_loss(model, {"a": batches})
     with pytest.raises(OutOfMemoryError, match="measuring held-out batches"):
-        held_out_distillation(model, model, {"a": batches})
+        held_out_loss(model, {"a": batches}, teacher=model)
     monkeypatch.setattr(calibration, "_predictions", refuse)
     learned = language_model(adapter=True)
     with pytest.raises(OutOfMemoryError, match="calibrating"):
@@ -147,25 +145,20 @@ def test_the_held_out_divergence_is_a_mean_over_counted_tokens(model):
     tokens = random_tokens(4, 4, LENGTH)
     mask = np.ones(tokens.shape, bool)
     mask[:2, 6:] = False
-    found = held_out_distillation(
-        student, model, {"a": [{"tokens": tokens, "loss_mask": mask}]}, policy=EAGER
-    ) | held_out_distillation(
-        student,
-        model,
-        {"b": [{"tokens": tokens, "loss_mask": mask}]},
-        policy=EAGER,
-        compute_dtype=None,
-    )
+    parts = {"a": [{"tokens": tokens, "loss_mask": mask}]}
+    options = dict(teacher=model, policy=EAGER)
+    narrow = held_out_loss(student, parts, **options)["a"]
+    found = held_out_loss(student, parts, **options, compute_dtype=None)["a"]
     own, other = (
         np.asarray(jax.nn.log_softmax(each.logits(tokens, policy=policy)))
         for each, policy in ((student, EAGER), (model, Vanilla()))
     )
     distances = np.sum(np.exp(own) * (own - other), -1)[:, :-1]
     want = distances[mask[:, 1:]].mean()
-    assert found["b"] == pytest.approx(want, rel=1e-4)
+    assert found == pytest.approx(want, rel=1e-4)
     assert want > 1e-3
-    assert found["a"] == pytest.approx(want, rel=0.2)  # bfloat16
-    same = held_out_distillation(model, model, {"a": [{"tokens": tokens}]}, policy=Vanilla())
+    assert narrow == pytest.approx(want, rel=0.2)  # bfloat16
+    same = held_out_loss(model, {"a": [{"tokens": tokens}]}, teacher=model, policy=Vanilla())
     assert same["a"] == pytest.approx(0, abs=1e-6)
 
 
@@ -205,17 +198,6 @@ def test_moments_are_reset_after_the_decay(model):
     first, second = lengths(2), lengths(3)
     assert np.mean(np.abs(first - 1) < 0.01) > 0.95
     assert np.mean(np.abs(second - 1) < 0.01) < 0.5
-
-
-@pytest.mark.parametrize("positions", ["targets", "inputs"])
-def test_padding_does_not_count(positions):
-    """Segment 0 is padding, with a loss mask that includes it and without a loss mask."""
-    shape = (2, LENGTH)
-    tokens, segments = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)
-    passes = Passes(tokens, jnp.ones(shape, bool), segments.at[:, :5].set(1))
-    assert passes.target_mask.sum() == 2 * 4
-    compared = passes.distillation_mask(positions)
-    assert compared.sum() == 2 * (4 if positions == "targets" else 5)
 
 
 def test_batches_with_padding_need_no_mask(model):
