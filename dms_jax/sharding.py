@@ -168,7 +168,7 @@ def _members(rule: Axes | None) -> tuple[str, ...]:
     return _TOGETHER.get(rule, (rule,)) if isinstance(rule, str) else rule or ()
 
 
-def _left() -> dict[str, int]:
+def _auto_sizes() -> dict[str, int]:
     """Returns the sizes above 1 of the context's mesh axes that the partitioner handles."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
@@ -197,7 +197,7 @@ def parameter_sharding(
 
 def parameter_partition(axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Returns the decoding partition of a parameter over the axes of the partitioner."""
-    return _partition_of(_left(), axes, shape, DECODING_RULES)
+    return _partition_of(_auto_sizes(), axes, shape, DECODING_RULES)
 
 
 def _partition_of(
@@ -221,11 +221,11 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) == set(mesh.manual_axes):
         return x
-    left = _left()
+    auto = _auto_sizes()
     fitted = []
     for axis, size in zip(spec, x.shape, strict=True):
-        over = [name for name in _members(axis) if name in left]
-        fitted.append(_joined(over if size % math.prod(left[name] for name in over) == 0 else []))
+        over = [name for name in _members(axis) if name in auto]
+        fitted.append(_joined(over if size % math.prod(auto[name] for name in over) == 0 else []))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*fitted))
 
 
@@ -297,11 +297,11 @@ def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, Axes | 
     None means that rows are replicated: there is no mesh, the axis does not divide them, or the
     code already runs inside `shard_map` over the axis.
     """
-    left = _left()
-    data, model = left.get(DATA), [name for name in _members(MODEL) if name in left]
+    auto = _auto_sizes()
+    data, model = auto.get(DATA), [name for name in _members(MODEL) if name in auto]
     return (
         DATA if data is not None and num_sequences % data == 0 else None,
-        _joined(model if num_kv_heads % math.prod(left[name] for name in model) == 0 else []),
+        _joined(model if num_kv_heads % math.prod(auto[name] for name in model) == 0 else []),
     )
 
 
@@ -311,9 +311,7 @@ def has_mesh() -> bool:
     If so, code on rows (Pallas kernels, page tables with shard-local page numbers) must run inside
     `jax.shard_map`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    left = set(mesh.axis_names) - set(mesh.manual_axes)
-    return any(mesh.shape[name] > 1 for name in left)
+    return bool(_auto_sizes())
 
 
 def axes(*names: str) -> dict[str, tuple[str, ...]]:

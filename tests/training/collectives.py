@@ -81,7 +81,7 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     results: list[tuple[str, str, int]] = []
 
     def walk(name: str, times: int, chains: set[tuple[str, ...]]) -> None:
-        """Adds results; `chains` are those of this body of a loop that were met before."""
+        """Adds results; `chains` are those already seen in this loop body."""
         for line in computations[name]:
             if any(kind in line for kind in _KINDS.split("|")) and (
                 found := _COLLECTIVE.search(line)

@@ -1,4 +1,4 @@
-"""Compiles a training step for an H200 that need not be there, and prints what its loops do.
+"""Compiles a training step for an H200 ahead of time, and prints what its loops do.
 
 Run by `test_layer_passes.py` in a process of its own, with the compiler for GPUs on its path.
 Nothing is executed and no array is made. Prints JSON:
@@ -69,7 +69,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def zeroed(text: str) -> int:
-    """Returns the bytes of arrays of every layer that broadcasts fill outside of all loops."""
+    """Returns the bytes of per-layer stacks that broadcasts fill outside of loops."""
     entry = text[text.index("\nENTRY ") :]
     total = 0
     for outputs in re.findall(r"= (.*?) fusion\(\), kind=kLoop, calls=%\S*broadcast", entry):
@@ -86,7 +86,7 @@ def gates(text: str) -> int:
 
 
 def padded(text: str) -> int:
-    """Returns the number of paddings of one half of such a gradient to both."""
+    """Returns how often one half of such a gradient is padded to both."""
     found = re.findall(r"= (?:bf16|f32)\[([\d,]+)\]\S* pad\(", text)
     return sum(shape_of(sizes) == GATES for sizes in found)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: damage, full disks, two runs at once, other data, and going back after a divergence.
+"""Checkpoints: damage, full disks, two runs at once, other data, and restarts after a divergence.
 
 Arrays of a tiny training state stand for those of a model wherever no step need be taken.
 """
@@ -44,7 +44,7 @@ def run(model, **options):
 
 @pytest.fixture(scope="module")
 def first_step(model, tmp_path_factory):
-    """The directory of a run that stopped after one step; tests go on in copies of it."""
+    """The directory of a run that stopped after one step; tests continue in copies of it."""
     path = tmp_path_factory.mktemp("stopped")
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=path, stop_after=1e-9)
@@ -57,7 +57,7 @@ def opened(path, *, resume=True, restart_from=None, keep=2, **changes):
 
 
 def state(step):
-    """Arrays that say of which step they are."""
+    """Arrays whose values depend on the step."""
     return {"weights": jnp.arange(4096.0) + step, "moment": jnp.full((8, 8), step, jnp.float32)}
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, damage, mes
         restored, position = directory.restore(ABSTRACT)
     chex.assert_trees_all_equal(restored, state(3))
     assert position == {"position": 3}
-    # The steps come again, and so does their checkpoint.
+    # The steps are taken again, and the checkpoint is written again.
     assert directory.latest_step == 3
     directory.save(6, state(6), None)
     directory.close()
@@ -231,7 +231,7 @@ def test_a_full_disk_warns_and_keeps_older_checkpoints(tmp_path):
 
 
 def test_a_directory_removed_during_the_run(tmp_path):
-    """A file is where the checkpoints were, which not even root can write into."""
+    """A file takes the place of the directory, so not even root can write into it."""
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
     directory.checkpoints.finish()
@@ -313,7 +313,7 @@ def test_sigterm_leaves_a_checkpoint(model, tmp_path):
 
 
 def test_no_checkpoint_is_kept_after_which_no_step_was_finite(model, tmp_path):
-    """Step 3 ruins the parameters; there is a checkpoint of every step before it is noticed."""
+    """Step 3 ruins the parameters; by the time that is noticed, later steps have checkpoints."""
     with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: restart_from"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=1, keep_checkpoints=9)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
@@ -341,7 +341,7 @@ def test_a_diverged_run_restarts_with_other_rates(model, tmp_path):
     chex.assert_trees_all_equal(
         parameters(result.transformer), parameters(run(model, recipe=lower).transformer)
     )
-    # And from the start, with the first rates lower too.
+    # And from the start.
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=tmp_path, restart_from=0, stop_after=1e-9)
 
@@ -405,6 +405,6 @@ def test_a_resume_does_not_hold_two_states(model, first_step, tmp_path, monkeypa
         return restore(self, abstract)
 
     monkeypatch.setattr(RunDirectory, "restore", watched)
-    # How the passes of a step are cut is no other recipe.
+    # micro_batch_size may differ.
     run(model, recipe=dataclasses.replace(RECIPE, micro_batch_size=2), out=out)
     assert alive == [[]]

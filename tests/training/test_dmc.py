@@ -1,4 +1,4 @@
-"""DMC retrofits of a tiny model from end to end: stages, what is learned, what is saved."""
+"""DMC retrofits of a tiny model from end to end: stages, learning, export."""
 
 import itertools
 

@@ -34,7 +34,7 @@ BATCH = {
 
 
 def trained(mesh, trainable: Any):
-    """Returns the metrics of some steps, and Adam's first moment, which sums gradients."""
+    """Returns the metrics of some steps, and Adam's first moment, a sum of gradients."""
     with jax.enable_x64(True), jax.set_mesh(mesh):
         model = LanguageModel(random_model(CONFIG, adapter=True))
         options = recipe(

@@ -1,4 +1,4 @@
-"""Exports on the way: complete before the checkpoint that follows them, or the run ends."""
+"""Snapshots: complete before the checkpoint that follows them, or the run ends."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def full_disk(monkeypatch):
 
 
 def test_a_failed_export_ends_the_run_and_is_repeated_on_resume(model, tmp_path, monkeypatch):
-    """A checkpoint of its step would let the run go on without it."""
+    """With a checkpoint of its step, a resumed run would skip the export."""
     with monkeypatch.context() as patched:
         full_disk(patched)
         with pytest.raises(CheckpointError, match=r"written to .*snapshots/2\.5: .*No space left"):

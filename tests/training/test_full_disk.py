@@ -1,4 +1,4 @@
-"""What cannot be written is said in one line, without the pages that Orbax logs of it."""
+"""Failed writes are reported in one line, without the pages that Orbax logs."""
 
 import asyncio
 import gc
@@ -71,7 +71,7 @@ def test_writes_that_never_began_do_not_warn(tmp_path):
 
 
 def test_only_the_first_manager_cleans_up(tmp_path, monkeypatch):
-    """It looks in a thread, and a run that has failed does not wait for that thread."""
+    """The cleanup runs in a thread, for which a failed run does not wait."""
     (tmp_path / "checkpoints").mkdir()
     found = Checkpoints(tmp_path, keep=2)
     made, make = [], found._orbax.CheckpointManagerOptions

@@ -1,4 +1,4 @@
-"""Requests to stop: said at once and once, and a second Ctrl-C interrupts."""
+"""Requests to stop: announced once, at once; a second Ctrl-C interrupts."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from dms_jax.training.interrupts import Interrupts
 
 @pytest.fixture
 def interruptible():
-    """Has SIGINT interrupt, which it does not in a process that a shell started behind itself."""
+    """Has SIGINT raise KeyboardInterrupt; background processes of a shell ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The loops over layers write what the backward pass needs once, and their gradients once."""
+"""Loops over layers write the stacks for the backward pass, and the gradients, only once."""
 
 import pytest
 
@@ -19,6 +19,6 @@ def test_stacks_are_not_zeroed_first(passes):
 
 @pytest.mark.nightly
 def test_one_kernel_writes_the_gradient_of_gate_and_up(passes):
-    """Not each half by itself, padded with zeros, and then their sum."""
+    """Not as the sum of two halves, each padded with zeros."""
     assert passes["gates"] == 1
     assert passes["padded"] == 0

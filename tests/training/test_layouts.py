@@ -39,7 +39,7 @@ SEQUENCES, STEPS, LENGTH = 16, 20, 16
 
 
 def trained(mesh, passes, trainable):
-    """Returns what every step saw and said, Adam's first moment, which sums gradients, and export.
+    """Returns batches, metrics, Adam's first moment (a sum of gradients), and the export.
 
     Documents are packed with padding, several in a sequence, and some tokens count in no loss.
     """
@@ -97,7 +97,7 @@ def alone(trainable):
     ],
 )
 def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, together, monkeypatch):
-    """Neither do passes, nor whether a step gathers the layers once or in every pass."""
+    """Nor do the number of passes, and gathering layers once a step or in every pass."""
     if together:
         monkeypatch.setattr(library, "data_sheet", lambda kind: DEVICES["h200"])
     mesh = make_mesh(data, model, sequence=sequence)

@@ -88,7 +88,7 @@ def test_divergence_and_likelihood_equal_numpy(case, direction, chunk, temperatu
 @pytest.mark.parametrize("temperature", [1.0, *further(0.25, 3.0)])
 @pytest.mark.parametrize("far", ["both", *further("student", "teacher", "neither")])
 def test_a_logit_far_above_the_origin_does_not_overflow(far, temperature, direction):
-    """In float32 exp(300) is infinite; what is subtracted is the highest of the first two."""
+    """In float32 exp(300) is infinite; the origin is the maximum of the first two logits."""
     random = np.random.default_rng(2)
     size = 32
     student, teacher = random.normal(size=(2, 1, 3, size)).astype(np.float32)
@@ -165,7 +165,7 @@ def test_gradients_equal_numpy(case, direction, teacher, chunk):
 
 
 def test_chunks_of_bfloat16_add_up_in_float32():
-    """The error of the output matrix's gradient is that of rounding once, for any chunks."""
+    """The output matrix's gradient has the error of one rounding, for any size of chunk."""
     random = np.random.default_rng(1)
     length, width, vocabulary = 2048, 8, 32
     hidden = jnp.asarray(random.normal(size=(1, length, width)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Low-rank training: what moves, what it remembers, and the same on a mesh and after a stop."""
+"""Low-rank training: which arrays change, which have moments, and the same bits after a stop."""
 
 import dataclasses
 
@@ -121,7 +121,7 @@ def test_a_stopped_run_ends_in_the_same_bits(model, trained, tmp_path):
 
 
 def test_trained_further_and_merged(model, trained):
-    """From factors that a model brings; the teacher is the base, whatever is trained."""
+    """A model that has factors: the teacher is the base, whatever is trained."""
     result, _ = trained
     losses = {}
     still = Stage("ramp", 1, 0.0, 4.0)
@@ -134,7 +134,7 @@ def test_trained_further_and_merged(model, trained):
         assert kept == (None if trainable == "all" else SIZE)
     assert losses["adapter"] == losses["low_rank"]
     assert losses["all"] == pytest.approx(losses["adapter"], rel=1e-4)
-    # Merged into a new base, the model is its own teacher: the loss is that of evictions alone.
+    # Merged into a new base, the model is its own teacher: only evictions cause a loss.
     own = dataclasses.replace(result, transformer=low_rank.merge(result.transformer))
     records = []
     retrofit(own, EAGER, recipe=recipe(still), on_step=records.append, **COMMON)
@@ -171,7 +171,7 @@ def test_the_adapter_file_holds_what_was_trained(tmp_path):
 
 @pytest.mark.parametrize("trainable", ["low_rank", "adapter"])
 def test_a_run_that_writes_adapters_alone(tmp_path, trainable):
-    """Its model and its snapshots; what could not be written so is refused before a step."""
+    """The model and its snapshots; impossible ones are refused before the first step."""
     save(language_model(), Vanilla(), tmp_path / "base")
     base = load(tmp_path / "base")
     options = recipe(RAMP, trainable=trainable, low_rank=SIZE, snapshots=(2.5,))

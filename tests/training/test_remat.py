@@ -1,4 +1,4 @@
-"""What the backward pass computes again, where a recipe leaves it open."""
+"""What the backward pass recomputes with remat="auto"."""
 
 import dataclasses
 import warnings
@@ -108,7 +108,7 @@ def test_trainer_and_plan_choose_alike(monkeypatch):
 
 
 class Exhausted:
-    """A step that runs out of memory unless layers keep little enough; it stands in for jax.jit."""
+    """Stands in for `StepProgram.jit`: steps run out of memory unless their `remat` fits."""
 
     def __init__(self, monkeypatch, fits):
         self.tried, self._make = [], StepProgram.jit
@@ -146,7 +146,7 @@ def test_a_first_step_out_of_memory_keeps_less(monkeypatch):
 
 @pytest.mark.parametrize("remat", ["auto", "nothing"])
 def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
-    """What a recipe says is left as it is; there, nothing falls back."""
+    """Only "auto" falls back."""
     steps = Exhausted(monkeypatch, fits=())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,7 +161,7 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_result_too_large_for_decoding_stays_split(tmp_path, monkeypatch):
-    """Decoding takes a whole model of each shard of `data`; by then the moments are gone."""
+    """Decoding holds a whole model on each shard of `data`; the moments are freed before."""
     model, held = language_model(), []
     shape = model.transformer.embedding.get_value().shape
     earlier = jax.live_arrays()  # other tests' arrays, kept so that no identity is used again

@@ -117,7 +117,7 @@ def test_scorers_learn_the_importance_in_attention(policy):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("policy", [ZAP, WARM], ids=repr)
 def test_sinks_are_the_first_tokens_of_each_document(policy):
-    """KVzap learns nothing of them, which it keeps; DMS learns to keep them."""
+    """KVzap always keeps them and learns nothing from them; DMS learns to keep them."""
     model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
     ids = jnp.repeat(jnp.asarray([[1, 2, 0]]), np.array([12, 15, 3]), axis=1)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, ids.shape)
@@ -193,7 +193,7 @@ def test_calibration_keeps_the_requested_share(trained):
     assert kept[1] == 1
     assert abs(kept[2] - 1 / 2) < 0.08
     assert abs(kept[4] - 1 / 4) < 0.08
-    # Documents are packed: what follows in another one, and padding, does not count.
+    # In packed documents, tokens of other documents and padding do not count.
     ids = np.array([[1] * 20 + [2] * 15 + [0] * 5] * 4)
     packed = calibrate(model, [batch(0) | {"segment_ids": ids}], compression_ratio=2)
     assert packed.threshold != calibrate(model, [batch(0)], compression_ratio=2).threshold
@@ -242,7 +242,7 @@ def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything(monkey
     warm = [record["supervised_loss"] for record in records[:30]]
     assert np.mean(warm[-5:]) < 0.3 * warm[0]
     assert [record["stage"] for record in records[28:]] == ["supervise"] * 2 + ["ramp"] * 2
-    # The adapter has learned to evict the share that the ramp comes to.
+    # The adapter has learned to evict the final share of the ramp.
     assert abs(records[29]["evicted"] - 3 / 4) < 0.2
     assert "supervised_loss" not in records[30]
     # Operations a token: once through the layers; then four times through the whole model.

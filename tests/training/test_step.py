@@ -1,4 +1,4 @@
-"""The step: accumulation, groups of parameters, the neuron's decay, types, the schedule's parts."""
+"""The step: accumulation, padding, noise, which positions are distilled, types."""
 
 import chex
 import jax

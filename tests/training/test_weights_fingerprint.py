@@ -1,4 +1,4 @@
-"""The digest of the weights that a run takes from the model that it is given, and resumes with."""
+"""The digest of the weights that checkpoints lack."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def test_the_fingerprint_covers_every_weight_on_any_mesh():
     assert digest(changed) != digest(arrays)
     half = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
     assert digest(half) != digest(arrays)
-    # The adapter is what is trained.
+    # Adapters are trained, and in the checkpoint.
     trained = {name: x + 1 if ".adapter." in name else x for name, x in arrays.items()}
     assert digest(trained) == digest(arrays)
 

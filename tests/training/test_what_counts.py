@@ -1,4 +1,4 @@
-"""Which tokens the losses count, what the teacher is, and when noise and moments are reset.
+"""Which tokens the losses count, who the teacher is, and when noise and moments are reset.
 
 All of it is seen in the records of a run and in its models, whose logits NumPy compares.
 """
@@ -223,7 +223,7 @@ def test_masks_and_segments_of_another_shape_are_refused(model, name, shape):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_segments_in_only_some_passes_are_refused(model, first):
-    """A second pass with segment ids after a first without used to ignore them."""
+    """Segment ids of a second pass used to be ignored if the first had none."""
     tokens = random_tokens(5, 2, LENGTH)
     batches = [{"tokens": tokens}, {"tokens": tokens, "segment_ids": np.ones_like(tokens)}]
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling", micro_batch_size=2)
