@@ -4,6 +4,7 @@ All of it is seen in the records of a run and in its models, whose logits NumPy 
 """
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +147,7 @@ def test_the_held_out_divergence_is_a_mean_over_counted_tokens(model):
     mask = np.ones(tokens.shape, bool)
     mask[:2, 6:] = False
     parts = {"a": [{"tokens": tokens, "loss_mask": mask}]}
-    options = dict(teacher=model, policy=EAGER)
+    options: dict[str, Any] = dict(teacher=model, policy=EAGER)
     narrow = held_out_loss(student, parts, **options)["a"]
     found = held_out_loss(student, parts, **options, compute_dtype=None)["a"]
     own, other = (
