@@ -81,25 +81,22 @@ class Display:
     def __enter__(self) -> "Display":
         self._began = time.perf_counter()
         if self._done >= self._total:
-            if self._enabled:
-                line = f"All {self._total:,} steps of this run are done already."
-                self._bar.console.print(line, highlight=False, markup=False)
+            self.say(f"All {self._total:,} steps of this run are done already.")
             return self
-        if self._enabled and self._opening:
-            self._bar.console.print(self._opening, highlight=False, markup=False)
+        if self._opening:
+            self.say(self._opening)
         self._bar.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
         if self._done >= self._total:  # no bar was begun
             return
         self._bar.stop()
-        finished = bool(self._last) and self._last[-1]["step"] == self._total
-        if self._enabled and finished and error[:1] in ((), (None,)):
-            self._bar.console.print(self.closing(), highlight=False, markup=False)
+        if error is None and self._last and self._last[-1]["step"] == self._total:
+            self.say(self.closing())
 
     def say(self, line: str) -> None:
-        """Shows a line above the bar."""
+        """Prints a line, above the bar while there is one."""
         if self._enabled:
             self._bar.console.print(line, highlight=False, markup=False)
 
@@ -212,7 +209,7 @@ def opening_line(
     total = recipe.total_steps(policy)
     ratio = aim(recipe, policy)
     goal = "" if ratio is None else f" to ratio {ratio:g}"
-    sizes = sorted({stage.batch_size or recipe.batch_size for stage in recipe.stages_for(policy)})
+    sizes = sorted({recipe.batch_of(stage) for stage in recipe.stages_for(policy)})
     learned = ", of which answers alone are learned" if recipe.answers_only else ""
     resumed = f", from step {done:,} on" if done else ""
     return (

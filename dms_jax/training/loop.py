@@ -162,7 +162,7 @@ class Loop:
 
     def _draw(self, step: int) -> tuple[list[Batch], float]:
         """Returns the batches of a step, and the seconds that the host waited for them."""
-        size = self._recipe.progress(step, self._policy).stage.batch_size or self._recipe.batch_size
+        size = self._recipe.batch_of(self._recipe.progress(step, self._policy).stage)
         began = time.perf_counter()
         drawn = [self._next_batch(step) for _ in range(size // self._assignment.pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):

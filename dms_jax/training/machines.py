@@ -80,10 +80,10 @@ def find_machine(name: str) -> Machine:
     Raises:
       ConfigError: there is no such machine.
     """
-    kind, count = "", 0
-    if found := re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z]\w*)", name.strip().lower()):
+    text, kind, count = str(name).strip().lower(), "", 0
+    if found := re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z]\w*)", text):
         kind, count = _OTHER_NAMES.get(found[2], found[2]), int(found[1] or 1)
-    elif found := re.fullmatch(r"(\w+)-(\d+)", name.strip().lower()):
+    elif found := re.fullmatch(r"(\w+)-(\d+)", text):
         kind = _OTHER_NAMES.get(found[1], found[1])
         count, rest = divmod(int(found[2]), _CORES_A_CHIP.get(kind, 1))
         if rest or kind not in _CORES_A_CHIP:
@@ -93,4 +93,4 @@ def find_machine(name: str) -> Machine:
             f"There is no machine {name!r}. Give a TPU slice ('v5p-128', 'v6e-256') or a number of "
             f"devices ('8xh200'), up to {_LARGEST}, of {', '.join(DEVICES)}."
         )
-    return Machine(name, kind, count)
+    return Machine(str(name), kind, count)

@@ -227,7 +227,7 @@ def plan(
         inputs = (structure, *leaves)
         if inputs not in compiled:
             compiled[inputs] = _memory(program, stage)
-        passes = (stage.batch_size or recipe.batch_size) // recipe.pass_size(data)
+        passes = recipe.batch_of(stage) // recipe.pass_size(data)
         operations = _operations(config, program, policy, stage)
         seconds = operations / (target.count * target.device.peak * _SHARE_OF_PEAK)
         stages.append(StagePlan(stage.kind, stage.steps, passes, compiled[inputs], seconds))
@@ -296,4 +296,4 @@ def _operations(config: ModelConfig, program: StepProgram, policy: Policy, stage
         operations += 2 * matrices
         if recipe.remat == "everything":
             operations += attention_operations(config, keys)
-    return operations * (stage.batch_size or recipe.batch_size) * recipe.sequence_length
+    return operations * recipe.batch_of(stage) * recipe.sequence_length

@@ -132,7 +132,7 @@ class StepProgram:
         """Returns the passes of a step of a stage, and the values of its schedules."""
         recipe = self.recipe
         size = recipe.pass_size(1 if self._mesh is None else self._mesh.shape[sharding.DATA])
-        shape = ((stage.batch_size or recipe.batch_size) // size, size, recipe.sequence_length)
+        shape = (recipe.batch_of(stage) // size, size, recipe.sequence_length)
         types = dict(tokens=jnp.int32, loss_mask=jnp.bool_)
         if recipe.packing == "first_fit":
             types["segment_ids"] = jnp.int32

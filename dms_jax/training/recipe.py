@@ -224,7 +224,11 @@ class Recipe(Options):
     @property
     def batch_sizes(self) -> tuple[int, ...]:
         """The sequences of a step in each stage."""
-        return tuple(stage.batch_size or self.batch_size for stage in self.stages)
+        return tuple(map(self.batch_of, self.stages))
+
+    def batch_of(self, stage: Stage) -> int:
+        """Returns the sequences of a step of a stage."""
+        return stage.batch_size or self.batch_size
 
     def pass_size(self, data_shards: int) -> int:
         """Returns the sequences that all devices together process in one pass.
@@ -234,8 +238,7 @@ class Recipe(Options):
         """
         micro = self.micro_batch_size
         size = self.batch_size if micro is None else micro * data_shards
-        for stage in self.stages:
-            batch = stage.batch_size or self.batch_size
+        for batch in self.batch_sizes:
             require(
                 batch % size == 0 and size % data_shards == 0,
                 f"Recipe: a batch of {batch} does not divide into passes of {size} sequences over "
@@ -334,7 +337,7 @@ class Recipe(Options):
     def total_tokens(self, policy: Policy) -> int:
         """Returns the number of tokens of a run, padding included."""
         return self.sequence_length * sum(
-            stage.steps * (stage.batch_size or self.batch_size) for stage in self.stages_for(policy)
+            stage.steps * self.batch_of(stage) for stage in self.stages_for(policy)
         )
 
     def scaled(
