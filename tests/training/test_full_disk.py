@@ -70,24 +70,6 @@ def test_writes_that_never_began_do_not_warn(tmp_path):
     assert [str(each.message) for each in told] == ["coroutine 'other' was never awaited"]
 
 
-def test_only_the_first_manager_cleans_up(tmp_path, monkeypatch):
-    """The cleanup runs in a thread, for which a failed run does not wait."""
-    (tmp_path / "checkpoints").mkdir()
-    found = Checkpoints(tmp_path, keep=2)
-    made, make = [], found._orbax.CheckpointManagerOptions
-    monkeypatch.setattr(
-        found._orbax,
-        "CheckpointManagerOptions",
-        lambda **options: made.append(options) or make(**options),
-    )
-    monkeypatch.setattr(checkpoints, "_sum", lambda path: 1 / 0)
-    found.save(1, STATE, {"at": 1})
-    with pytest.raises(CheckpointError, match="step 1"):
-        found.finish()
-    assert [options["cleanup_tmp_directories"] for options in made] == [False]
-    found.close()
-
-
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     found = Checkpoints(tmp_path, keep=2)

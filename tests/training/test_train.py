@@ -18,7 +18,7 @@ from dms_jax.policies import TOVA, Vanilla
 from dms_jax.training import held_out_loss, train
 from dms_jax.training.parameters import parameters, rebuilder
 from dms_jax.training.recipe import Stage
-from tests.support.models import VOCABULARY, random_tokens, tiny_config
+from tests.support.models import VOCABULARY, random_tokens
 from tests.training.tiny import LENGTH, documents, language_model, recipe
 
 # Four steps: two of warm-up, two of decay.
@@ -119,30 +119,6 @@ def test_a_run_reports_a_plain_cache(reference):
         assert record["document_share"] == 1
         assert record["model_flops_utilisation"] is None  # the peak of a CPU is unknown
         assert record["data_seconds"] >= 0
-
-
-@pytest.mark.nightly
-def test_a_model_from_scratch_learns(capsys):
-    """Overfitting one batch: from the loss of a uniform guess to a tenth of it."""
-    model = dms_jax.initialize(tiny_config(num_layers=1), seed=1)
-    schedule = Stage("train", 60, 3e-2, warmup_steps=5, final_learning_rate=0)
-    options = recipe(schedule, loss="language_modeling", unroll=True)
-    records = []
-    data = iter(batches(1) * 60)
-    result = train(model, recipe=options, data=data, on_step=records.append, progress=True)
-    assert records[0]["loss"] == pytest.approx(np.log(VOCABULARY), abs=0.1)
-    assert records[-1]["loss"] < 0.1 * records[0]["loss"]
-    assert result.policy == Vanilla()
-    chex.assert_trees_all_close(
-        held_out_loss(result, {"seen": batches(1)}, compute_dtype=None)["seen"],
-        records[-1]["loss"],
-        rtol=1e-7,
-        atol=0.02,
-    )
-    shown = capsys.readouterr().out
-    assert "60/60" in shown
-    assert "LM" in shown
-    assert "CR" not in shown
 
 
 def test_a_stopped_run_resumes_bit_for_bit(model, reference, tmp_path):
