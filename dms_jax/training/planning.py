@@ -253,7 +253,7 @@ def _memory(program: StepProgram, stage: Stage) -> Memory:
     passes, _ = program.inputs(stage)
     state = program.state
     parts = dict(parameters=state.parameters, optimizer=state.optimizer, frozen=program.constants)
-    held = {name: float(bytes_a_device(arrays)) for name, arrays in parts.items()}
+    held: Any = {name: float(bytes_a_device(arrays)) for name, arrays in parts.items()}
     try:
         compiled = program.lower(stage).compile()
     except jax.errors.JaxRuntimeError as error:
