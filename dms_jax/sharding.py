@@ -6,26 +6,30 @@ shardings of parameters and batches, and everything ragged (caches, kernels) run
 `jax.shard_map`, where the mode makes no difference. The mesh comes from the context
 (`jax.set_mesh`), never from a config.
 
+Parameters declare their logical axes in metadata `axes`, not in flax's `out_sharding`: training,
+decoding and single layers shard one parameter by different rules, and flax by default applies
+`out_sharding` where a parameter is made.
+
 There are two mesh axes: `data` (sequences; in training also a shard of every matrix, FSDP) and
 `model` (heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values
 are one matrix, grouped by KV head. If the axis does not divide the KV heads, decoding replicates
 that matrix and the attention over it; training splits the matrix within the heads, and repeats each
 KV head for equal parts of its query heads. Training takes a third axis, `sequence`: the tokens of
-each sequence (`dms_jax.model.split_rows`), and with `data` a shard of every matrix. Decoding makes
-no use of it.
+each sequence (`dms_jax.model.split_rows`), and with `data` a shard of every matrix. Decoding does
+not use it.
 
-A mixture of experts may take an axis `experts`, over which whole experts are split, and over
-`model` the feed-forward of each. All else is split over both together, as over one `model`: eight
+A mixture of experts may take an axis `experts`, which splits whole experts, while `model` splits
+the feed-forward of each. Everything else is split over both together, as over one `model`: eight
 devices may be 8 in `model`, 8 in `experts`, or 4 by 2, and hold one copy of weights and caches.
-Every device computes its part of all tokens of its `data`, and the parts are summed.
+Every device computes its part for all tokens of its `data` shard, and the parts are summed.
 
 The gradients of training are computed inside `jax.shard_map` over `data` and `sequence`, where
 `gather` and `scatter` say which collectives there are, and in which type; `model` stays with the
 partitioner.
 
-Caches, and everything that attention over them takes and returns, are split as their fields
-declare: the class of a state declares the logical axes of each array at its field (`axes`), and
-`partition` reads them. A field without declared axes is refused.
+Caches, and the inputs and outputs of attention over them, are split as their fields declare: the
+class of a state declares the logical axes of each array at its field (`axes`), and `partition`
+reads them. A field without declared axes is refused.
 """
 
 import collections
@@ -56,10 +60,10 @@ Axes = str | tuple[str, ...]
 # Name of what `gather` returns, for policies of `jax.checkpoint`.
 GATHERED = "gathered"
 
-# Mesh axes of each logical axis; those that a mesh has not are left out.
+# Mesh axes of each logical axis; axes that a mesh lacks are ignored.
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# What `MODEL` stands for wherever it is not the experts that are split.
+# The mesh axes behind `MODEL`, except for experts.
 _TOGETHER = {MODEL: (EXPERTS, MODEL)}
 
 # Matrices are gathered layer by layer from their shards over both axes (FSDP).
@@ -96,10 +100,9 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Returns a (data, model) mesh with Auto axes over the first `data * model` devices.
 
-    With `sequence`, for training on long sequences, it is a (data, sequence, model) mesh; with
-    `experts`, for mixtures of experts, there is an axis of that name before `model`. Devices of
-    several slices or hosts, between which the links are slow, are arranged so that all axes but
-    `data` stay within one of them, wherever they divide `data`.
+    `sequence`, for training on long sequences, adds an axis after `data`; `experts`, for mixtures
+    of experts, adds one before `model`. With several slices or hosts, between which links are slow,
+    all axes but `data` stay within one of them where their number divides `data`.
 
     Raises:
       ConfigError: there are fewer devices.
@@ -130,7 +133,7 @@ def make_mesh(
             together = sorted(devices, key=lambda device: device.slice_index)
             arranged = np.asarray(together).reshape(shape)
         return jax.sharding.Mesh(arranged, names, axis_types=types)
-    # Axes may lie along one of a torus; jax splits it only where it is told that it may.
+    # Several mesh axes may share an axis of a torus.
     arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return jax.sharding.Mesh(arranged, names, axis_types=types)
 
@@ -144,7 +147,7 @@ def mesh_axes(data: int, model: int, *, sequence: int, experts: int) -> dict[str
 def mesh_sizes(mesh: jax.sharding.Mesh | None) -> tuple[int, int, int]:
     """Returns the sizes of `data`, of `sequence`, and of `experts` and `model` together.
 
-    Those of axes that there are not are 1.
+    Missing axes have size 1.
     """
     sizes = {} if mesh is None else dict(mesh.shape)
     model = sizes.get(EXPERTS, 1) * sizes.get(MODEL, 1)
@@ -154,19 +157,19 @@ def mesh_sizes(mesh: jax.sharding.Mesh | None) -> tuple[int, int, int]:
 def axis_size(name: Axes) -> int:
     """Returns the size of mesh axes of the context, 1 without a mesh.
 
-    That of `model` is the size of `experts` and `model` together.
+    `model` counts `experts` and `model` together.
     """
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     return math.prod(sizes.get(axis, 1) for axis in _members(name))
 
 
 def _members(rule: Axes | None) -> tuple[str, ...]:
-    """Returns the mesh axes that a rule, or a name in a call, stands for."""
+    """Returns the mesh axes of a rule or of a name."""
     return _TOGETHER.get(rule, (rule,)) if isinstance(rule, str) else rule or ()
 
 
-def _left() -> dict[str, int]:
-    """Returns the sizes of the context's mesh axes that are left to the partitioner, above 1."""
+def _auto_sizes() -> dict[str, int]:
+    """Returns the sizes above 1 of the context's mesh axes that the partitioner handles."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
         name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes
@@ -174,7 +177,7 @@ def _left() -> dict[str, int]:
 
 
 def _joined(axes: Sequence[str]) -> Axes | None:
-    """Returns the entry of a `PartitionSpec` for a dimension that is split over these axes."""
+    """Returns the entry of a `PartitionSpec` for a dimension split over these axes."""
     return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
 
 
@@ -187,14 +190,14 @@ def parameter_sharding(
     """Returns the sharding of a parameter with these logical axes.
 
     A dimension that its mesh axis does not divide is replicated, such as fewer KV heads than
-    devices or a vocabulary of odd size. A mesh axis splits the first dimension that it can.
+    devices or a vocabulary of odd size. A mesh axis splits at most one dimension, the first.
     """
     return NamedSharding(mesh, _partition_of(dict(mesh.shape), axes, shape, rules))
 
 
 def parameter_partition(axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns how the partitioner splits a parameter whose matrices are not split over `data`."""
-    return _partition_of(_left(), axes, shape, DECODING_RULES)
+    """Returns the decoding partition of a parameter over the axes of the partitioner."""
+    return _partition_of(_auto_sizes(), axes, shape, DECODING_RULES)
 
 
 def _partition_of(
@@ -213,16 +216,16 @@ def _partition_of(
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     """Constrains the sharding of `x` on the mesh of the context; the identity without a mesh.
 
-    Inside `shard_map` only the axes count that are left to the partitioner.
+    Inside `shard_map`, only the partitioner's axes count.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) == set(mesh.manual_axes):
         return x
-    left = _left()
+    auto = _auto_sizes()
     fitted = []
     for axis, size in zip(spec, x.shape, strict=True):
-        over = [name for name in _members(axis) if name in left]
-        fitted.append(_joined(over if size % math.prod(left[name] for name in over) == 0 else []))
+        over = [name for name in _members(axis) if name in auto]
+        fitted.append(_joined(over if size % math.prod(auto[name] for name in over) == 0 else []))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*fitted))
 
 
@@ -232,7 +235,7 @@ def together(*each: Axes | None) -> tuple[str, ...]:
 
 
 def in_shards(name: str) -> bool:
-    """Whether the code is inside `shard_map` over a mesh axis, and sees one shard."""
+    """Whether the code runs inside `shard_map` over a mesh axis."""
     return name in jax.sharding.get_abstract_mesh().manual_axes
 
 
@@ -242,15 +245,15 @@ def shard_axes() -> tuple[str, ...]:
 
 
 def gather(shard: jax.Array, axis: int, dtype: Any, over: tuple[str, ...] = ()) -> jax.Array:
-    """Returns a whole array from its shards, inside `shard_map`, in a type for a pass.
+    """Gathers an array from its shards, inside `shard_map`.
 
     Its gradient is summed over the devices in at least float32.
 
     Args:
       shard: this device's part.
       axis: the axis along which the array is split.
-      dtype: the type of the whole.
-      over: mesh axes of the shards; those of `shard_axes` if none is given.
+      dtype: the type of the result.
+      over: mesh axes of the shards; `shard_axes()` if none is given.
     """
     over = over or shard_axes()
     return checkpoint_name(_gather(shard, axis, dtype, over), GATHERED)
@@ -268,7 +271,7 @@ def scatter(array: jax.Array, axis: int, over: tuple[str, ...] = ()) -> jax.Arra
 
 
 def keeps_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A policy of `jax.checkpoint`: the backward pass computes nothing again but gathers again."""
+    """A policy of `jax.checkpoint`: the backward pass recomputes nothing but gathers."""
     return (
         primitive.name not in ("all_gather", "custom_vjp_call")
         and parameters.get("name") != GATHERED
@@ -291,30 +294,28 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, Axes | None]:
     """Returns the mesh axes over which rows are split: (for sequences, for KV heads).
 
-    None means that rows are replicated: there is no mesh, or the axis does not divide them, or the
-    code already sees one shard of them.
+    None means that rows are replicated: there is no mesh, the axis does not divide them, or the
+    code already runs inside `shard_map` over the axis.
     """
-    left = _left()
-    data, model = left.get(DATA), [name for name in _members(MODEL) if name in left]
+    auto = _auto_sizes()
+    data, model = auto.get(DATA), [name for name in _members(MODEL) if name in auto]
     return (
         DATA if data is not None and num_sequences % data == 0 else None,
-        _joined(model if num_kv_heads % math.prod(left[name] for name in model) == 0 else []),
+        _joined(model if num_kv_heads % math.prod(auto[name] for name in model) == 0 else []),
     )
 
 
 def has_mesh() -> bool:
     """Whether the context has a mesh of more than one device.
 
-    If so, everything that works on rows (Pallas kernels, page tables with shard-local page numbers)
-    must run inside `jax.shard_map`.
+    If so, code on rows (Pallas kernels, page tables with shard-local page numbers) must run inside
+    `jax.shard_map`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    left = set(mesh.axis_names) - set(mesh.manual_axes)
-    return any(mesh.shape[name] > 1 for name in left)
+    return bool(_auto_sizes())
 
 
 def axes(*names: str) -> dict[str, tuple[str, ...]]:
-    """Declares the leading logical axes of a field's arrays; the remaining axes are not split.
+    """Declares the leading logical axes of a field's arrays; further axes are not split.
 
         ring: Int[Array, "B K W"] = struct.field(metadata=axes("sequences", "kv_heads"))
 

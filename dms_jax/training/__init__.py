@@ -3,7 +3,7 @@
 from dms_jax.training import recipes
 from dms_jax.training.api import retrofit, train
 from dms_jax.training.calibration import calibrate, calibrate_queries
-from dms_jax.training.held_out import held_out_distillation, held_out_loss
+from dms_jax.training.held_out import held_out_loss
 from dms_jax.training.options import RunKeywords, RunOptions
 from dms_jax.training.planning import Plan, plan
 from dms_jax.training.recipe import Recipe, Stage
@@ -16,7 +16,6 @@ __all__ = [
     "Stage",
     "calibrate",
     "calibrate_queries",
-    "held_out_distillation",
     "held_out_loss",
     "plan",
     "recipes",

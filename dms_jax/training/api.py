@@ -19,14 +19,15 @@ from dms_jax.data import AnswersOnly, as_source
 from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.data.sources import fingerprint
 from dms_jax.data.tokenization import keep_encodable
+from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.model.layer_loop import check_layers
 from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla, as_policy
-from dms_jax.training.loop import Loop, Vocabulary
+from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
-from dms_jax.training.out_of_memory import placed, with_advice
+from dms_jax.training.out_of_memory import LESS_MEMORY, placed
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.recipes import recommended
 from dms_jax.training.run_directory import RunDirectory
@@ -34,7 +35,7 @@ from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer, rows_here
 from dms_jax.training.weights_fingerprint import weights_fingerprint
 
-# What a run may be resumed with another value of: how the passes of a step are cut and computed.
+# Fields that may differ in a resumed run: they change no step beyond the rounding of its sums.
 _FREE = ("name", "snapshots", "micro_batch_size", "remat", "unroll")
 
 
@@ -51,14 +52,13 @@ def retrofit(
     """Trains a model to run with a policy, by distillation from itself.
 
     Args:
-      model: the original, which is also the teacher; it is not changed. Low-rank updates that it
-        has are trained further and are no part of the teacher: merge those that are to be taught
+      model: the original, which is also the teacher; it is not changed. Its low-rank updates are
+        trained further and are not part of the teacher, unless they are merged
         (`dms_jax.load(..., merge=True)`).
       policy: a policy with a trainable form, e.g. `DMS(window=256, source="adapter")`. An adapter
         is added where the policy reads one and the model has none.
-      recipe: stages that include a ramp or supervise, sizes and learning rates
-        (`dms_jax.recipes`); None for `dms_jax.recipes.recommended(policy, positions)`, which takes
-        what `dms-jax retrofit train` does.
+      recipe: stages with a ramp or "supervise", sizes and learning rates (`dms_jax.recipes`); None
+        for `dms_jax.recipes.recommended(policy, positions)`.
       data, out, **options: as for `train`.
 
     Returns:
@@ -115,8 +115,8 @@ def train(
         adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
 
     Returns:
-      The trained model, whose `policy` is the given one; where it does not fit the devices as it is
-      placed for decoding, split over them as for training, with a warning.
+      The trained model, whose `policy` is the given one. It is placed for decoding, or, with a
+      warning, left split as for training where that does not fit the devices.
 
     Raises:
       ConfigError: an option is malformed, or model, policy, recipe, mesh and run directory do not
@@ -125,8 +125,8 @@ def train(
       CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
       OutOfMemoryError: a device's memory does not suffice; the message says what takes less.
       TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
-      KeyboardInterrupt: on Ctrl-C, SIGTERM or after `stop_after`, once a checkpoint is written;
-        among skipped steps none is, and the run goes on from the last one.
+      KeyboardInterrupt: on Ctrl-C, SIGTERM or after `stop_after`, once a checkpoint is written
+        (none is after a skipped step: the run resumes from the one before).
       OtherProcessError: another process of the run failed (`dms_jax.processes`).
     """
     compilation.prepare()
@@ -144,21 +144,30 @@ def train(
     check_split(recipe, policy, mesh)
     rows = rows_here(mesh, pass_size)
     assignment = RowAssignment(recipe.batch_sizes, pass_size, rows)
+    source, digest = data, None
     if not hasattr(data, "__next__"):
         data = as_source(data)
         data = AnswersOnly(data) if recipe.answers_only else data
-        # Before its fingerprint: what is left out is part of what tells data apart.
+        # Before the fingerprint: the documents left out are part of it.
         data = keep_encodable(data, model.tokenizer, model.config.vocab_size)
-    source = _batches(model, recipe, data, assignment, run.seed)
-    directory = None  # after all that can be refused, which leaves none
-    if out is not None:
+        digest = fingerprint(data)
+        source = process_batches(
+            data,
+            model.tokenizer,
+            assignment=assignment,
+            length=recipe.sequence_length,
+            packing=recipe.packing,
+            vocab_size=model.config.vocab_size,
+            seed=run.seed,
+        )
+    directory = None
+    if out is not None:  # after every check: a refused run leaves no directory
         settings = {
             "model": dataclasses.asdict(model.config),
-            # Without what changes no step beyond the rounding of its sums.
             "recipe": dataclasses.asdict(recipe) | dict.fromkeys(_FREE),
             "policy": policy.to_dict(),
             "seed": run.seed,
-            "data": _fingerprint(data),
+            "data": digest,
             "template": repr(sorted(getattr(model.tokenizer, "template_variables", {}).items())),
             "weights": weights_fingerprint(model, policy, recipe),
         }
@@ -169,20 +178,23 @@ def train(
             restart_from=run.restart_from,
             keep=run.keep_checkpoints,
         )
+    room = fits_device(
+        f"The device ran out of memory in training. {LESS_MEMORY} dms_jax.plan (dms-jax plan) "
+        "estimates beforehand what fits."
+    )
     try:
-        with use_mesh(mesh), with_advice(recipe, mesh):
+        with use_mesh(mesh), room:
             trainer = Trainer(model, policy, recipe, run.seed, mesh)
             if directory is not None:
                 _resume(trainer, source, directory)
                 directory.remove_later()
-            vocabulary = Vocabulary(model.config.vocab_size, _ignored_tokens(model, recipe))
-            Loop(trainer, policy, recipe, source, assignment, vocabulary, directory, run).run()
+            Loop(trainer, model, policy, recipe, source, assignment, directory, run).run()
             result = trainer.model()
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-                directory.checkpoints.wait()  # it holds the moments until it is written
-            del trainer  # with the moments, before whole matrices come to the devices
+                directory.checkpoints.wait()  # holds the moments until they are written
+            del trainer  # frees the moments, before whole matrices are placed on the devices
             return placed(result)
     finally:
         if directory is not None:
@@ -190,7 +202,7 @@ def train(
 
 
 def _resume(trainer: Trainer, source: Any, directory: RunDirectory) -> None:
-    """Goes on from the newest checkpoint, if there is one."""
+    """Continues from the newest checkpoint, if there is one."""
     if directory.latest_step is None:
         return
     if not hasattr(source, "set_state"):
@@ -205,7 +217,7 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     check("recipe", recipe, Recipe)
     if recipe.supervises and policy.retrofit.supervision is None:
         raise ConfigError(
-            f"The recipe {recipe.name} teaches an adapter what attention makes of each token, and "
+            f"The recipe {recipe.name} teaches an adapter how much attention each token gets, and "
             f"{policy} reads none. Use KVzap(), KVpop() or DMS(source='adapter')."
         )
     if not policy.retrofit.possible and any(stage.kind != "supervise" for stage in recipe.stages):
@@ -219,7 +231,7 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
         )
     if recipe.supervises and (config.sinks or config.attention_soft_cap is not None):
         raise ConfigError(
-            f"The recipe {recipe.name} teaches what plain softmax attention makes of each token, "
+            f"The recipe {recipe.name} learns from plain softmax attention, "
             f"and this {config.model_type} has sinks or a soft cap in it. Train by distillation."
         )
     if model.policy.retrofit.borrowed_neurons is not None:
@@ -289,34 +301,3 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
             "adapter_only writes an adapter for a base on disk, and this model was not loaded from "
             "one. Save it first, and load that."
         )
-
-
-def _batches(
-    model: LanguageModel, recipe: Recipe, data: Any, assignment: RowAssignment, seed: int
-) -> Any:
-    if hasattr(data, "__next__"):
-        return data
-    return process_batches(
-        data,
-        model.tokenizer,
-        assignment=assignment,
-        length=recipe.sequence_length,
-        packing=recipe.packing,
-        vocab_size=model.config.vocab_size,
-        seed=seed,
-    )
-
-
-def _fingerprint(data: Any) -> str | None:
-    """Returns what tells data from other data; None for iterators."""
-    return None if hasattr(data, "__next__") else fingerprint(data)
-
-
-def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:
-    """Returns the token ids that are left out of the loss."""
-    if not recipe.ignore_end_token:
-        return ()
-    ends = set(model.generation.eos_token_ids)
-    if model.tokenizer is not None and model.tokenizer.eos_token_id is not None:
-        ends.add(model.tokenizer.eos_token_id)
-    return tuple(sorted(ends))

@@ -1,4 +1,4 @@
-"""What policies take from text without training: thresholds, and the centres of queries."""
+"""Calibrate policies on text without training: thresholds, and the centres of queries."""
 
 import dataclasses
 import pathlib
@@ -38,23 +38,22 @@ def calibrate(
 ) -> Policy:
     """Returns the policy with the threshold that keeps 1 / compression_ratio of held-out tokens.
 
-    The share is over all layers and heads together, of the tokens that a query beyond the window
-    follows, without KVzap's sinks: with these and the window a sequence keeps more. Decisions are
-    those under full attention. A model that evicts has other hidden states and writes other texts:
-    who needs a number of live tokens measures it (`Usage`) and moves the threshold on from here.
-    KVzap is trained without a threshold and needs this; the `alpha_offset` of DMS, which is trained
-    for its ratio, is moved by it to other ratios nearby.
+    The share is over all layers and heads together, and over the tokens that leave the window,
+    without KVzap's sinks: with these and the window a sequence keeps more. Decisions are those
+    under full attention. A model that evicts has other hidden states and writes other texts, so
+    measure the number of live tokens (`Usage`) and adjust the threshold from here. KVzap is trained
+    without a threshold and needs this; DMS is trained for its ratio, and its `alpha_offset` is
+    moved to ratios nearby.
 
     Args:
       model: a model with a scorer that was trained.
-      batches: a list of held-out batches, in the form that `train` takes; a hundred thousand tokens
-        are plenty.
+      batches: a list of held-out batches, as for `train`; a hundred thousand tokens are plenty.
       compression_ratio: tokens for each one that is kept beyond the window.
       policy: the policy to calibrate; the model's own if None.
 
     Raises:
-      ConfigError: the policy is neither KVzap nor DMS with an adapter, or the model cannot run it;
-        or an iterator is given, which may have no end.
+      ConfigError: the policy is neither KVzap nor DMS with an adapter, the model cannot run it, or
+        `batches` is no list.
       DataError: no document of the batches is longer than the window, or a batch is malformed.
       OutOfMemoryError: a device's memory does not suffice for a batch.
     """
@@ -92,7 +91,7 @@ def calibrate(
             f"No token of the held-out batches leaves the window of {found.window} tokens. Give "
             "longer documents."
         )
-    if isinstance(found, DMS):  # what was predicted are logits of eviction
+    if isinstance(found, DMS):  # predicts eviction logits
         offset = found.alpha_offset + float(np.quantile(everything, 1 / ratio))
         return dataclasses.replace(found, alpha_offset=offset)
     return dataclasses.replace(found, threshold=float(np.quantile(everything, 1 - 1 / ratio)))
@@ -112,12 +111,12 @@ def calibrate_queries(
 ) -> TriAttention:
     """Writes the centres of a model's queries over some text, and returns a policy that has them.
 
-    A few thousand tokens of any text suffice: queries lie around the same centres whatever is read
-    (TriAttention, arXiv 2604.04921).
+    A few thousand tokens of any text suffice: the centres hardly depend on the text (TriAttention,
+    arXiv 2604.04921).
 
     Args:
       model: the model, whose queries are those of full attention.
-      tokens: token ids of sequences of one length, read one after the other.
+      tokens: token ids of sequences of one length, run one by one.
       path: the file to write: `mean` [L, H, D] and `norm` [L, H, D/2] in float32, safetensors.
 
     Raises:

@@ -3,11 +3,11 @@
     checkpoints/<step>/state/           Orbax: parameters and optimizer state
     checkpoints/<step>/meta/            JSON: settings of the run, state of the data iterator
     checkpoints/<step>/checksums.json   the SHA-256 of each of these files
-    damaged/<step>/                     a checkpoint that could not be read, and was passed over
+    damaged/<step>/                     a checkpoint that could not be read
 
-Orbax copies the arrays to the host while the run waits, and writes them to a temporary directory
-while it goes on, which it renames at the end. A checkpoint that cannot be written is a warning:
-the older ones stay, since they are removed only after a newer one is complete.
+Orbax copies the arrays to the host while the run waits, and writes them in the background to a
+temporary directory, which it renames at the end. A failed write is a warning: older checkpoints are
+removed only once a newer one is complete.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import logging
 import pathlib
 import re
 import shutil
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -30,49 +29,22 @@ from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, plain
 
 _CHECKSUMS = "checksums.json"
-# Orbax notes in it, last of all, when the checkpoint was complete.
-_TIMES = "_CHECKPOINT_METADATA"
-
-# What the stores below Orbax end their pages with.
-_OF_FILES = re.compile(
+_TIMES = "_CHECKPOINT_METADATA"  # Orbax writes it last of all
+_LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
+# The end of the long messages of the stores below Orbax.
+_FILE_ERRORS = re.compile(
     r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied"
 )
 
 Meta = dict[str, Any]
 
 
-class _Quiet(logging.Filter):
-    """Drops what is printed of an error that Orbax then raises: hundreds of lines of frames.
+class _NoOrbaxTracebacks(logging.Filter):
+    """Drops log records with hundreds of frames of Orbax.
 
-    It is raised to whoever waits for the checkpoint, and said in one line there. Orbax logs it. Of
-    the other arrays of the checkpoint, asyncio logs those that failed too. TensorStore is still
-    writing others: that the event loop which it reports to is closed goes to `sys.unraisablehook`.
-    Python warns of those that were not begun; that filter stays.
+    Orbax (absl) and asyncio log an error of writing beside raising it; `Checkpoints` reports it in
+    one line.
     """
-
-    _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
-
-    def __init__(self):
-        super().__init__()
-        self._open, self._hook = 0, sys.unraisablehook
-
-    def begin(self) -> None:
-        """Begins to filter, for one more user of Orbax."""
-        self._open += 1
-        for logger in self._LOGGERS:
-            logger.addFilter(self)
-        warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
-        if sys.unraisablehook != self._on_unraisable:
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-
-    def end(self) -> None:
-        """Ends it with the last one."""
-        self._open = max(self._open - 1, 0)
-        if not self._open:
-            for logger in self._LOGGERS:
-                logger.removeFilter(self)
-            if sys.unraisablehook == self._on_unraisable:
-                sys.unraisablehook = self._hook
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.exc_info:
@@ -80,15 +52,6 @@ class _Quiet(logging.Filter):
         frames = traceback.walk_tb(record.exc_info[2])
         files = record.pathname, *(frame.f_code.co_filename for frame, _ in frames)
         return not any("orbax" in pathlib.PurePath(file).parts for file in files)
-
-    def _on_unraisable(self, told: Any) -> None:
-        trace = told.exc_traceback
-        first = "" if trace is None else trace.tb_frame.f_code.co_name
-        if first != "call_soon_threadsafe" or not isinstance(told.exc_value, RuntimeError):
-            self._hook(told)
-
-
-_quiet = _Quiet()
 
 
 class Checkpoints:
@@ -104,15 +67,15 @@ class Checkpoints:
         self._path = directory / "checkpoints"
         self._writing: int | None = None
         self._problem: str | None = None
-        _quiet.begin()
-        try:
-            self._manager: Any = self._open(clean=True)
-        except BaseException:
-            _quiet.end()
-            raise
+        self._manager: Any = self._open(clean=True)
+        self._quiet = _NoOrbaxTracebacks()
+        for logger in _LOGGERS:
+            logger.addFilter(self._quiet)
+        # Of arrays whose writing did not begin, after another's failed.
+        warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
 
     def _open(self, *, clean: bool) -> Any:
-        """Returns Orbax's manager; `clean`: it removes what a killed run left half written."""
+        """Returns Orbax's manager; with `clean` it removes what a killed run left half written."""
         import orbax.checkpoint as ocp
 
         self._orbax = ocp
@@ -123,7 +86,7 @@ class Checkpoints:
                 cleanup_tmp_directories=clean,
                 async_options=ocp.options.AsyncOptions(
                     post_finalization_callback=self._add_sums,
-                    # In the background a directory that cannot be made is waited for in vain.
+                    # In the background, a directory that cannot be made is waited for forever.
                     create_directories_asynchronously=False,
                 ),
             ),
@@ -131,7 +94,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, or one is being written."""
+        """The steps that have a checkpoint, one in progress included."""
         return sorted(self._manager.all_steps())
 
     @property
@@ -140,18 +103,16 @@ class Checkpoints:
         return max(self.steps, default=None)
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the platform has told any process, and all agree, that the run must end now."""
+        """Whether the platform announced a preemption, and all processes agree to stop now."""
         return self._manager.reached_preemption(step)
 
     def save(self, step: int, state: Any, meta: Meta) -> None:
-        """Begins to write a checkpoint, once the one before it is complete.
-
-        What cannot be written is a warning; the run goes on.
+        """Starts writing a checkpoint, once the one before it is complete; a failure is a warning.
 
         Args:
           step: number of steps that are done.
           state: the training state.
-          meta: what is saved beside it.
+          meta: the metadata.
         """
         self.wait()
         self._warn()
@@ -167,9 +128,9 @@ class Checkpoints:
             self._failed(error)
 
     def wait(self) -> None:
-        """Waits for the checkpoint that is being written, and drops the arrays of its state.
+        """Waits for the write in progress, and drops the arrays of its state.
 
-        Does not raise: `save`, `finish` and `close` report what could not be written.
+        Never raises: `save`, `finish` and `close` report a failed write.
         """
         if self._writing is None:
             return
@@ -181,7 +142,7 @@ class Checkpoints:
             self._failed(error)
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written.
+        """Waits for the write in progress.
 
         Raises:
           CheckpointError: it could not be written.
@@ -195,21 +156,21 @@ class Checkpoints:
             warnings.warn(problem, stacklevel=3)
 
     def _take_problem(self) -> str | None:
-        """Returns what could not be written, once; collects its tasks, which log, while quiet."""
+        """Returns, once, what could not be written."""
         problem, self._problem = self._problem, None
         if problem is not None:
-            gc.collect()
+            gc.collect()  # failed tasks log when they are collected: now, while that is filtered
         return problem
 
     def _failed(self, error: Exception) -> None:
-        """Notes what is wrong, removes what was written in part, and goes on without it."""
+        """Records a failed write, and removes what it left."""
         step, self._writing = self._writing, None
         if processes.is_first():
             for part in (self._path / str(step), *self._path.glob(f"{step}.*")):
                 shutil.rmtree(part, ignore_errors=True)
-        with contextlib.suppress(Exception):  # its threads; what it could not write was said
+        with contextlib.suppress(Exception):  # ends its threads; the error is known
             self._manager.close()
-        with contextlib.suppress(OSError):  # the directory is gone: the next save says so again
+        with contextlib.suppress(OSError):  # the directory is gone: the next save fails too
             self._manager = self._open(clean=False)
         left = [each for each in self.steps if each != step]
         last = f" The last one is of step {left[-1]}." if left else ""
@@ -225,7 +186,7 @@ class Checkpoints:
         (place / _CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
 
     def meta(self, step: int) -> Meta:
-        """Returns what was saved beside the state of a step."""
+        """Returns the metadata of the checkpoint of a step."""
         args = self._orbax.args
         return self._manager.restore(step, args=args.Composite(meta=args.JsonRestore()))["meta"]
 
@@ -236,17 +197,17 @@ class Checkpoints:
         *,
         only: int | None = None,
     ) -> tuple[Any, Meta]:
-        """Reads the newest checkpoint that is whole; returns the state and what is beside it.
+        """Reads the newest intact checkpoint; returns the state and the metadata.
 
-        One that is damaged is a warning, and is moved out of the way.
+        A damaged one is a warning, and is moved to `damaged`.
 
         Args:
           abstract_state: shapes, dtypes and shardings of the state.
-          check_settings: raises ConfigError if what is beside it is of another run.
-          only: step of the checkpoint to read in place of the newest; no other will do.
+          check_settings: raises ConfigError if the metadata is of another run.
+          only: read the checkpoint of this step or none.
 
         Raises:
-          ConfigError: it is of another run.
+          ConfigError: the checkpoint is of another run.
           CheckpointError: none can be read.
         """
         wrong: list[str] = []
@@ -256,11 +217,11 @@ class Checkpoints:
                 meta, state = self._read(each, abstract_state, check_settings)
             except ConfigError:
                 raise
-            except Exception as error:  # whatever a file that is not what it was leads to
+            except Exception as error:  # a damaged file may raise anything
                 wrong.append(f"The checkpoint of step {each} cannot be resumed: {_reason(error)}")
                 continue
             for damaged, reason in zip(tried, wrong, strict=False):
-                self._pass_over(damaged)
+                self._move_away(damaged)
                 warnings.warn(
                     f"{reason}. It was moved to {self._run / 'damaged'}; the run goes on from the "
                     f"one before it, of step {each}.",
@@ -290,7 +251,7 @@ class Checkpoints:
         return meta, state
 
     def _verify(self, step: int) -> None:
-        """Compares the files with their checksums; each process does a part of them.
+        """Compares the files with their checksums; each process checks a share of them.
 
         Raises:
           CheckpointError: one differs or is missing.
@@ -310,8 +271,8 @@ class Checkpoints:
         if found:
             raise CheckpointError(found[0])
 
-    def _pass_over(self, step: int) -> None:
-        """Moves a checkpoint out of the way of the steps that come again."""
+    def _move_away(self, step: int) -> None:
+        """Moves a damaged checkpoint to `damaged`: its step will be saved again."""
         if processes.is_first():
             place = self._run / "damaged" / str(step)
             shutil.rmtree(place, ignore_errors=True)
@@ -321,24 +282,25 @@ class Checkpoints:
         self._manager.reload()
 
     def discard(self, first: int) -> None:
-        """Removes the checkpoints from a step on."""
+        """Deletes the checkpoints of this step and later ones."""
         self.wait()
         for step in self.steps:
             if step >= first:
                 self._manager.delete(step)
 
     def close(self) -> None:
-        """Waits for what is being written, and closes."""
+        """Waits for the write in progress, and closes."""
         try:
             self.wait()
             self._warn()
             self._manager.close()
         finally:
-            _quiet.end()
+            for logger in _LOGGERS:
+                logger.removeFilter(self._quiet)
 
 
 def _files(place: pathlib.Path) -> list[str]:
-    """The files of a checkpoint that have a checksum, by their path in it."""
+    """Returns the paths, within a checkpoint, of the files that have a checksum."""
     found = (path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
     return sorted(name for name in found if name != _TIMES)
 
@@ -349,9 +311,9 @@ def _sum(path: pathlib.Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The text of an error, of which Orbax and the stores below it write pages."""
+    """Returns the essence of an error: Orbax and the stores below it write pages."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if known := _OF_FILES.search(str(error)):
+    if known := _FILE_ERRORS.search(str(error)):
         return known[0]
     return plain(str(error) or type(error).__name__, 300).rstrip(".")

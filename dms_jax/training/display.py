@@ -1,4 +1,4 @@
-"""What a run shows: a line before it, a bar with its figures, and a line on what was reached.
+"""The progress of a run in the terminal: an opening line, a bar with figures, a closing line.
 
 Training all weights, 1.24B parameters, for DMS(window=16) on 8 NVIDIA H200: 11,000 steps to
 ratio 4 of 1,024 x 4,096 tokens, 46.1B tokens in all (dms_paper llama-3.2-1b)
@@ -39,20 +39,19 @@ TRAINED = {
     "adapter": "the adapter beside frozen weights",
     "low_rank": "low-rank updates and the adapter beside frozen weights",
 }
-# What counts as reached: decisions are sampled, and one batch differs from the next.
-_REACHED = 0.97
+_REACHED = 0.97  # of the target: decisions are sampled, and batches differ
 _MEAN_OVER = 20  # steps
 
 
 class Display:
-    """The bar of a run, with a line before and after it.
+    """The progress bar of a run, with a line before and after it.
 
     Args:
       total, done: optimizer steps in total, and those already done.
-      main: name of the main loss, which the compression loss is added to.
-      target: the compression ratio that the recipe ends at; None if it aims at none (`aim`).
+      main: name of the main loss, to which the compression loss is added.
+      target: the compression ratio at the end of the recipe; None for none (`aim`).
       enabled: whether to show anything.
-      opening: what is said before the first step.
+      opening: the line before the first step.
     """
 
     def __init__(
@@ -82,25 +81,22 @@ class Display:
     def __enter__(self) -> "Display":
         self._began = time.perf_counter()
         if self._done >= self._total:
-            if self._enabled:
-                line = f"All {self._total:,} steps of this run are done already."
-                self._bar.console.print(line, highlight=False, markup=False)
+            self.say(f"All {self._total:,} steps of this run are done already.")
             return self
-        if self._enabled and self._opening:
-            self._bar.console.print(self._opening, highlight=False, markup=False)
+        if self._opening:
+            self.say(self._opening)
         self._bar.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
         if self._done >= self._total:  # no bar was begun
             return
         self._bar.stop()
-        finished = bool(self._last) and self._last[-1]["step"] == self._total
-        if self._enabled and finished and error[:1] in ((), (None,)):
-            self._bar.console.print(self.closing(), highlight=False, markup=False)
+        if error is None and self._last and self._last[-1]["step"] == self._total:
+            self.say(self.closing())
 
     def say(self, line: str) -> None:
-        """Shows a line above the bar."""
+        """Prints a line, above the bar while there is one."""
         if self._enabled:
             self._bar.console.print(line, highlight=False, markup=False)
 
@@ -131,9 +127,9 @@ class Display:
         return " | ".join(parts)
 
     def closing(self) -> str:
-        """Returns what was reached, and what to do if that is short of the target."""
+        """Returns what the run reached, and what to do if that is short of the target."""
         target = self._target
-        # A step that was skipped has no figures.
+        # Skipped steps have no figures.
         counted = [each for each in self._last if not each.get("skipped")] or [*self._last]
         main = _mean(each["loss"] - each["compression_loss"] for each in counted)
         passed = duration(time.perf_counter() - self._began)
@@ -156,10 +152,10 @@ class Display:
 
 
 def short_of_target(model: pathlib.Path) -> tuple[float, float] | None:
-    """Returns what the run of an export reached and aimed at; None if it reached that.
+    """Returns the ratio that a run reached and its target; None if it reached the target.
 
     Args:
-      model: a directory that a run exported, beside whose parent's log it lies; of others None.
+      model: the model directory of a run, whose log lies beside it; None is returned for others.
     """
     path = model.parent / "log.jsonl"
     if model.name != "model" or not path.is_file():
@@ -172,16 +168,15 @@ def short_of_target(model: pathlib.Path) -> tuple[float, float] | None:
         counted = [each for each in records if not each["skipped"]]
         target = float(counted[-1]["target_ratio"])
         reached = _reached(counted, target)
-    except (ValueError, KeyError, TypeError, IndexError):  # no log of ours, or a damaged one
+    except (ValueError, KeyError, TypeError, IndexError):  # another log, or a damaged one
         return None
     return None if target <= 1 or reached >= _REACHED * target else (reached, target)
 
 
 def _reached(records: Sequence[Mapping[str, Any]], target: Number) -> float:
-    """Returns the ratio that the last of some steps reached.
+    """Returns the ratio that was reached in the last of these steps.
 
-    Of the last step of a ramp, and those before it that aimed at about as much; as a share of
-    tokens that stay, because ratios of several steps have no mean of their own.
+    It is 1 / the mean share of tokens kept, over the steps whose target is about the last one's.
     """
     final = min(target, records[-1]["target_ratio"]) * _REACHED
     evicted = [each["evicted"] for each in records if each["target_ratio"] >= final]
@@ -201,20 +196,20 @@ class _Bar(Progress):
 def opening_line(
     recipe: Recipe, policy: Policy, parameters: Mapping[str, jax.Array], done: int
 ) -> str:
-    """Returns what will be trained, on what, and for how long.
+    """Returns a line that says what is trained, on which devices, and for how long.
 
     Args:
       recipe: the recipe of the run.
       policy: the policy.
-      parameters: the parameters that are trained, where they lie.
-      done: steps that were taken before.
+      parameters: the trained parameters, on their devices.
+      done: steps already done.
     """
     count = sum(x.size for x in parameters.values())
     devices = sorted(next(iter(parameters.values())).sharding.device_set, key=lambda x: x.id)
     total = recipe.total_steps(policy)
     ratio = aim(recipe, policy)
     goal = "" if ratio is None else f" to ratio {ratio:g}"
-    sizes = sorted({stage.batch_size or recipe.batch_size for stage in recipe.stages_for(policy)})
+    sizes = sorted({recipe.batch_of(stage) for stage in recipe.stages_for(policy)})
     learned = ", of which answers alone are learned" if recipe.answers_only else ""
     resumed = f", from step {done:,} on" if done else ""
     return (
@@ -228,15 +223,14 @@ def opening_line(
 def aim(recipe: Recipe, policy: Policy) -> Number | None:
     """Returns the compression ratio that a run aims at.
 
-    None if at none: nothing decides on evictions, or a scorer learns (KVzap), whose threshold is
-    set for a ratio afterwards.
+    None without evictions, and for scorers (KVzap), whose threshold is set afterwards.
     """
     ratio = recipe.compression_ratio
     return ratio if policy.retrofit.possible and ratio > 1 else None
 
 
 def short(policy: Policy) -> str:
-    """Returns a policy with the options that are not its defaults.
+    """Returns the text of a policy, without options that have their default.
 
     # In: DMS(window=16, source="query_neuron", ...)  Out: DMS(window=16)
     """
@@ -249,7 +243,7 @@ def short(policy: Policy) -> str:
 
 
 def peak_memory() -> int | None:
-    """Returns the most bytes that were in use on the first device; None if it does not say."""
+    """Returns the peak bytes in use on the first device; None if unknown."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("peak_bytes_in_use")
 

@@ -1,44 +1,43 @@
 """Model FLOPs utilisation: model operations per token, and their share of the device's peak.
 
-A token of a document takes, forward,
+The forward pass of a token takes
 
     2 (parameters of the layers) + 2 E V + 4 H D (keys it sees, summed over the layers)
 
-operations: its products with the layers' matrices (of experts, those that it goes to), with the
-output matrix (tied or not; the lookup is free), and with keys and values. The backward pass takes
-twice as many, or as many if the matrices are frozen, because then only gradients of activations are
-computed. A teacher takes one more forward pass. In a stage "supervise" the layers run forward once,
-and nothing after them does. Padding, recomputation and norms do not count: the figure is what the
-model needs, not what the program executes.
+operations: its products with the layers' matrices (with those of its own experts), with the output
+matrix (tied or not; the lookup is free), and with keys and values. The backward pass takes twice as
+many, or as many if the matrices are frozen, which need only gradients of activations. A teacher
+takes one more forward pass. A stage "supervise" runs the layers forward once, and nothing after
+them. Padding, recomputation and norms do not count: the figure is what the model needs, not what
+the program executes.
 """
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from dms_jax.config import Experts, ModelConfig
 from dms_jax.devices import data_sheet
-from dms_jax.model.transformer import Transformer
-from dms_jax.training.parameters import is_adapter, parameters
+from dms_jax.training.parameters import is_adapter
 
 
-def matrix_parameters(shapes: Mapping[str, tuple[int, ...]], experts: Experts | None) -> int:
-    """Returns the parameters in the layers' matrices that a token meets, without adapters."""
+def layer_parameters(shapes: Mapping[str, Any], experts: Experts | None) -> int:
+    """Returns the parameters in the layers' matrices that a token meets, without adapters.
+
+    Args:
+      shapes: the parameters of a transformer by name, or their shapes.
+      experts: the experts of its layers, of which a token meets some; None without experts.
+    """
     found = 0
-    for name, shape in shapes.items():
+    for name, x in shapes.items():
         if name.startswith("layers.") and name.endswith(".kernel") and not is_adapter(name):
-            size = math.prod(shape)
+            size = math.prod(x.shape)
             if experts is not None and name.startswith(("layers.mlp.gate_up", "layers.mlp.down")):
                 size = size // experts.count * experts.per_token
             found += size
     return found
-
-
-def layer_parameters(transformer: Transformer) -> int:
-    """Returns the parameters in the layers' matrices that a token meets, without adapters."""
-    shapes = {name: x.shape for name, x in parameters(transformer).items()}
-    return matrix_parameters(shapes, transformer.config.experts)
 
 
 def attention_operations(config: ModelConfig, keys: float) -> float:

@@ -24,65 +24,32 @@ def held_out_loss(
     model: LanguageModel,
     batches: Mapping[str, Any],
     *,
+    teacher: LanguageModel | None = None,
     policy: Policy | str | None = None,
     compute_dtype: str | None = "bfloat16",
 ) -> dict[str, float]:
-    """Returns the mean negative log-likelihood of each part of the data.
+    """Returns the mean loss of each part of the data, in nats per token.
+
+    It is the negative log-likelihood of the next token or, with a teacher, KL(model || teacher) at
+    the same positions.
 
     Args:
       model: the model to measure.
-      batches: name of each part -> a list of its batches, each in the form that `train` takes;
-        batches of one shape share one compiled program. An iterator is refused: those that are
-        trained on have no end, and one that has could be measured only once.
+      batches: name of each part -> a list of its batches, as for `train`; batches of one shape
+        share one compiled program. Iterators are refused: those for training are endless.
+      teacher: the model that it learned from, with the vanilla cache; None for the likelihood.
       policy: the policy whose hard decisions apply; None for the model's own.
       compute_dtype: dtype of the forward pass; None for that of the parameters.
-
-    Returns:
-      The loss of each part, in nats per token.
 
     Raises:
       ConfigError: the model cannot run the policy, or a part is not a list of batches.
       DataError: the loss mask of a part leaves no token, or a batch is malformed.
       OutOfMemoryError: a device's memory does not suffice for a batch.
     """
-    return _means(model, None, batches, policy, compute_dtype)
-
-
-def held_out_distillation(
-    model: LanguageModel,
-    teacher: LanguageModel,
-    batches: Mapping[str, Any],
-    *,
-    policy: Policy | str | None = None,
-    compute_dtype: str | None = "bfloat16",
-) -> dict[str, float]:
-    """Returns the mean divergence KL(model || teacher) of each part of the data.
-
-    Args:
-      model: the model to measure, under the hard decisions of its policy.
-      teacher: the model that it learned from, with the vanilla cache.
-      batches, policy, compute_dtype: see `held_out_loss`. The positions compared are those whose
-        next token counts.
-
-    Returns:
-      The divergence of each part, in nats per token.
-
-    Raises:
-      ConfigError, DataError, OutOfMemoryError: see `held_out_loss`.
-    """
-    return _means(model, teacher.transformer, batches, policy, compute_dtype)
-
-
-def _means(
-    model: LanguageModel,
-    teacher: Transformer | None,
-    batches: Mapping[str, Any],
-    policy: Policy | str | None,
-    compute_dtype: str | None,
-) -> dict[str, float]:
     policy = model.resolve_policy(policy)
     for name, part in batches.items():
         check_batch_list(f"Part {name!r} of the held-out data", part)
+    original = None if teacher is None else teacher.transformer
     result = {}
     room = fits_device(
         "The device ran out of memory while measuring held-out batches. Give them fewer or shorter "
@@ -94,7 +61,7 @@ def _means(
             for batch in part:
                 given = check_batch(batch, vocab_size=model.config.vocab_size)
                 passes = Passes(**{key: jnp.asarray(array) for key, array in given.items()})
-                sums.append(_sums(model.transformer, teacher, passes, policy, compute_dtype))
+                sums.append(_sums(model.transformer, original, passes, policy, compute_dtype))
             total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)
             if count == 0:
                 raise DataError(

@@ -1,4 +1,4 @@
-"""Requests to stop a run: Ctrl-C, and SIGTERM, by which platforms tell that a machine goes away."""
+"""Requests to stop a run: Ctrl-C, and SIGTERM, by which platforms announce a preemption."""
 
 import signal
 import threading
@@ -9,13 +9,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Makes the first Ctrl-C or SIGTERM a request to stop after the current step and its records.
+    """Makes the first Ctrl-C or SIGTERM a request to stop after the current step.
 
-    A second Ctrl-C interrupts at once; SIGTERM may come again, from a launcher and the platform
-    that started it. Signals reach only the main thread, so in another thread nothing changes.
+    A second Ctrl-C interrupts at once; SIGTERM may come twice, from a launcher and its platform.
+    Signals reach only the main thread, so nothing changes in other threads.
 
     Args:
-      say: is called at once, in the handler of the first signal.
+      say: called in the handler of the first signal.
     """
 
     def __init__(self, say: Callable[[], None] = lambda: None):

@@ -2,8 +2,8 @@
 
 A few steps are in flight: the metrics of a step are read while later ones run, so that the device
 never waits for the host. Ctrl-C and SIGTERM end the run after the current step, with a checkpoint
-to resume from. Several processes decide before each step together whether it is the last and
-whether a checkpoint follows it; an error of one of them ends all.
+to resume from. Several processes agree before each step whether it is the last and whether a
+checkpoint follows it; an error of one of them ends all.
 """
 
 import collections
@@ -21,6 +21,7 @@ from dms_jax import processes
 from dms_jax.checkpoint import save
 from dms_jax.data.batches import Batch, ProcessBatches, RowAssignment, check_batch
 from dms_jax.errors import DataError, TrainingDivergedError
+from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 from dms_jax.training.display import Display, aim, opening_line
 from dms_jax.training.interrupts import Interrupts
@@ -29,30 +30,16 @@ from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
 
-# Steps that are dispatched before the metrics of the first of them are read.
-_IN_FLIGHT = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """The token ids of a model.
-
-    Attributes:
-      size: V.
-      ignored: those that are left out of the loss.
-    """
-
-    size: int
-    ignored: tuple[int, ...]
+_IN_FLIGHT = 2  # steps dispatched before the metrics of the first of them are read
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A step that was dispatched to the device.
+    """A step in flight.
 
     Attributes:
       step: number of the step, from 1.
-      progress: what the step aims at.
+      progress: its settings.
       tokens: number of its tokens, padding included.
       data_seconds: time that the host waited for its batches.
       metrics: its metrics, still on the device.
@@ -73,18 +60,18 @@ class Loop:
     def __init__(
         self,
         trainer: Trainer,
+        model: LanguageModel,
         policy: Policy,
         recipe: Recipe,
         source: Iterator[Batch] | ProcessBatches,
         assignment: RowAssignment,
-        vocabulary: Vocabulary,
         directory: RunDirectory | None,
         options: RunOptions,
     ):
         self._trainer, self._policy, self._recipe = trainer, policy, recipe
         self._source, self._assignment, self._directory = source, assignment, directory
-        self._vocab_size, self._options = vocabulary.size, options
-        self._ignored = np.asarray(vocabulary.ignored, np.int32)
+        self._vocab_size, self._options = model.config.vocab_size, options
+        self._ignored = np.asarray(_ignored_tokens(model, recipe), np.int32)
         self._pending: collections.deque[_Pending] = collections.deque()
         self._total = recipe.total_steps(policy)
         self._skipped = self._skipped_in_a_row = 0
@@ -94,7 +81,7 @@ class Loop:
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
 
     def run(self) -> None:
-        """Runs the steps that are left.
+        """Runs the remaining steps.
 
         Raises:
           KeyboardInterrupt: on Ctrl-C or after `stop_after` seconds.
@@ -126,7 +113,7 @@ class Loop:
                 raise
 
     def _say_stopping(self) -> None:
-        """Says at once what is still done after Ctrl-C, which may take as long as some steps."""
+        """Tells at once what still runs after Ctrl-C: up to three steps."""
         last = "" if self._directory is None else ", then a checkpoint is written"
         self._display.say(
             f"Stopping: steps that have begun end first, {_IN_FLIGHT + 1} at most{last}. Ctrl-C "
@@ -140,7 +127,7 @@ class Loop:
         agree: processes.Agreement,
         snapshots: dict[int, list[float]],
     ) -> None:
-        """Takes a step, and does what is due after it."""
+        """Takes a step, then evaluates, saves and stops if that is due."""
         options, total, done = self._options, self._total, step + 1
         batches = self._draw(step)
         stop, save_now = agree(*self._wishes(step, interrupts))
@@ -152,7 +139,7 @@ class Loop:
             self._snapshot(ratio)
         if save_now or done % options.checkpoint_every == 0 or done == total:
             self._checkpoint(done)
-        if not processes.several():  # nobody to wait for: what has come up since counts too
+        if not processes.several():  # no agreement needed: a request during the step counts too
             stop, _ = self._wishes(done, interrupts)
         if stop and done < total:
             self._checkpoint(done)
@@ -161,9 +148,9 @@ class Loop:
             raise KeyboardInterrupt(f"stopped after step {done}")
 
     def _wishes(self, step: int, interrupts: Interrupts) -> tuple[bool, bool]:
-        """Returns whether this process would stop, and whether it would write a checkpoint.
+        """Returns whether this process wants to stop, and whether it wants a checkpoint.
 
-        One clock counts, that of the first process.
+        Time is that of the first process.
         """
         now, stop = time.perf_counter(), interrupts.requested
         if processes.several() and self._directory is not None:
@@ -174,8 +161,8 @@ class Loop:
         return stop or now > self._end, minutes is not None and now > self._saved + 60 * minutes
 
     def _draw(self, step: int) -> tuple[list[Batch], float]:
-        """Returns the batches of a step, and the seconds that they took."""
-        size = self._recipe.progress(step, self._policy).stage.batch_size or self._recipe.batch_size
+        """Returns the batches of a step, and the seconds that the host waited for them."""
+        size = self._recipe.batch_of(self._recipe.progress(step, self._policy).stage)
         began = time.perf_counter()
         drawn = [self._next_batch(step) for _ in range(size // self._assignment.pass_size)]
         if any(batch.keys() != drawn[0].keys() for batch in drawn):
@@ -199,7 +186,7 @@ class Loop:
         self._pending.append(_Pending(step + 1, progress, tokens, waited, metrics, ended))
 
     def _next_batch(self, step: int) -> Batch:
-        """Returns the rows of this process of the next pass."""
+        """Returns this process's rows of the next pass."""
         if isinstance(self._source, ProcessBatches):
             batch = next(self._source)
             counts = batch["loss_mask"] & ~np.isin(batch["tokens"], self._ignored)
@@ -218,7 +205,7 @@ class Loop:
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.
 
-        With `evaluate` the model is measured too, into the record of the last step.
+        With `evaluate`, the record of the last step gets the numbers of an evaluation.
         """
         while len(self._pending) > leave:
             pending = self._pending.popleft()
@@ -235,7 +222,7 @@ class Loop:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         values = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        # Several steps may be read at once, so the time at which each ended is taken beforehand.
+        # Several steps may be read at once: a thread has noted when each ended.
         ended = pending.ended.result()
         seconds, self._clock = ended - self._clock, ended
         skipped = bool(values.pop("skipped"))
@@ -269,7 +256,7 @@ class Loop:
         }
 
     def _diverged(self, step: int, values: dict[str, float]) -> str:
-        """Removes the checkpoints after which no step was finite; returns what to say."""
+        """Deletes the checkpoints after which no step was finite; returns the error message."""
         parts = ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))
         before = self._skipped_in_a_row - 1
         skipped = f" The {before} before it were skipped for the same reason." if before else ""
@@ -287,7 +274,7 @@ class Loop:
         if self._directory is None:
             return
         self._read()
-        # Parameters after which no step is finite are none to go back to.
+        # Never save parameters after which no step has been finite yet.
         if self._skipped_in_a_row and done < self._total:
             return
         get_state = getattr(self._source, "get_state", lambda: None)
@@ -295,7 +282,7 @@ class Loop:
         self._clock = self._saved = time.perf_counter()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
-        """Returns steps done -> the recipe's snapshot ratios that are reached by then."""
+        """Returns number of steps done -> snapshot ratios of the recipe that are reached then."""
         reached: dict[int, list[float]] = {}
         for ratio in sorted(self._recipe.snapshots):
             for done in range(1, total + 1):
@@ -305,7 +292,7 @@ class Loop:
         return reached
 
     def _snapshot(self, ratio: float) -> None:
-        """Writes the model as it is at a ratio, before the checkpoint of this step."""
+        """Saves the model at a ratio, before the checkpoint of this step."""
         self._read()
         model = self._trainer.model()
         if self._directory is not None:
@@ -320,3 +307,13 @@ def _when_ready(metrics: dict[str, jax.Array]) -> float:
     """Waits for a step and returns the time at which the device finished it."""
     jax.block_until_ready(metrics)
     return time.perf_counter()
+
+
+def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:
+    """Returns the token ids left out of the loss."""
+    if not recipe.ignore_end_token:
+        return ()
+    ends = set(model.generation.eos_token_ids)
+    if model.tokenizer is not None and model.tokenizer.eos_token_id is not None:
+        ends.add(model.tokenizer.eos_token_id)
+    return tuple(sorted(ends))

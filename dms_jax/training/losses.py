@@ -14,12 +14,12 @@ logits of the student and KL that of the position,
     forward   dz = T (p_S - p_T)
     language modelling   dz = p_S - 1[v = target]
 
-so that the forward pass already multiplies them with the hidden states and the output matrix, and
-the backward pass only scales the results: no logit is computed twice. Products take operands of the
+so the forward pass already multiplies them with the hidden states and the output matrix, and the
+backward pass only scales the results: no logit is computed twice. Products take operands of the
 hidden states' type and are summed in at least float32, as is the gradient of the output matrix over
 all chunks.
 
-Inside `shard_map` everything here is of one shard's sequences, or of its tokens of them.
+Inside `shard_map`, all arrays are those of one shard's sequences or tokens.
 """
 
 import dataclasses
@@ -36,22 +36,22 @@ from dms_jax import sharding
 
 Direction = Literal["reverse", "forward"]
 
-# Logits of the teacher, and of the student, that may exist on a device at a time, in elements.
+# Most logits of the teacher, and of the student, on a device at a time.
 CHUNK_ELEMENTS = 2**28
-# What is subtracted from all logits is the highest of one in so many of them. Sums are taken again
-# if another is so far above it: exp(40) * 2^18 is still far from the largest number in float32.
+# The maximum of the first 1/16 of the logits is subtracted from all. Sums are computed again if
+# another logit is 40 above it: exp(40) * 2^18 is still far from the largest number in float32.
 _PART_OF_ORIGIN, _FAR = 16, 40.0
 
 
 @struct.dataclass
 class Head:
-    """What the logits of a model are made from.
+    """The hidden states and the output matrix, whose products are the logits.
 
     Attributes:
       hidden: hidden states after the final norm.
       matrix: the whole output matrix, in any type.
-      parameter: the parameter that the gradient of the matrix goes to, the matrix itself or its
-        columns on this device; None for a frozen one. The gradient has the parameter's type.
+      parameter: receives the gradient of the matrix, in its own type: the matrix itself or its
+        columns on this device; None for a frozen one.
     """
 
     hidden: Float[Array, "B T E"]
@@ -73,7 +73,7 @@ class TokenLosses:
 
 
 class _Positions(NamedTuple):
-    """What is compared at each position; with a leading axis of chunks in the loop over them."""
+    """The inputs at each position; the loop over chunks adds a leading axis."""
 
     teacher_hidden: Float[Array, "*chunks B T E"] | None
     targets: Int[Array, "*chunks B T"]
@@ -112,7 +112,7 @@ def token_losses(
       target_mask: positions whose next token counts in the language modelling loss.
       direction: direction of the divergence.
       temperature: T of the divergence, which is that of logits / T, times T^2.
-      chunk: positions of a sequence that are unembedded at a time; None for a choice by size.
+      chunk: positions of a sequence unembedded at a time; None for a choice by size.
     """
     batch, length, _ = student.hidden.shape
     if chunk is None:
@@ -173,13 +173,13 @@ def _over_chunks(
     *,
     gradients: Literal["hidden", "both"] | None,
 ) -> tuple[TokenLosses, Any, Any]:
-    """Returns the sums, and their gradients of hidden states and output matrix if wanted."""
+    """Returns the sums, and if wanted their gradients for hidden states and output matrix."""
     batch, length, _ = hidden.shape
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     count = math.ceil(length / settings.chunk)
 
     def chunks(x: Array) -> Array:
-        """[B, T, ...] to [chunks, B, chunk, ...], with padding that the masks leave out."""
+        """[B, T, ...] to [chunks, B, chunk, ...], with padding that the masks exclude."""
         pad = ((0, 0), (0, count * settings.chunk - length), *((0, 0),) * (x.ndim - 2))
         x = jnp.pad(x, pad).reshape(batch, count, settings.chunk, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
@@ -214,7 +214,7 @@ def _of_chunk(
     matrices: list[Float[Array, "V E"]],
     positions: _Positions,
 ) -> tuple[TokenLosses, Float[Array, "B T V"]]:
-    """Returns the sums over a chunk, and the gradient of the main one for the student's logits."""
+    """Returns the sums over a chunk, and the main loss's gradient for the student's logits."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def unembed(hidden, matrix):
@@ -249,14 +249,14 @@ def _of_chunk(
 
 
 class _Sums(NamedTuple):
-    """Sums over the vocabulary, [B, T, 1], of logits from which an origin was subtracted.
+    """Sums over the vocabulary, [B, T, 1], of logits less an origin.
 
     Attributes:
-      highest: not sums, but the highest, of the student and of the teacher if there is one.
+      highest: the maximum (no sum), of the student and of the teacher if there is one.
       total: of exp(student).
       chosen: the student's logit of the target.
       weights: of exp(student / temperature) and of exp(teacher / temperature).
-      difference: of the difference of the two, weighted by the one that the direction names first.
+      difference: of student - teacher, weighted by the student (reverse) or the teacher (forward).
     """
 
     highest: list[Array]
@@ -269,16 +269,16 @@ class _Sums(NamedTuple):
 def _sums_of(settings: _Settings, all_logits: list[Array], targets: Array) -> tuple[Any, _Sums]:
     """Returns the origins that were subtracted, and the sums.
 
-    The origin may be any number from which no exponential overflows: to read all logits for the
-    highest of them first takes as long as the sums do. It is the highest of a part of them, and the
-    sums tell whether another is far above it; if so, they are taken again from the highest of all.
+    Any origin does with which no exponential overflows; finding the maximum of all logits first
+    would take as long as the sums. The origin is the maximum of a part of them. The sums tell
+    whether another logit is far above it; if so, they are computed again from the maximum of all.
     """
     vocabulary = all_logits[0].shape[-1]
-    split = sharding.axis_size(sharding.MODEL) > 1  # a part would be that of one device
+    split = sharding.axis_size(sharding.MODEL) > 1  # one device would hold the part
     part = vocabulary if split else math.ceil(vocabulary / _PART_OF_ORIGIN)
 
     def sums(origins) -> _Sums:
-        """All are of the same arrays, so that the compiler takes them in one reading."""
+        """All read the same arrays, so the compiler fuses them into one pass."""
 
         def total(x):
             return jnp.sum(x, -1, keepdims=True)

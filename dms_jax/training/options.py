@@ -39,28 +39,26 @@ class RunOptions(Options):
     """How a training run is seeded, placed, saved, measured and shown.
 
     Attributes:
-      resume: whether to continue the run that the output directory holds. It continues bit for bit
-        as if it had never been interrupted. Model, recipe, policy, seed and data must be the same;
-        a model of the same shape whose frozen weights are others is refused.
-      restart_from: step of the checkpoint from which the run goes on with another recipe, such as
-        lower rates after a divergence; later checkpoints are removed, and the log is cut. 0 starts
-        again. Given again after a stop, it goes on from the newest checkpoint since.
+      resume: whether to continue the run in the output directory, bit for bit as if it had never
+        been interrupted. Model, frozen weights, recipe, policy, seed and data must be the same.
+      restart_from: step of the checkpoint from which to continue with another recipe, such as lower
+        rates after a divergence; later checkpoints are deleted, and the log is cut. 0 starts again.
+        Given again after a stop, it continues from the newest checkpoint since the restart.
       seed: seed of the order of the data and of the noise.
       mesh: devices to train on; None takes the mesh of the context, or else the model's.
       checkpoint_every: steps between checkpoints. There is one at the end too, on Ctrl-C, and on
-        SIGTERM or another notice that the machine goes away.
-      checkpoint_minutes: minutes after which there is one even if not as many steps were taken;
-        None for steps alone.
+        SIGTERM or another notice of preemption.
+      checkpoint_minutes: most minutes between checkpoints; None for no limit.
       keep_checkpoints: how many of the newest checkpoints are kept.
-      stop_after: seconds after which the run ends as on Ctrl-C, to be resumed; None for never.
+      stop_after: seconds after which the run stops as on Ctrl-C; None for never.
       on_step: called with the record of every step (what the log holds).
       on_snapshot: called with (compression ratio, model) at the recipe's snapshots.
-      evaluate: measures a model during training; its numbers go into the record of the step. The
-        model is split over devices as for training; `model.place()` places it for decoding.
+      evaluate: measures the model during training; its numbers go into the record of the step. The
+        model is sharded as for training; `model.place()` places it for decoding.
       evaluate_every: steps between evaluations; there is one at the end too.
       progress: whether to show a progress bar.
-      adapter_only: whether the output directory's model and snapshots hold only what was trained
-        beside frozen weights (`save(..., adapter_only=True)`), for `load(base, adapter=...)`.
+      adapter_only: whether the saved model and snapshots hold only what was trained beside frozen
+        weights (`save(..., adapter_only=True)`), for `load(base, adapter=...)`.
       most_skipped: steps in a row that may be skipped because their loss or gradient is not finite;
         one more raises TrainingDivergedError.
     """

@@ -1,15 +1,16 @@
-"""The parameters of a transformer by name: which are trained, how they are sharded, two changes.
+"""The parameters of a transformer by name: which are trained, and how they are sharded.
 
 A module is a pytree; its parameters by name ("layers.adapter.proj.kernel") are a flat dictionary,
 which is split into trained and frozen parameters, passes through `jax.grad` and Optax as it is, and
-is what a training checkpoint holds.
+is what a training checkpoint holds. `nnx.split` with filters would give nested states, whose paths
+checkpoints and rules of sharding would have to flatten again.
 
-The two changes: an adapter that starts at zero is added, and the borrowed neurons are set to zero
-once they have decayed. With their rows of the projections at zero every decision logit starts at
-minus its offset; rows that are merely unused would saturate the decisions at random.
+Two functions change a model: `add_adapter` adds an adapter that starts at zero, and
+`zero_borrowed_neurons` clears the borrowed neurons once they have decayed. With their rows of the
+projections at zero, every decision logit starts at minus its offset; rows that are merely unused
+would saturate the decisions at random.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -46,6 +47,15 @@ def parameters(transformer: nnx.Module) -> Parameters:
     return {name: param.get_value() for name, param in _named(transformer)}
 
 
+def shapes(transformer: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and types of the parameters of a transformer, which may be abstract."""
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, param in _named(transformer)
+        for x in [param.get_value()]
+    }
+
+
 def rebuilder(transformer: nnx.Module) -> Rebuild:
     """Returns the inverse of `parameters`: a function from arrays to such a transformer."""
     names = [name for name, _ in _named(transformer)]
@@ -59,7 +69,7 @@ def shardings(
     """Returns the sharding of each parameter on a mesh.
 
     Only the model's matrices are split over `data`. Norms, biases, adapters and low-rank factors
-    are small: to gather each of them in every layer would take longer than one sum at the end.
+    are small: gathering each of them in every layer would take longer than one sum at the end.
     """
     small = dict(rules) | {"embed": None, "head_dim": None}
     return {
@@ -92,16 +102,16 @@ def add_adapter(
     transformer: Transformer,
     shape: AdapterShape = AdapterShape(),  # noqa: B008
 ) -> Transformer:
-    """Returns the transformer with such decision adapters, added if needed.
+    """Returns the transformer with decision adapters of this shape, added if needed.
 
-    Their output is zero: only hidden units are drawn. The other parameters are shared with the
-    original.
+    New adapters output zero (only hidden units are random). The other parameters are shared with
+    the original.
     """
     if transformer.adapter_shape == shape:
         return transformer
     config = transformer.config
     dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
-    # Only the adapters get arrays; the rest of the skeleton is abstract.
+    # Abstract; only the adapters get new arrays.
     skeleton = low_rank.skeleton(
         config, adapter=shape, low_rank=low_rank.low_rank_of(transformer), dtype=dtype
     )
@@ -124,7 +134,7 @@ def zero_borrowed_neurons(
     Args:
       arrays: the parameters.
       policy: the policy that borrows them.
-      windowed: whether each layer has a window; such layers lend none.
+      windowed: whether each layer has a window; such layers lend no neuron.
     """
 
     def of_head(x: jax.Array) -> jax.Array:
@@ -146,16 +156,10 @@ def zero_borrowed_neurons(
     return arrays
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The parameters that are trained and those that are frozen."""
-
-    trained: Parameters
-    frozen: Parameters
-
-
-def split(arrays: Parameters, *, adapter: bool, trainable: Trained) -> Split:
-    """Splits parameters into trained and frozen ones.
+def split(
+    arrays: Mapping[str, Any], *, adapter: bool, trainable: Trained
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits parameters, or their shapes, into those that are trained and those that are frozen.
 
     Args:
       arrays: the parameters.
@@ -170,7 +174,7 @@ def split(arrays: Parameters, *, adapter: bool, trainable: Trained) -> Split:
         return trainable == "all" or (trainable == "low_rank" and is_low_rank(name))
 
     trained = {name: array for name, array in arrays.items() if is_trained(name)}
-    return Split(trained, {name: x for name, x in arrays.items() if name not in trained})
+    return trained, {name: x for name, x in arrays.items() if name not in trained}
 
 
 def cast(arrays: Parameters, dtype: Any) -> Parameters:

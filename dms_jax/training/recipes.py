@@ -27,14 +27,22 @@ def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
     return max(1, round((compression_ratio - 1) * steps_per_ratio))
 
 
+def _steps_of(name: str, tokens: int, batch_size: int, sequence_length: int) -> int:
+    """Returns the steps in which a recipe sees so many tokens, at least 1."""
+    given = dict(tokens=tokens, batch_size=batch_size, sequence_length=sequence_length)
+    for option, value in given.items():
+        check(f"{name}: {option}", value, Count)
+    return max(1, round(tokens / (batch_size * sequence_length)))
+
+
 def recommended(policy: Policy, positions: int) -> Recipe:
     """Returns the recipe that `retrofit` takes unless another is given.
 
-    The released one for DMS (to ratio 8), the paper's for DMC (to 4), and ours for the scorers of
-    KVzap and KVpop, on sequences of at most as many tokens as the model has positions.
+    The released one for DMS (to ratio 8), the paper's for DMC (to 2), and ours for the scorers of
+    KVzap and KVpop, with sequences cut to the model's positions.
 
     Args:
-      policy: a policy that is learned.
+      policy: a trainable policy.
       positions: positions of the model.
 
     Raises:
@@ -184,25 +192,22 @@ def dms_self_taught(
       compression_ratio: compression ratio to reach.
       trainable: "adapter" for frozen weights, "low_rank" for low-rank updates of the attention
         projections beside them (their rank is `low_rank` of the recipe), "all" for all weights.
-      tokens: tokens of the whole run, padding included; they determine the number of steps.
-      learning_rate: of everything but the adapter; None for 2e-4 with low-rank updates, and for
-        1e-5 with all weights.
+      tokens: tokens of the whole run, padding included.
+      learning_rate: of everything but the adapter; None for 2e-4 with low-rank updates and 1e-5
+        with all weights.
       adapter_learning_rate: of the adapter.
       sequence_length: T, tokens per packed sequence.
       batch_size: sequences per step.
-      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero;
-        over a tenth of those before them they rise, unless `warmed` says otherwise.
+      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero. They
+        rise over the first tenth of the others (`warmed` changes that).
 
     Raises:
       ConfigError: a number is out of range.
     """
     trainable = check("dms_self_taught: trainable", trainable, Trained)
-    tokens = check("dms_self_taught: tokens", tokens, Count)
-    batch_size = check("dms_self_taught: batch_size", batch_size, Count)
-    sequence_length = check("dms_self_taught: sequence_length", sequence_length, Count)
     _ramp_steps(compression_ratio, 1)
     rate = _SELF_TAUGHT_RATES[trainable] if learning_rate is None else learning_rate
-    steps = max(1, round(tokens / (batch_size * sequence_length)))
+    steps = _steps_of("dms_self_taught", tokens, batch_size, sequence_length)
     ramp = Stage(
         "ramp", steps, rate, compression_ratio, adapter_learning_rate=adapter_learning_rate
     )
@@ -223,9 +228,8 @@ def dms_warm_up(compression_ratio: Number = 3.5, *, share: float = 0.2, **option
 
     Args:
       compression_ratio: compression ratio to reach.
-      share: share of the steps in which the adapter alone learns from future attention; in the
-        others the model is distilled from logits while the compression ratio rises.
-      **options: as for `dms_self_taught`, of which `tokens` are those of both parts.
+      share: share of the steps, at the start, in which the adapter alone learns from attention.
+      **options: as for `dms_self_taught`; `tokens` counts both parts.
 
     Raises:
       ConfigError: a number is out of range, or there is only one step.
@@ -234,10 +238,10 @@ def dms_warm_up(compression_ratio: Number = 3.5, *, share: float = 0.2, **option
 
 
 def attention_first(recipe: Recipe, share: float) -> Recipe:
-    """Returns `dms_warm_up` made from a recipe of `dms_self_taught` that was changed.
+    """Returns a recipe of `dms_self_taught` with a start as in `dms_warm_up`.
 
     Raises:
-      ConfigError: the share is none, or the recipe's ramp has one step.
+      ConfigError: `share` is not in (0, 1], or the recipe's ramp has one step.
     """
     share = check("dms_warm_up: share", share, Annotated[float, Range(0, 1, above=True)])
     ramp, *rest = recipe.stages
@@ -423,14 +427,15 @@ def kvzap(
 ) -> Recipe:
     """A scorer for `KVzap`, regressed on the importance that attention gives; frozen weights.
 
-    Then `dms_jax.calibrate` sets the threshold for a compression ratio. The rate and the number of
-    tokens are ours; the publication takes 1.2M tokens of about 2,400 texts, several times each.
+    Afterwards `dms_jax.calibrate` sets the threshold for a compression ratio. The rate and the
+    number of tokens are ours; the publication takes 1.2M tokens of about 2,400 texts, several times
+    each.
 
     Args:
-      tokens: tokens of the whole run, padding included; they determine the number of steps.
+      tokens: tokens of the whole run, padding included.
       learning_rate: of the scorer; it falls to zero along a half-cosine.
-      sequence_length: T, tokens per packed sequence; longer than the window by as much as is to
-        count as the future.
+      sequence_length: T, tokens per packed sequence; those after the window are the future from
+        which the scorer learns.
       batch_size: sequences per step.
 
     Raises:
@@ -462,10 +467,7 @@ def kvpop(
 def _scorer(
     name: str, tokens: int, learning_rate: Number, sequence_length: int, batch_size: int
 ) -> Recipe:
-    tokens = check(f"{name}: tokens", tokens, Count)
-    batch_size = check(f"{name}: batch_size", batch_size, Count)
-    sequence_length = check(f"{name}: sequence_length", sequence_length, Count)
-    steps = max(1, round(tokens / (batch_size * sequence_length)))
+    steps = _steps_of(name, tokens, batch_size, sequence_length)
     stage = Stage(
         "supervise",
         steps,

@@ -1,8 +1,8 @@
-"""What layers keep for the backward pass, in bytes, and what is kept where a recipe says "auto".
+"""The bytes that layers keep for the backward pass, and the choice of `remat="auto"`.
 
 Outputs of matrix products are kept where they and the training state take little of a device's
 memory: this saves a pass through the layers' matrices, 12% of a step of 8B frozen weights on an
-H200. The rest of the memory is for the loss, the layer at work and what is gathered.
+H200. The rest of the memory is for the loss, the current layer and gathered matrices.
 """
 
 import dataclasses
@@ -26,21 +26,21 @@ def kept_bytes(
     model: int,
     sequence: int = 1,
 ) -> float:
-    """Returns the bytes of a device that all layers keep; 0 for "nothing", where it is unknown.
+    """Returns the bytes that all layers keep on a device; 0 for "nothing", where it is unknown.
 
     Devices along `model` split heads and feed-forward; each keeps hidden states whole.
 
     Args:
       config: the model's shape.
       recipe: the recipe, for the length of a sequence and the type of the passes.
-      remat: what is computed again.
+      remat: what is recomputed.
       sequences: sequences of a pass on a device.
       model: size of the axis `model`.
       sequence: size of the axis `sequence`, which splits their tokens.
     """
     width, attended = config.hidden_size, config.num_heads * config.head_dim
     projected = attended + 2 * config.num_kv_heads * config.head_dim
-    # The products of experts are computed again, whatever is kept.
+    # The products of experts are always recomputed.
     gates = 2 * config.intermediate_size if config.experts is None else 0
     values = {
         "nothing": 0,
@@ -62,15 +62,15 @@ def choose_remat(
     shards: tuple[int, int, int],
     memory: float | None,
 ) -> Recipe:
-    """Returns the recipe with what is computed again chosen, where it says "auto".
+    """Returns the recipe with a choice of `remat` in place of "auto".
 
     Args:
       recipe: the recipe.
       config: the model's shape.
       parameters: number of all parameters.
-      trained: number of those that are trained.
+      trained: number of trained parameters.
       shards: sizes of the axes `data`, `sequence` and `model`.
-      memory: bytes of a device; None if that is not known.
+      memory: bytes of a device; None if unknown.
     """
     if recipe.remat != "auto":
         return recipe
@@ -78,7 +78,7 @@ def choose_remat(
     sequences = recipe.pass_size(data) // data
     split = dict(model=model, sequence=sequence)
     kept = kept_bytes(config, recipe, "all_but_products", sequences, **split)
-    # In float32 with two moments and a gradient, and all of them in the type of the passes.
+    # Trained ones in float32 with two moments and a gradient; all of them in the passes' type.
     state = (16 * trained + 2 * parameters) / math.prod(shards)
     fits = memory is not None and kept + state < SHARE_OF_MEMORY * memory
     chosen: Remat = "all_but_products" if fits else "all_but_attention"

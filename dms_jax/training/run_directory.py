@@ -7,8 +7,8 @@
       snapshots/<ratio>/    Hugging Face directories at the recipe's snapshots
       model/                the resulting Hugging Face directory
 
-A resumed run truncates the log at the step that it resumes from. Of several processes the first
-locks the directory and logs; all of them write and read checkpoints.
+A resumed run cuts the log at the step that it resumes from. The first of several processes locks
+the directory and writes the log; all of them read and write checkpoints.
 """
 
 import json
@@ -25,8 +25,8 @@ from dms_jax.file_lock import lock
 from dms_jax.json_text import json_text
 from dms_jax.training.checkpoints import Checkpoints, Meta
 
-_MOST_CHANGES = 4  # of a setting that a message names
-_LONGEST_VALUE = 24
+_MOST_CHANGES = 4  # named in a message, for each setting
+_LONGEST_VALUE = 24  # characters of a value in a message
 _SCALAR = (bool, int, float, str, type(None))
 
 
@@ -37,8 +37,8 @@ class RunDirectory:
       path: path of the directory, which is created if needed.
       settings: JSON data that must be the same when the run is resumed.
       resume: whether to continue a run that the directory holds; otherwise it must hold none.
-      restart_from: step of the checkpoint to go on from with another recipe; `remove_later`
-        removes later ones, once it is restored. None to go on with the same.
+      restart_from: step of the checkpoint to continue from with another recipe; None to continue
+        with the same one.
       keep: how many checkpoints are kept.
 
     Attributes:
@@ -60,31 +60,28 @@ class RunDirectory:
         keep: int,
     ):
         self.path = pathlib.Path(path).expanduser().absolute()
-        # As it comes back from a checkpoint: JSON turns tuples into lists.
+        # As a checkpoint returns it: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._restart_from, self._log, self._lock = restart_from, None, None
         self.checkpoints: Any = None
         self._back_to: int | None = None  # the step of a restart, until later ones are removed
         try:
-            self._opening()
+            self._open()
             self.checkpoints = Checkpoints(self.path, keep=keep)
             self._check_steps(resume)
         except BaseException:
             self.close()
             raise
 
-    def _opening(self) -> None:
-        """Makes and locks the directory, in the first process for all."""
-        together, error = processes.Agreement(), None
+    def _open(self) -> None:
+        """Makes and locks the directory; the first process does it for all."""
+        agreement, error = processes.Agreement(), None
         try:
             if processes.is_first():
-                _check_writable(self.path)
-                _check_writable(self.path / "checkpoints")
                 self._lock = _locked(self.path)
-                _check_log(self.path / "log.jsonl")
         except DmsJaxError as caught:
             error = caught
-        together.first_done(error)
+        agreement.first_done(error)
         if error is not None:
             raise error
 
@@ -105,11 +102,11 @@ class RunDirectory:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the checkpoint to go on from, the newest; None if there is none."""
+        """The step of the checkpoint to continue from; None if there is none."""
         return self.checkpoints.latest if self._back_to is None else self._back_to or None
 
     def restore(self, abstract_state: Any) -> tuple[Any, Any]:
-        """Returns the training state to go on from and the state of the data iterator.
+        """Returns the training state to continue from, and the state of the data iterator.
 
         Args:
           abstract_state: shapes, dtypes and shardings of the training state.
@@ -124,7 +121,7 @@ class RunDirectory:
         return state, meta["data"]
 
     def remove_later(self) -> None:
-        """Removes the checkpoints after the one that a restart goes on from."""
+        """Deletes the checkpoints after the one that a restart continues from."""
         if self._back_to is not None:
             self.checkpoints.discard(self._back_to + 1)
             self._back_to = None
@@ -134,7 +131,7 @@ class RunDirectory:
         for step in reversed(self.checkpoints.steps):
             try:
                 meta = self.checkpoints.meta(step)
-            except Exception:  # damaged; it is found again when it is restored
+            except Exception:  # damaged: `restore` reports it
                 continue
             again = meta["restarted_from"] == self._restart_from
             return again and meta["settings"] == self._settings
@@ -169,10 +166,10 @@ class RunDirectory:
         state: Any,
         data_state: dict[str, Any] | None,
     ) -> None:
-        """Begins to write a checkpoint, unless there is one of this step.
+        """Starts writing a checkpoint, unless this step has one.
 
         Args:
-          step: number of steps that are done.
+          step: number of steps done.
           state: the training state.
           data_state: the state of the data iterator.
         """
@@ -186,9 +183,9 @@ class RunDirectory:
         self.checkpoints.save(step, state, meta)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Appends a line to the log; numbers that are not finite become null.
+        """Appends a line to the log, with null for numbers that are not finite.
 
-        What cannot be written is a warning.
+        A failed write is a warning.
         """
         if not processes.is_first():
             return
@@ -217,10 +214,20 @@ class RunDirectory:
         return path.open("a", encoding="utf-8")
 
     def _logged(self, next_step: int) -> list[dict[str, Any]]:
-        """Returns the records of the log before `next_step`; broken lines are left out."""
+        """Returns the records of the log before `next_step`, without broken lines.
+
+        Raises:
+          CheckpointError: the log cannot be read.
+        """
         path = self.path / "log.jsonl"
         kept = []
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        except OSError as error:
+            raise CheckpointError(
+                f"The log {path} cannot be read: {error.strerror or error}. Move it away, or give "
+                "another `out`."
+            ) from error
         for line in text.splitlines():
             try:
                 record = json.loads(line)
@@ -230,7 +237,7 @@ class RunDirectory:
         return kept
 
     def close(self) -> None:
-        """Closes the log and the checkpoints, and lets go of the directory."""
+        """Closes the log and the checkpoints, and unlocks the directory."""
         try:
             if self.checkpoints is not None:
                 self.checkpoints.close()
@@ -241,7 +248,7 @@ class RunDirectory:
 
 
 def _difference(saved: Mapping[str, Any], given: Mapping[str, Any], name: str) -> str:
-    """Returns the name of a setting with what differs in it.
+    """Returns the name of a setting with its differences.
 
     # In: {"recipe": {"batch_size": 4}}, {"recipe": {"batch_size": 2}}, "recipe"
     # Out: "recipe (`batch_size` 4, not 2)"
@@ -255,7 +262,7 @@ def _difference(saved: Mapping[str, Any], given: Mapping[str, Any], name: str) -
 
 
 def _changes(saved: Any, given: Any, name: str, where: str = "") -> Iterator[str]:
-    """Yields what differs in a setting, by the innermost names."""
+    """Yields the differences of a setting, by the innermost names."""
     if isinstance(saved, dict) and isinstance(given, dict):
         for key in sorted(saved.keys() | given.keys()):
             yield from _changes(saved.get(key), given.get(key), key, where)
@@ -273,49 +280,28 @@ def _locked(directory: pathlib.Path) -> Any:
 
     Raises:
       ConfigError: another run has it.
-      CheckpointError: the file cannot be written.
+      CheckpointError: the directory cannot be written.
     """
     try:
+        for path in (directory, directory / "checkpoints"):
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
         file = (directory / ".lock").open("a")
     except OSError as error:
         raise CheckpointError(
             f"The run cannot be written to {directory}: {error.strerror or error}. Give another "
             "`out`."
         ) from error
-    mine = lock(file)
-    if mine is False:
+    locked = lock(file)
+    if locked is False:
         file.close()
         raise ConfigError(
             f"Another run is writing to {directory}. Wait for it or end it, or give another `out`."
         )
-    if mine is None:
+    if locked is None:
         warnings.warn(
             f"{directory} cannot be locked: take care that no other run writes to it.",
             stacklevel=2,
         )
     return file
-
-
-def _check_log(path: pathlib.Path) -> None:
-    try:
-        if path.exists():
-            with path.open("r+b"):
-                pass
-            if not path.is_file():
-                raise OSError("It is a device or a pipe")
-    except OSError as error:
-        raise CheckpointError(
-            f"The log of the run, {path}, cannot be read and written: {error.strerror or error}. "
-            "Move it away, or give another `out`."
-        ) from error
-
-
-def _check_writable(path: pathlib.Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise CheckpointError(
-            f"The run cannot be written to {path}: {error.strerror or error}. Give another `out`."
-        ) from error

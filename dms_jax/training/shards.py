@@ -1,8 +1,8 @@
 """How the passes of a training step see parameters and sequences that are split over a mesh.
 
 The gradients are computed inside `jax.shard_map` over `data` and `sequence`: every device runs its
-own sequences, or its own tokens of them, and each collective of FSDP is one that is written here or
-in `dms_jax.sharding`:
+own sequences, or its own tokens of them, and each collective of FSDP is written here or in
+`dms_jax.sharding`:
 
     matrices of the layers   gathered one layer at a time, in the type of the passes, and again in
                              the backward pass; gradients reduce-scattered in at least float32
@@ -11,8 +11,8 @@ in `dms_jax.sharding`:
     norms, biases, adapters  on every device; gradients summed once a step
     keys, values, decisions  gathered over `sequence`, a layer at a time (`model.split_rows`)
 
-so that the bytes of a device depend on its own tokens, and not on how many devices there are. Where
-memory allows, a step of several passes gathers the layers once, and reduces their gradients once.
+so the bytes that a device sends depend on its own tokens, not on the number of devices. Where
+memory allows, a step of several passes gathers the layers once and reduces their gradients once.
 The axis `model` is left to the partitioner.
 """
 
@@ -39,11 +39,11 @@ _LAYERS = "layers."
 def holds_whole_layers(
     everything: Mapping[str, Any], trained: Mapping[str, Any], model: int, memory: float | None
 ) -> bool:
-    """Whether devices hold all layers during a step, because that takes little of their memory.
+    """Whether devices hold all layers during a step: where that takes little of their memory.
 
     Args:
       everything: all parameters of the student, or their shapes.
-      trained: those that are trained.
+      trained: the trained ones.
       model: size of the axis `model`.
       memory: bytes of a device; None if that is not known.
     """
@@ -62,8 +62,9 @@ def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
         return
     if recipe.supervises:
         raise ConfigError(
-            f"{policy.name} learns in the recipe {recipe.name} from what all queries make of each "
-            "key, and a mesh axis `sequence` splits the queries. Train on `data` and `model` alone."
+            f"{policy.name} learns in the recipe {recipe.name} from the attention of all queries "
+            "to each key, and a mesh axis `sequence` splits the queries. Train on `data` and "
+            "`model` alone."
         )
     if recipe.sequence_length % (PIECES * shards):
         raise ConfigError(
@@ -71,12 +72,6 @@ def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
             f"in {PIECES * shards} equal pieces. Set sequence_length to a multiple of "
             f"{PIECES * shards}, or another size of the mesh axis `sequence`."
         )
-
-
-def finer_split(recipe: Recipe, shards: int) -> int | None:
-    """Returns the next larger size of the axis `sequence`, as advice; None if it is refused."""
-    possible = not recipe.supervises and recipe.sequence_length % (2 * PIECES * shards) == 0
-    return 2 * shards if possible else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +95,7 @@ class Shards:
 
     @property
     def of_a_row(self) -> int:
-        """The number of shards that the tokens of a sequence are split over."""
+        """The number of shards of a sequence's tokens."""
         return self._sizes[1]
 
     @property
@@ -108,7 +103,7 @@ class Shards:
         return sharding.mesh_sizes(next((p.mesh for p in self.places.values()), None))  # pyright: ignore
 
     def axis(self, name: str) -> int | None:
-        """Returns the axis of a parameter that is split over the shards; None if it is not."""
+        """Returns the axis of a parameter that is split over the shards; None for none."""
         if not self.several:
             return None
         for axis, over in enumerate(self.places[name].spec):
@@ -117,12 +112,12 @@ class Shards:
         return None
 
     def whole(self, arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
-        """Returns a parameter in the type of the passes, as a constant, from its shards."""
+        """Gathers a parameter in the type of the passes, as a constant."""
         array, axis = jax.lax.stop_gradient(arrays[name]), self.axis(name)
         return array.astype(dtype) if axis is None else sharding.gather(array, axis, dtype)
 
     def gather_layers(self, arrays: Mapping[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
-        """Returns the parameters with whole matrices of all layers in the type of the passes."""
+        """Gathers the matrices of all layers in the type of the passes."""
         return {
             name: sharding.gather(x, axis, dtype) if self._of_layers(name) else x
             for name, x in arrays.items()
@@ -130,7 +125,7 @@ class Shards:
         }
 
     def scatter_layers(self, gradient: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the gradient with this device's shards of the sums of whole matrices."""
+        """Reduce-scatters the gradients of the layers' matrices."""
         return {
             name: sharding.scatter(x, axis) if self._of_layers(name) else x
             for name, x in gradient.items()
@@ -141,25 +136,25 @@ class Shards:
         return name.startswith(_LAYERS) and self.axis(name) is not None
 
     def gather_layer(self, layer: Layer, dtype: Any) -> Layer:
-        """Returns a layer with whole matrices in the type of the passes."""
+        """Gathers the matrices of one layer in the type of the passes."""
         named = jax.tree_util.tree_leaves_with_path(
             layer, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
         arrays = []
         for path, param in named:
             name = _LAYERS + jax.tree_util.keystr(path, simple=True, separator=".")
-            axis = self.axis(name)  # with the axis of the layers, which a layer does not have
+            axis = self.axis(name)  # counts the axis of the layers, which a single layer lacks
             array = param[...]
             arrays.append(array if axis is None else sharding.gather(array, axis - 1, dtype))
         return jax.tree.unflatten(jax.tree.structure(layer), arrays)
 
     def map(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Maps `function` over the shards of the sequences, and sums what it returns.
+        """Maps `function` over the shards of the sequences, and sums its results.
 
         The function takes (trained, frozen, teacher, passes, numbers, values, shard) and returns
         the gradients of the trained parameters and other sums. Passes and numbers are [A, B, ...]
-        and split over `data`; `values` is replicated; `shard` is the number of the device's shard
-        of each sequence's tokens, None if these are not split.
+        and split over `data`; `values` is replicated; `shard` is the index of the device's shard of
+        each sequence's tokens, None if these are not split.
         """
         if not self.several:
             return functools.partial(function, shard=None)
@@ -174,7 +169,7 @@ class Shards:
                 summed,
                 in_specs=(shards, *parameters, sequences, sequences, PartitionSpec()),
                 out_specs=(parameters[0], PartitionSpec()),
-                # A kernel takes whole arrays, so an axis of one device is not left for later.
+                # Axes of one device are manual too: kernels take whole arrays.
                 axis_names=_axes(mesh) | {name for name, size in mesh.shape.items() if size == 1},
                 check_vma=False,
             )(jnp.arange(self.of_a_row), trained, frozen, teacher, passes, numbers, values)
@@ -189,7 +184,7 @@ class Shards:
         return mapped
 
     def _specs(self, arrays: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-        """Returns how `shard_map` splits parameters: over its own axes alone."""
+        """Returns the partition of parameters over the axes of `shard_map`."""
         specs = {}
         for name in arrays:
             axis = self.axis(name)

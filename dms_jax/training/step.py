@@ -1,11 +1,10 @@
 """One optimizer step: teacher pass, student pass, gradients, AdamW.
 
 The teacher is the original model with the vanilla cache; language modelling has no teacher. The
-student runs the relaxed form of its policy's decisions on the same tokens, with logistic noise that
-depends on the seed, the step and the sequence's place in the batch, and on no split of the batch;
-with the vanilla cache there is nothing to relax. Gradients are summed over A passes of B sequences,
-and each loss is already divided by the counts of the whole batch, so that accumulation equals one
-large batch.
+student runs the relaxed form of its policy's decisions on the same tokens. The noise of a decision
+depends on the seed, the step and the sequence's index in the batch, not on how the batch is split.
+Gradients are summed over A passes of B sequences, and each loss is already divided by the counts of
+the whole batch, so that accumulation equals one large batch.
 
 Only trained parameters have gradients and optimizer state. Parameters are kept in at least float32
 and cast for the passes. On a mesh, `dms_jax.training.shards` says how the passes see them.
@@ -46,7 +45,7 @@ class TrainState:
       optimizer: the optimizer state of these parameters.
     """
 
-    # The leaves are not always arrays: restoring a checkpoint needs a state of shapes.
+    # The leaves may be shapes, to restore a checkpoint.
     step: Any
     parameters: Any
     optimizer: Any
@@ -73,7 +72,7 @@ class Passes:
       tokens: token ids.
       loss_mask: tokens that count in the loss, as targets of the position before them.
       segment_ids: number of each token's document within the sequence, 0 for padding; None for
-        sequences that are not packed.
+        unpacked sequences.
     """
 
     tokens: Int[Array, "*A B T"]
@@ -82,7 +81,7 @@ class Passes:
 
     @property
     def valid(self) -> Bool[Array, "*A B T"] | None:
-        """The tokens that are not padding; None for sequences that are not packed."""
+        """The tokens that are not padding; None for unpacked sequences."""
         return None if self.segment_ids is None else self.segment_ids > 0
 
     @property
@@ -102,7 +101,7 @@ class Passes:
         return after & (self.segment_ids == jnp.roll(self.segment_ids, -1, axis=-1))
 
     def distillation_mask(self, positions: DistillationPositions) -> Bool[Array, "*A B T"]:
-        """Returns the positions where student and teacher are compared; see `Recipe`."""
+        """Returns the positions where student and teacher are compared (see `Recipe`)."""
         return self.target_mask if positions == "targets" else self.counts
 
 
@@ -116,8 +115,8 @@ class ScheduleValues:
       learning_rate: learning rate of all parameters except the adapter.
       adapter_learning_rate: learning rate of the adapter.
       key: key from which the noise of every step is drawn.
-      supervised: in a stage "supervise", the share of keys that count as the least important; None
-        outside of one.
+      supervised: in a stage "supervise", the share of keys that count as the least important;
+        otherwise None.
     """
 
     target: Float[Array, ""]
@@ -144,15 +143,15 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def apply_gradient(
     recipe: Recipe, state: TrainState, gradient: Parameters, loss: Array, schedule: ScheduleValues
 ) -> tuple[TrainState, Array, Array]:
-    """Returns the next state, the norm of the gradient before clipping, and whether it is taken.
+    """Returns the next state, the norm of the gradient before clipping, and whether it is finite.
 
-    If loss or gradient are not finite, it is not: parameters and moments stay as they are.
+    If the loss or the gradient is not finite, parameters and moments stay as they are.
     """
     norm = optax.tree.norm(gradient)
     updates: Any
     updates, optimizer = make_optimizer(recipe).update(gradient, state.optimizer, state.parameters)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    # Weight decay would move what has no gradient.
+    # Otherwise weight decay would move weights without a gradient.
     rate = schedule.learning_rate if schedule.supervised is None else 0.0
     parameters = {
         name: array - (schedule.adapter_learning_rate if is_adapter(name) else rate) * updates[name]
@@ -186,14 +185,13 @@ def _document_tokens(passes: Passes) -> Int[Array, ""]:
 
 
 def expert_load(routed: Routed | None) -> Metrics:
-    """Returns how evenly routers spread tokens over experts; nothing without experts.
+    """Returns how evenly routers spread tokens over X experts; nothing without experts.
 
     `router_balance` is the auxiliary loss of the Switch Transformer (Fedus et al., arXiv
-    2101.03961, equations 4 to 6), X sum_j f_j P_j, as a mean over layers: f_j is the share of the
-    expert j in all choices of the layer's tokens, and P_j its mean probability. It is 1 where both
-    are even. (Transformers' `load_balancing_loss_func` counts the n choices of a token as n shares,
-    over all layers at once.) `busiest_expert` is the largest f_j of all layers times X: how many
-    times its even share of the tokens an expert has.
+    2101.03961, equations 4 to 6), X sum_j f_j P_j, as a mean over layers: f_j is the share of
+    expert j in all choices of the layer's tokens, P_j its mean probability; it is 1 where both are
+    even. (Transformers' `load_balancing_loss_func` counts the n choices of a token as n shares,
+    over all layers at once.) `busiest_expert` is the largest f_j of all layers times X.
 
     Args:
       routed: means over all tokens.
@@ -225,7 +223,7 @@ class BatchWeights(NamedTuple):
 
 
 class StepValues(NamedTuple):
-    """What is the same for all passes and all devices.
+    """The values that all passes and all devices share.
 
     Attributes:
       schedule: the values of the schedules.
@@ -239,13 +237,13 @@ class StepValues(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """What the loss of a device's pass depends on beside the parameters.
+    """The inputs of the loss of a device's pass, beside the parameters.
 
     Attributes:
       sequences: the sequences, with all their tokens.
       noise_keys: a key for each sequence; None for no noise.
-      values: what is the same for all passes.
-      share: how the device gets whole layers, and which tokens of the sequences are its own.
+      values: the values that all passes share.
+      share: how the device gets whole layers, and which tokens of the sequences it owns.
     """
 
     sequences: Passes
@@ -262,8 +260,8 @@ class TrainingStep:
       rebuild: makes the student from its parameters.
       policy: the policy whose decisions are trained.
       recipe: the recipe.
-      rebuild_teacher: makes a teacher whose modules are not those of the student (it has no
-        low-rank updates); None if they are.
+      rebuild_teacher: makes the teacher, which has no low-rank updates; None if the student has
+        none either.
       shards: how the parameters are split over the mesh of the context.
     """
 
@@ -276,14 +274,14 @@ class TrainingStep:
     def step(
         self, state: TrainState, constants: Constants, passes: Passes, schedule: ScheduleValues
     ) -> tuple[TrainState, Metrics]:
-        """Returns the next state and the metrics; to be jitted with the state donated.
+        """Returns the next state and the metrics; jit it with the state donated.
 
         The metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
         `lm_loss`, and `supervised_loss` in a stage "supervise"), `evicted` (share of hard decisions
         to evict), `grad_norm` (before clipping), `visible_keys` (mean number of keys that a token
-        sees), `document_share` (share of the tokens that are not padding) and `skipped` (the loss
-        or the gradient is not finite, so that the step changed neither parameters nor moments).
-        Of a mixture of experts also `router_balance` and `busiest_expert` (`expert_load`).
+        sees), `document_share` (share of the tokens that are not padding) and `skipped` (loss or
+        gradient is not finite, so parameters and moments stayed). Mixtures of experts add
+        `router_balance` and `busiest_expert` (`expert_load`).
         """
         key = jax.random.fold_in(schedule.key, state.step)
         gradient, metrics = self.gradients(state.parameters, constants, passes, schedule, key)
@@ -304,7 +302,7 @@ class TrainingStep:
         schedule: ScheduleValues,
         noise_key: PRNGKeyArray | None,
     ) -> tuple[Parameters, Metrics]:
-        """Returns the gradients and the losses of a batch; without noise if there is no key."""
+        """Returns the gradients and the losses of a batch; without a key there is no noise."""
         num_passes, num_sequences, _ = passes.tokens.shape
         wide = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
         compared = passes.distillation_mask(self.recipe.distillation_positions)
@@ -334,14 +332,14 @@ class TrainingStep:
         values: StepValues,
         shard: Array | None,
     ) -> tuple[Parameters, Metrics]:
-        """Returns the sums over all passes of one shard's sequences, or of its tokens of them.
+        """Returns gradients and losses of one shard, summed over its sequences or tokens.
 
         Args:
           trained, frozen, teacher: this device's shards of the parameters.
           passes: this shard's sequences.
-          numbers: number of each sequence in the batch, from which its noise is drawn.
-          values: what is the same for all passes.
-          shard: which shard of the sequences' tokens this is; None if they are not split.
+          numbers: index of each sequence in the batch, from which its noise is drawn.
+          values: the values that all passes share.
+          shard: index of this shard of the sequences' tokens; None if they are not split.
         """
         row = None
         if shard is not None:
@@ -379,7 +377,7 @@ class TrainingStep:
     def _pass_loss(
         self, trained: Parameters, frozen: Parameters, teacher: Parameters, inputs: PassInputs
     ) -> tuple[Array, Metrics]:
-        """Returns what a pass adds to the loss of the batch, and the parts of it."""
+        """Returns a pass's part of the loss of the batch, and the parts of that."""
         schedule, weights = inputs.values.schedule, inputs.values.weights
         if schedule.supervised is not None:
             return self._supervised_loss(trained, frozen, inputs)
@@ -411,7 +409,7 @@ class TrainingStep:
         shares = compression_loss.evicted_shares(result.decisions, sequences.valid)
         distance = self._compression_loss(shares, schedule.target)
         per_sequence = weights.sequence
-        if row is not None:  # every shard has the decisions of all tokens, and counts its part
+        if row is not None:  # every shard has the decisions of all tokens
             per_sequence /= row.shards
         parts = {
             "distillation_loss": sums.distillation * weights.position,
@@ -462,10 +460,9 @@ class TrainingStep:
     def _teacher_head(
         self, current: Parameters, teacher: Parameters, inputs: PassInputs, matrix: Array
     ) -> losses.Head | None:
-        """Returns what the teacher's logits are made from; None if the recipe has no teacher.
+        """Returns the hidden states and output matrix of the teacher; None without a teacher.
 
-        `matrix` is the student's output matrix, which is also that of a teacher that shares all of
-        the student's parameters.
+        `matrix` is the student's, for a teacher that shares all of the student's parameters.
         """
         if self.recipe.loss != "distillation":
             return None
@@ -484,7 +481,7 @@ class TrainingStep:
         inputs: PassInputs,
         **options: Any,
     ) -> SequencePass:
-        """Returns what a model makes of the device's tokens of a pass."""
+        """Runs a model over the device's tokens of a pass."""
         model = rebuild(
             arrays | {"embedding": arrays["embedding"].astype(self._pass_dtype(arrays))}
         )
@@ -500,7 +497,7 @@ class TrainingStep:
     def _output_head(
         self, arrays: Parameters, hidden: Array, trained: Parameters | None = None
     ) -> losses.Head:
-        """Returns what logits are made from; the matrix gets a gradient if it is `trained`."""
+        """Returns hidden states and output matrix; the matrix gets a gradient if it is trained."""
         name = "lm_head" if "lm_head" in arrays else "embedding"
         matrix = self.shards.whole(arrays, name, hidden.dtype)
         parameter = (trained or {}).get(name)

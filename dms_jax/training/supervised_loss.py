@@ -1,12 +1,12 @@
-"""The loss of a stage "supervise": what attention gives a token is what the policy predicts of it.
+"""The loss of a stage "supervise": the policy predicts how much attention each token gets.
 
     importance        L = mean over known keys of (predicted_j - log s_j)^2        (KVzap, KVpop)
     least_important   L = mean over known keys of the binary cross-entropy of the eviction logit
                       with 1[s_j is among the share s* of the least important ones]       (DMS)
 
-log s_j is the importance of `policies/importance.py`, from full attention, in which nothing is
-evicted. The least important ones are taken over all layers and heads of a sequence, with s* the
-share that the whole recipe comes to: so heads and layers differ from the start, as attention does.
+log s_j is the importance of `policies/importance.py`, from full attention without eviction. The
+least important keys are ranked over all layers and heads of a sequence, and s* is the final share
+of the recipe, so heads and layers differ from the start, as attention does.
 """
 
 import jax
@@ -37,7 +37,7 @@ def supervised_loss(
 
 
 def _least(seen: Supervision, known: Array, share: Array | float) -> Float[Array, "L B K T"]:
-    """Marks the share of known keys of each sequence with the least importance."""
+    """Marks the least important share of each sequence's known keys."""
     batch = known.shape[1]
     values = jnp.where(known, seen.importance, jnp.inf)
     ascending = jnp.sort(jnp.moveaxis(values, 1, 0).reshape(batch, -1), axis=-1)

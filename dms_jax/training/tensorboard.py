@@ -1,4 +1,4 @@
-"""Records of a run for TensorBoard, beside the log: `train(..., on_step=TensorBoard(folder))`."""
+"""Write the records of a run for TensorBoard: `train(..., on_step=TensorBoard(folder))`."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ class TensorBoard:
     """Writes every number of each record as a scalar, by the number of its step.
 
     Args:
-      folder: where TensorBoard is to look (`tensorboard --logdir`); made with the first record.
+      folder: the folder for `tensorboard --logdir`, made with the first record.
 
     Raises:
       ConfigError: tensorboardX is not installed.
@@ -23,29 +23,24 @@ class TensorBoard:
             raise ConfigError(
                 "TensorBoard takes tensorboardX: pip install 'dms-jax[tensorboard]'."
             ) from error
-        self._open, self._folder, self._writer = SummaryWriter, os.fspath(folder), None
+        self._folder, self._writer, self._open = os.fspath(folder), None, SummaryWriter
 
     def __call__(self, record: dict[str, Any]) -> None:
-        """Writes a record; what it holds in `evaluation` is written under that name.
+        """Writes a record; the numbers of its `evaluation` go under that name.
 
         Raises:
           CheckpointError: the folder cannot be written.
         """
-        if self._writer is None:
-            try:
-                self._writer = self._open(self._folder)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self._folder} cannot be written: {error.strerror}."
-                ) from error
-        step = record["step"]
-        numbers = {name: value for name, value in record.items() if name != "step"}
-        for name, value in numbers.pop("evaluation", {}).items():
+        try:
+            self._writer = self._writer or self._open(self._folder)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} cannot be written: {error.strerror}.") from error
+        numbers = {f"training/{name}": value for name, value in record.items()}
+        for name, value in record.get("evaluation", {}).items():
             numbers[f"evaluation/{name}"] = value
         for name, value in numbers.items():
-            if isinstance(value, int | float):
-                place = name if "/" in name else f"training/{name}"
-                self._writer.add_scalar(place, float(value), step)
+            if isinstance(value, int | float) and name != "training/step":
+                self._writer.add_scalar(name, float(value), record["step"])
 
     def close(self) -> None:
         """Writes what is left."""

@@ -1,9 +1,9 @@
 """The training state and its compiled step, on one device or sharded over a mesh.
 
 On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every matrix
-over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. What is
-frozen has the same places, the teacher shares the arrays of the student that are the same, and the
-trainer keeps no other copy of the model.
+over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. Frozen
+parameters are sharded alike, the teacher shares arrays with the student where they are equal, and
+the trainer keeps no other copy of the model.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dms_jax import compilation, processes, sharding
 from dms_jax.data.batches import Batch
@@ -26,27 +26,12 @@ from dms_jax.training.out_of_memory import smaller, warn_of_fallback
 from dms_jax.training.parameters import (
     Parameters,
     add_adapter,
-    cast,
-    is_adapter,
     parameters,
-    rebuilder,
-    shardings,
-    split,
     zero_borrowed_neurons,
 )
-from dms_jax.training.recipe import Progress, Recipe
-from dms_jax.training.remat import choose_remat
-from dms_jax.training.schedules import eviction_target
-from dms_jax.training.shards import Shards, holds_whole_layers
-from dms_jax.training.step import (
-    Constants,
-    Passes,
-    ScheduleValues,
-    TrainingStep,
-    TrainState,
-    make_optimizer,
-)
-from dms_jax.training.xla_options import compiler_options
+from dms_jax.training.program import StepProgram
+from dms_jax.training.recipe import Progress, Recipe, eviction_target
+from dms_jax.training.step import TrainState, make_optimizer
 
 
 def _student(
@@ -54,7 +39,7 @@ def _student(
 ) -> Transformer:
     """Returns the model to train: with an adapter if the policy reads one, and low-rank updates.
 
-    Updates that the model brings are trained further, or merged if all weights are trained.
+    Existing updates are trained further, or merged if all weights are trained.
     """
     if policy.retrofit.adapter:
         transformer = add_adapter(transformer, policy.retrofit.adapter)
@@ -68,7 +53,7 @@ def _student(
 
 
 def rows_here(mesh: Mesh | None, pass_size: int) -> tuple[int, ...]:
-    """Returns which sequences of a pass the devices of this process take."""
+    """Returns the indices, in a pass, of the sequences on this process's devices."""
     if mesh is None:
         return tuple(range(pass_size))
     places = NamedSharding(mesh, PartitionSpec(sharding.DATA))
@@ -79,8 +64,8 @@ def rows_here(mesh: Mesh | None, pass_size: int) -> tuple[int, ...]:
 
 
 def _spread(rows: np.ndarray, place: Any) -> jax.Array:
-    """Returns passes [A, B, T] on the mesh, of which this process has some of the B."""
-    if place is None or place.is_fully_addressable:
+    """Places passes [A, B, T] on the mesh; this process has some of the B rows."""
+    if place.is_fully_addressable:
         return jax.device_put(rows, place)
     return jax.make_array_from_process_local_data(place, rows)
 
@@ -95,146 +80,67 @@ class Trainer:
       recipe: the recipe of the run.
       seed: seed of the noise.
       mesh: mesh of devices; None for one device.
-
-    Attributes:
-      recipe: the recipe, with what memory decides (`dms_jax.training.remat`).
     """
 
     def __init__(
         self, model: LanguageModel, policy: Policy, recipe: Recipe, seed: int, mesh: Mesh | None
     ):
         compilation.prepare()
-        self._policy, self._mesh = policy, mesh
-        self._target = eviction_target(recipe.compression_ratio)
-        self._device = next(iter(model.transformer.embedding[...].devices()))
-        trained_parts = recipe.trained_for(policy)
+        self._policy, self._target = policy, eviction_target(recipe.compression_ratio)
         key = jax.random.key(seed)
         original = low_rank.drop_factors(model.transformer)
-        transformer = _student(model.transformer, policy, recipe, key)
-        self._rebuild, rebuild_teacher = rebuilder(transformer), rebuilder(original)
-        self._places = self._places_of(transformer)
-        self._key = jax.device_put(key, self._everywhere)
-        given = parameters(transformer)
+        student = _student(model.transformer, policy, recipe, key)
+        everywhere: Any = SingleDeviceSharding(next(iter(student.embedding[...].devices())))
+        if mesh is not None:
+            everywhere = NamedSharding(mesh, PartitionSpec())
+        device = data_sheet(next(iter(everywhere.device_set)).device_kind)
+        memory = None if device is None else float(device.memory)
+        self._program = StepProgram(student, original, policy, recipe, everywhere, memory=memory)
+        self._key = jax.device_put(key, everywhere)
+        given, taught = parameters(student), parameters(original)
         arrays = self._place(given)
-        parts = split(arrays, adapter=policy.retrofit.adapter is not None, trainable=trained_parts)
-        self._frozen, self._initial = parts.frozen, parts.trained
-        self._dtypes = {name: x.dtype for name, x in parts.trained.items()}
-        wide = {name: jnp.promote_types(x, jnp.float32) for name, x in self._dtypes.items()}
-        self.wide = jnp.result_type(*wide.values())
-        distilling = recipe.loss == "distillation"
-        teacher: Parameters = {}
-        if distilling:
-            taught = parameters(original)
-            needed = [name for name in parts.trained if name in taught and not is_adapter(name)]
-            own = self._place({n: taught[n] for n in needed if taught[n] is not given[n]})
-            teacher = {name: own.get(name, arrays[name]) for name in needed}
-        if recipe.compute_dtype is None:
-            teacher = {name: x.astype(wide[name]) for name, x in teacher.items()}
-        self._constants: dict[str, Any] = dict(
-            frozen=cast(parts.frozen, recipe.compute_dtype),
-            teacher=cast(teacher, recipe.compute_dtype),
+        # In the type of the model; `state` makes those of the optimizer's type.
+        self._initial, self._frozen = self._program.split(arrays)
+        self._dtypes = {name: x.dtype for name, x in self._initial.items()}
+        wanted = self._program.constants
+        own = self._place({n: taught[n] for n in wanted["teacher"] if taught[n] is not given[n]})
+        teacher = {name: own.get(name, arrays[name]) for name in wanted["teacher"]}
+        self._constants: dict[str, Any] = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), dict(frozen=self._frozen, teacher=teacher), wanted
         )
-        # Structure alone: the arrays are those of this trainer.
+        # Without arrays.
         self._skeleton = dataclasses.replace(
-            model, transformer=jax.eval_shape(lambda: transformer), policy=policy, mesh=mesh
+            model, transformer=jax.eval_shape(lambda: student), policy=policy, mesh=mesh
         )
-        count = lambda arrays: sum(x.size for x in arrays.values())  # noqa: E731
         # Several processes would have to agree on another program.
         self._may_keep_less = recipe.remat == "auto" and not processes.several()
-        self.recipe = recipe = choose_remat(
-            recipe,
-            model.config,
-            parameters=count(arrays),
-            trained=count(parts.trained),
-            shards=sharding.mesh_sizes(mesh),
-            memory=self._memory,
-        )
-        self._layer_parameters = layer_parameters(transformer)
+        self._layer_parameters = layer_parameters(self._program.parameters, model.config.experts)
         self._peak = peak_operations(mesh)
-        self._frozen_layers, self._has_teacher = trained_parts != "all", distilling
+        self._frozen_layers = recipe.trained_for(policy) != "all"
+        self._has_teacher = recipe.loss == "distillation"
         self._optimizer = make_optimizer(recipe)
         self._state: TrainState | None = None
         self._fitting: set[tuple[str, int]] = set()  # programs that have run once
-        self._training_step = TrainingStep(
-            self._rebuild,
-            policy,
-            recipe,
-            rebuild_teacher=rebuild_teacher,
-            shards=Shards() if mesh is None else self._shards(arrays),
-        )
-        self._step = self._jitted_step()
-
-    def _jitted_step(self) -> Any:
-        """Returns the step of the recipe, to be compiled when it is first taken."""
-        step = dataclasses.replace(self._training_step, recipe=self.recipe).step
-
-        def by_name(state, constants, passes, schedule):
-            """The step of plain dictionaries: what is lowered describes them with no array."""
-            values = Constants(**constants), Passes(**passes), ScheduleValues(**schedule)
-            return step(state, *values)
-
-        kept = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        return jax.jit(
-            by_name,
-            donate_argnums=0,
-            out_shardings=(kept, self._everywhere),
-            compiler_options=compiler_options(self._everywhere.device_set),
-        )
+        self._step = self._program.jit()
 
     @property
-    def _everywhere(self) -> Sharding:
-        """The place of what every device holds."""
-        if self._mesh is None:
-            return SingleDeviceSharding(self._device)
-        return NamedSharding(self._mesh, PartitionSpec())
-
-    def _places_of(self, transformer: Transformer) -> dict[str, Any]:
-        if self._mesh is None:
-            return dict.fromkeys(parameters(transformer), self._everywhere)
-        return shardings(transformer, self._mesh, sharding.TRAINING_RULES)
-
-    def _shards(self, arrays: Parameters) -> Shards:
-        """Returns the layout; devices hold all layers in a step where that takes little of them."""
-        assert self._mesh is not None
-        whole = holds_whole_layers(
-            arrays, self._initial, sharding.mesh_sizes(self._mesh)[2], self._memory
-        )
-        return Shards(self._places, whole)
-
-    @property
-    def _memory(self) -> float | None:
-        """The bytes of a device; None if that is not known."""
-        device = data_sheet(next(iter(self._everywhere.device_set)).device_kind)
-        return None if device is None else float(device.memory)
-
-    def _place(self, arrays: Parameters) -> Parameters:
-        return {name: jax.device_put(x, self._places[name]) for name, x in arrays.items()}
+    def recipe(self) -> Recipe:
+        """The recipe, with what memory decides (`dms_jax.training.remat`)."""
+        return self._program.recipe
 
     @property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint."""
-        trained = {
-            name: jax.ShapeDtypeStruct(
-                x.shape, jnp.promote_types(x.dtype, jnp.float32), sharding=self._places[name]
-            )
-            for name, x in self._initial.items()
-        }
-        step = jax.ShapeDtypeStruct((), jnp.int32)
-        state = TrainState(step, trained, jax.eval_shape(self._optimizer.init, trained))
+        return self._program.state
 
-        def placed(path, x):
-            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            place = self._places[names[-1]] if names else self._everywhere
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-        return jax.tree_util.tree_map_with_path(placed, state)
+    def _place(self, arrays: Parameters) -> Parameters:
+        return {name: jax.device_put(x, self._program.places[name]) for name, x in arrays.items()}
 
     @property
     def state(self) -> TrainState:
         """Trained parameters, optimizer state and step.
 
-        They are allotted when they are first read, so that a restored state, which is assigned, is
-        the only one there is.
+        Allocated when first read, so that a restored state, which is assigned, needs no second one.
         """
         if self._state is None:
             # Copies, because the step donates them.
@@ -249,16 +155,13 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
-        # Shapes are all that is asked of them from now on.
-        self._initial = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self._initial.items()
-        }
+        self._initial = {}
 
     def _init_state(self, step: Any, trained: Parameters) -> TrainState:
         """Returns a state at `step` with fresh moments, in the places of `abstract_state`."""
         state = TrainState(step, trained, self._optimizer.init(trained))
-        # Every array is committed to its place from the start: a step that is given arrays of
-        # another kind than it returns is compiled again.
+        # Every array is committed to its place from the start: otherwise the second step, which
+        # gets committed arrays, would be compiled again.
         return jax.tree.map(
             lambda x, like: jax.device_put(x, like.sharding), state, self.abstract_state
         )
@@ -274,8 +177,8 @@ class Trainer:
         """Runs one optimizer step and returns its metrics, which may still be computing.
 
         Args:
-          batches: those rows of each pass that `rows_here` names.
-          progress: what the step aims at.
+          batches: this process's rows of each pass (`rows_here`).
+          progress: the settings of the step.
         """
         inputs = self._inputs(batches, progress)
         if not self._may_keep_less or (progress.stage.kind, len(batches)) in self._fitting:
@@ -283,7 +186,7 @@ class Trainer:
             return metrics
         while True:
             try:
-                # What the devices lack they may say only when they run.
+                # Devices may run out of memory only when they run.
                 state, metrics = jax.block_until_ready(
                     self._step(self.state, self._constants, *inputs)
                 )
@@ -295,10 +198,10 @@ class Trainer:
                 return metrics
 
     def _keep_less(self, error: jax.errors.JaxRuntimeError) -> None:
-        """Makes a step that keeps less for the backward pass, if memory was what lacked.
+        """After running out of memory, makes a step that keeps less for the backward pass.
 
         Raises:
-          JaxRuntimeError: it was not, or nothing keeps less, or the state is gone.
+          JaxRuntimeError: the error was another, nothing keeps less, or the state is gone.
         """
         assert self.recipe.remat != "auto"
         after = smaller(self.recipe.remat)
@@ -306,26 +209,24 @@ class Trainer:
         if after is None or gone or not out_of_memory(error):
             raise error
         warn_of_fallback(self.recipe.remat, after)
-        self.recipe = dataclasses.replace(self.recipe, remat=after)
-        self._step = self._jitted_step()
+        self._program.recipe = dataclasses.replace(self.recipe, remat=after)
+        self._step = self._program.jit()
 
     def step_bytes(self, batches: list[Batch], progress: Progress) -> int | None:
-        """Returns the bytes of a device that such a step takes, by the compiler; None if unknown.
-
-        The step is compiled, which costs nothing if it has been taken, and not run.
-        """
+        """Returns the bytes a device needs for a step, by the compiler; None if unknown."""
         inputs = self._inputs(batches, progress)
         compiled = self._step.lower(self.abstract_state, self._constants, *inputs).compile()
         memory: Any = compiled.memory_analysis()
         if memory is None:
             return None
-        # What is donated is among the arguments and, in its place, among the outputs.
+        # Donated arrays count among the arguments and among the outputs.
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
     def _inputs(self, batches: list[Batch], progress: Progress) -> tuple[dict[str, Any], ...]:
         """Returns the passes and the values of the schedules."""
-        number = lambda value: processes.put(np.asarray(value, self.wide), self._everywhere)  # noqa: E731
+        everywhere, dtype = self._program.everywhere, self._program.number
+        number = lambda value: processes.put(np.asarray(value, dtype), everywhere)  # noqa: E731
         schedule = dict(
             target=number(progress.target),
             neuron_scale=None if progress.neuron_scale is None else number(progress.neuron_scale),
@@ -334,13 +235,11 @@ class Trainer:
             key=self._key,
             supervised=number(self._target) if progress.stage.kind == "supervise" else None,
         )
-        place = self._everywhere
-        if self._mesh is not None:
-            place = NamedSharding(self._mesh, PartitionSpec(None, sharding.DATA))
-        stacked = {
-            key: _spread(np.stack([batch[key] for batch in batches]), place) for key in batches[0]
+        passes = {
+            key: _spread(np.stack([batch[key] for batch in batches]), self._program.place_of_passes)
+            for key in batches[0]
         }
-        return stacked, schedule
+        return passes, schedule
 
     def utilisation(self, tokens_per_second: float, keys: float, stage: str) -> float | None:
         """Returns the model FLOPs utilisation; None if the devices' peak is unknown.
@@ -365,7 +264,7 @@ class Trainer:
     def model(self) -> LanguageModel:
         """Returns the current student, in the dtypes of the original model.
 
-        Its parameters are split as they are for training, and frozen ones are those of the trainer.
+        Its parameters are sharded as for training, and it shares frozen ones with the trainer.
         `LanguageModel.place` places them for decoding.
         """
         trained = {
@@ -373,5 +272,7 @@ class Trainer:
             for name, x in self.state.parameters.items()
         }
         return dataclasses.replace(
-            self._skeleton, transformer=self._rebuild(self._frozen | trained), untrained=False
+            self._skeleton,
+            transformer=self._program.rebuild(self._frozen | trained),
+            untrained=False,
         )

@@ -1,11 +1,11 @@
 """Fingerprint of the weights that a run starts from: a digest of all of them.
 
-No checkpoint holds frozen weights or a teacher's: a resumed run takes them again from the model
-that it is given, which must be the same. The fingerprint leaves out adapters and low-rank updates,
-and there is none if all weights are trained without a teacher: the checkpoint holds those.
+Checkpoints hold neither frozen weights nor the teacher's: a resumed run takes them from the given
+model, which must be the same. Adapters and low-rank updates are not part of the fingerprint; it is
+None if all weights are trained without a teacher, since checkpoints then hold everything.
 
-The bits of the numbers are summed as integers, row by row of each parameter, so that the
-fingerprint does not depend on how parameters are sharded, and little is sent.
+The bits of the numbers are summed as integers, for each row of each parameter: the result does not
+depend on how parameters are sharded, and little is sent.
 """
 
 import functools
@@ -46,7 +46,7 @@ def weights_fingerprint(model: LanguageModel, policy: Policy, recipe: Recipe) ->
 
 @functools.cache
 def _summing(everywhere: NamedSharding | None) -> Any:
-    """Returns the compiled sums of rows, which every device then has."""
+    """Returns the jitted `_sums`, replicated on every device."""
     return jax.jit(_sums, out_shardings=everywhere)
 
 

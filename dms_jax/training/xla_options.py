@@ -1,19 +1,19 @@
 """XLA options for training programs.
 
-For every GPU, what a loop over layers stacks for the backward pass (11 GB of a step of
-Qwen2.5-0.5B) is not filled with zeros first: every layer writes its own slice.
+On GPUs, the stacks that a loop over layers keeps for the backward pass (11 GB in a step of
+Qwen2.5-0.5B) are not filled with zeros first: every layer writes its own slice.
 
-XLA's other defaults suit programs of one device. For GPUs of which several share a step:
+For several GPUs:
 
     latency hiding scheduler   starts a collective as early as its operands are there, and waits for
                                it as late as its result is needed, with compute in between
     double-buffered loops      unroll the loop over layers by two, so that the weights of the next
                                layer arrive while this one computes
-    combining thresholds       gather and reduce the matrices of one layer together, and never those
-                               of several layers, which would hold more of the model at once
+    combining thresholds       gather and reduce the matrices of one layer together, never those of
+                               several layers, which would take more memory
     high-priority stream       communication is not queued behind compute
 
-TPUs do what concerns several devices by default.
+TPUs do this by default.
 """
 
 from collections.abc import Iterable

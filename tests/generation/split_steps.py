@@ -27,9 +27,9 @@ from dms_jax.generation import programs
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import cache_specs
 from dms_jax.policies import DMS, H2O, AdaKV, Policy, Quest, SnapKV, Vanilla
-from dms_jax.training.planning import gpu_compiler
 from tests.generation import launches
 from tests.laws.compiled_steps import arguments
+from tests.support import gpu_compiler
 from tests.training.collectives import collectives
 
 TURN = 9  # layers in each of two turns of the loop over them on a GPU

@@ -31,7 +31,7 @@ from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import POLICIES
 from dms_jax.policies.periodic_eviction import Scorer
-from dms_jax.training.planning import gpu_compiler
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 SMALL_OPTIONS = {

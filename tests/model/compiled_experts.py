@@ -22,7 +22,7 @@ from dms_jax.model import layers
 from dms_jax.model.layer_loop import roles, scan_layers, stretches
 from dms_jax.model.layers import ExpertMLP
 from dms_jax.policies import Vanilla
-from dms_jax.training.planning import gpu_compiler
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 CONFIG = ModelConfig(

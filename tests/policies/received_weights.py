@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from dms_jax.training.planning import gpu_compiler
 from pallas_kernels.received.reference import received_weights
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 BATCH, HEADS, QUERIES, GROUP, SLOTS, HEAD_DIM = 4, 2, 8, 7, 1344, 64

@@ -16,29 +16,15 @@ import re
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from dms_jax import sharding
 from dms_jax.config import ModelConfig
-from dms_jax.model.transformer import Transformer
 from dms_jax.policies import DMS
-from dms_jax.training.parameters import rebuilder, shardings
-from dms_jax.training.planning import gpu_compiler
+from dms_jax.training.program import program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.shards import Shards
-from dms_jax.training.step import (
-    Constants,
-    Passes,
-    ScheduleValues,
-    TrainingStep,
-    TrainState,
-    make_optimizer,
-)
-from dms_jax.training.xla_options import GPU_OPTIONS
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 LAYERS, LENGTH, SEQUENCES, PASSES = 3, 256, 2, 2
@@ -62,7 +48,7 @@ _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _CALLED = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%([\w.-]+)")
 
 
-def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.bfloat16) -> str:
+def compiled_step(mesh: Mesh, target: str) -> str:
     """Compiles a step with the same sequences a shard on any mesh."""
     policy = DMS(window=16, source="adapter")
     batch = SEQUENCES * mesh.shape["data"]
@@ -72,61 +58,11 @@ def compiled_step(mesh: Mesh, target: str, *, trainable: str = "all", dtype=jnp.
         sequence_length=LENGTH,
         batch_size=batch * PASSES,
         micro_batch_size=SEQUENCES,
-        trainable=trainable,
+        trainable="all",
     )
-    transformer = jax.eval_shape(
-        lambda: Transformer(CONFIG, adapter=True, dtype=dtype, rngs=nnx.Rngs(0))
-    )
-    places = shardings(transformer, mesh, sharding.TRAINING_RULES)
-
-    def placed(x, place, dtype=None):
-        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
-
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    arrays = {
-        jax.tree_util.keystr(path, simple=True, separator="."): param.get_value()
-        for path, param in jax.tree_util.tree_leaves_with_path(
-            transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
-        )
-    }
-    own = trainable == "all"
-    trained = {
-        name: placed(x, places[name], jnp.float32)
-        for name, x in arrays.items()
-        if own or ".adapter." in name
-    }
-    others = {name: placed(x, places[name]) for name, x in arrays.items() if "adapter" not in name}
-    optimizer = jax.eval_shape(make_optimizer(recipe).init, trained)
-
-    def of_optimizer(path, x):
-        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return placed(x, places[names[-1]] if names else everywhere)
-
-    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-    state = TrainState(
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
-        trained,
-        jax.tree_util.tree_map_with_path(of_optimizer, optimizer),
-    )
-    shape = (PASSES, batch, LENGTH)
-    split = NamedSharding(mesh, PartitionSpec(None, "data"))
-    passes = Passes(
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split),
-        jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=split),
-    )
-    key = placed(jax.eval_shape(lambda: jax.random.key(0)), everywhere)
-    schedule = ScheduleValues(number, None, number, number, key)
-    step = TrainingStep(rebuilder(transformer), policy, recipe, shards=Shards(places)).step
-    kept = jax.tree.map(lambda x: x.sharding, state)
-    constants = Constants({}, others) if own else Constants(others, {})
-    with jax.set_mesh(mesh):
-        traced = jax.jit(step, donate_argnums=0, out_shardings=(kept, everywhere)).trace(
-            state, constants, passes, schedule
-        )
-        platform = mesh.devices.flat[0].platform.replace("gpu", "cuda")
-        options = dict(GPU_OPTIONS) if platform == "cuda" else None
-        lowered = traced.lower(lowering_platforms=(platform,))
-        return compile_ahead(lowered, f"{target} {dict(mesh.shape)}", options).text
+    program = program_of_shape(CONFIG, policy, recipe, mesh, "bfloat16")
+    lowered = program.lower(recipe.stages[0])
+    return compile_ahead(lowered, f"{target} {dict(mesh.shape)}").text
 
 
 def collectives(text: str) -> list[tuple[str, str, int]]:
@@ -145,7 +81,7 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     results: list[tuple[str, str, int]] = []
 
     def walk(name: str, times: int, chains: set[tuple[str, ...]]) -> None:
-        """Adds results; `chains` are those of this body of a loop that were met before."""
+        """Adds results; `chains` are those already seen in this loop body."""
         for line in computations[name]:
             if any(kind in line for kind in _KINDS.split("|")) and (
                 found := _COLLECTIVE.search(line)

@@ -1,4 +1,4 @@
-"""Compiles a training step for an H200 that need not be there, and prints what its loops do.
+"""Compiles a training step for an H200 ahead of time, and prints what its loops do.
 
 Run by `test_layer_passes.py` in a process of its own, with the compiler for GPUs on its path.
 Nothing is executed and no array is made. Prints JSON:
@@ -21,9 +21,9 @@ from dms_jax import sharding
 from dms_jax.config import ModelConfig
 from dms_jax.policies import DMS
 from dms_jax.training import xla_options
-from dms_jax.training.planning import gpu_compiler
-from dms_jax.training.planning.lowering import AbstractStep
+from dms_jax.training.program import program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 LAYERS, BATCH, LENGTH = 3, 2, 512
@@ -58,8 +58,9 @@ def step_text(options: dict[str, Any] | None = None) -> str:
         trainable="all",
         remat="all_but_products",
     )
-    step = AbstractStep(CONFIG, DMS(window=16, source="adapter"), recipe, mesh, "bfloat16")
-    return compile_ahead(step.lower(step.inputs(recipe.stages[0])), "h200", options).text
+    policy = DMS(window=16, source="adapter")
+    program = program_of_shape(CONFIG, policy, recipe, mesh, "bfloat16")
+    return compile_ahead(program.lower(recipe.stages[0]), "h200", options).text
 
 
 def shape_of(text: str) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def zeroed(text: str) -> int:
-    """Returns the bytes of arrays of every layer that broadcasts fill outside of all loops."""
+    """Returns the bytes of per-layer stacks that broadcasts fill outside of loops."""
     entry = text[text.index("\nENTRY ") :]
     total = 0
     for outputs in re.findall(r"= (.*?) fusion\(\), kind=kLoop, calls=%\S*broadcast", entry):
@@ -85,7 +86,7 @@ def gates(text: str) -> int:
 
 
 def padded(text: str) -> int:
-    """Returns the number of paddings of one half of such a gradient to both."""
+    """Returns how often one half of such a gradient is padded to both."""
     found = re.findall(r"= (?:bf16|f32)\[([\d,]+)\]\S* pad\(", text)
     return sum(shape_of(sizes) == GATES for sizes in found)
 

@@ -1,4 +1,4 @@
-"""Compiles the loss for an H200 that need not be there, and prints what reads its logits as JSON.
+"""Compiles the loss for an H200 ahead of time, and prints as JSON how often it reads its logits.
 
 Run by `test_loss_reads.py` in a process of its own, with the compiler for GPUs on its path. Nothing
 is executed and no array is made, so that shapes have real sizes.
@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dms_jax.training.losses import Head, token_losses
-from dms_jax.training.planning import gpu_compiler
 from dms_jax.training.xla_options import compiler_options
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 BATCH, LENGTH, HIDDEN, VOCABULARY, CHUNK = 4, 512, 896, 151_936, 256
@@ -63,7 +63,7 @@ def readings(text: str) -> dict[str, int]:
 
 
 def reads_part(text: str, computation: str, place: int) -> bool:
-    """Whether a fused computation slices all that it reads of a parameter."""
+    """Whether a fused computation reads only slices of a parameter."""
     start = text.index(f"\n{computation} (")
     body = text[start : text.index("\n}", start)]
     names = re.findall(rf"(%\S+) = \S+ parameter\({place}\)", body)

@@ -4,7 +4,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def shared_steps(monkeypatch):
     # Not at the top: jax may not be imported before the suite's own conftest has set it up.
-    from dms_jax.training.trainer import Trainer
+    from dms_jax.training.program import StepProgram
     from tests.training.shared_steps import shared_step
 
-    monkeypatch.setattr(Trainer, "_jitted_step", shared_step)
+    monkeypatch.setattr(StepProgram, "jit", shared_step)

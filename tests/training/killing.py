@@ -1,4 +1,4 @@
-"""SIGKILLs at random moments: the end of the run is the bits of the run that nothing interrupted.
+"""SIGKILLs at random moments: the run still ends in the same bits as an uninterrupted one.
 
     python -m tests.training.killing --processes 2 --kills 5 --steps 40 --seed 0
 
@@ -75,7 +75,7 @@ def finish(started: list[subprocess.Popen[str]]) -> str:
 
 
 def kill_at(started: list[subprocess.Popen[str]], step: int, seconds: float, victim: int) -> str:
-    """Kills a process some seconds after it printed a step; returns the last one that it printed.
+    """Kills a process some seconds after it printed a step; returns the last step it printed.
 
     0 is the start. A run that goes on from a later step is killed after its first.
     """

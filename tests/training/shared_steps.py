@@ -10,21 +10,21 @@ from typing import Any
 
 import jax
 
+from dms_jax.training.program import StepProgram
 from dms_jax.training.recipe import Stage
-from dms_jax.training.trainer import Trainer
 
 _STEPS: dict[Any, Any] = {}
-_jitted_step = Trainer._jitted_step
+_jit = StepProgram.jit
 
 
-def shared_step(trainer: Trainer) -> Any:
-    """Stands in for `Trainer._jitted_step`."""
-    if trainer._mesh is not None:
-        return _jitted_step(trainer)
+def shared_step(program: StepProgram) -> Any:
+    """Stands in for `StepProgram.jit`."""
+    if program._mesh is not None:
+        return _jit(program)
     host = dict(name="", stages=(Stage("train", 1, 0.0),), snapshots=(), ignore_end_token=False)
-    settings = dataclasses.replace(trainer.recipe, **host)
-    structure = jax.tree.structure(trainer._skeleton.transformer)
-    key = structure, trainer._skeleton.policy, settings, trainer._everywhere
+    settings = dataclasses.replace(program.recipe, **host)
+    structure = jax.tree.structure(program.rebuild(program.parameters))
+    key = structure, program._policy, settings, program.everywhere
     if key not in _STEPS:
-        _STEPS[key] = _jitted_step(trainer)
+        _STEPS[key] = _jit(program)
     return _STEPS[key]

@@ -1,4 +1,4 @@
-"""Checkpoints: damage, full disks, two runs at once, other data, and going back after a divergence.
+"""Checkpoints: damage, full disks, two runs at once, other data, and restarts after a divergence.
 
 Arrays of a tiny training state stand for those of a model wherever no step need be taken.
 """
@@ -10,8 +10,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import chex
@@ -21,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dms_jax.errors import CheckpointError, ConfigError, TrainingDivergedError
+from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDivergedError
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
@@ -30,7 +28,6 @@ from dms_jax.training.recipe import Stage
 from dms_jax.training.run_directory import RunDirectory
 from tests.support.models import random_model
 from tests.training.tiny import EAGER, documents, language_model, recipe
-from tests.training.without_privileges import held_back, run_again
 
 RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_size=4)
 STEEP = recipe(Stage("ramp", 2, 1e-3, 2.0), Stage("ramp", 4, 1e30, 4.0), batch_size=4)
@@ -47,7 +44,7 @@ def run(model, **options):
 
 @pytest.fixture(scope="module")
 def first_step(model, tmp_path_factory):
-    """The directory of a run that stopped after one step; tests go on in copies of it."""
+    """The directory of a run that stopped after one step; tests continue in copies of it."""
     path = tmp_path_factory.mktemp("stopped")
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=path, stop_after=1e-9)
@@ -60,7 +57,7 @@ def opened(path, *, resume=True, restart_from=None, keep=2, **changes):
 
 
 def state(step):
-    """Arrays that say of which step they are."""
+    """Arrays whose values depend on the step."""
     return {"weights": jnp.arange(4096.0) + step, "moment": jnp.full((8, 8), step, jnp.float32)}
 
 
@@ -126,7 +123,7 @@ def remove_the_checksums(path):
         (remove_the_checksums, "checksums.json cannot be read"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, damage, message):
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, damage, message):
     with saved(tmp_path, 3, 6):
         pass
     damage(tmp_path)
@@ -136,7 +133,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, dam
         restored, position = directory.restore(ABSTRACT)
     chex.assert_trees_all_equal(restored, state(3))
     assert position == {"position": 3}
-    # The steps come again, and so does their checkpoint.
+    # The steps are taken again, and the checkpoint is written again.
     assert directory.latest_step == 3
     directory.save(6, state(6), None)
     directory.close()
@@ -144,7 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, dam
         chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(6))
 
 
-def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path):
+def test_only_damaged_checkpoints_is_an_error(tmp_path):
     with saved(tmp_path, 6):
         pass
     flip(tmp_path)
@@ -182,35 +179,7 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
     opened(tmp_path).close()
 
 
-def test_a_directory_that_cannot_be_opened_is_not_kept_locked(tmp_path):
-    (tmp_path / "checkpoints").write_text("")
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"cannot be written to .*Give another `out`"):
-            opened(tmp_path)
-    (tmp_path / "checkpoints").unlink()
-    opened(tmp_path).close()
-
-
-@pytest.mark.nightly
-def test_a_killed_run_keeps_no_lock(tmp_path):
-    script = (
-        "import pathlib, sys, time\n"
-        "from dms_jax.training.run_directory import _locked\n"
-        "lock = _locked(pathlib.Path(sys.argv[1]))\n"
-        "print('locked', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ConfigError, match="Another run is writing to "):
-            opened(tmp_path)
-        other.kill()
-    opened(tmp_path).close()
-
-
-def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
+def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path):
     with saved(tmp_path, 1):
         pass
     left = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp-7"
@@ -237,7 +206,7 @@ def noise(step):
     return {"weights": jax.random.normal(jax.random.key(step), (1 << 16,))}
 
 
-def test_a_full_disk_is_a_warning_and_keeps_what_there_is(tmp_path):
+def test_a_full_disk_warns_and_keeps_older_checkpoints(tmp_path):
     directory = opened(tmp_path)
     directory.save(1, noise(1), None)
     directory.checkpoints.finish()
@@ -261,47 +230,8 @@ def test_a_full_disk_is_a_warning_and_keeps_what_there_is(tmp_path):
     chex.assert_trees_all_equal(restored, noise(4))
 
 
-def test_a_mounted_disk_that_is_full(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    try:
-        directory = opened(disk, keep=1)
-        directory.save(1, noise(1), None)
-        directory.checkpoints.finish()
-        directory.save(2, noise(2), None)
-        with pytest.warns(UserWarning, match=r"step 2 cannot be written .*No space left.*step 1"):
-            directory.save(3, {"weights": jnp.zeros(4)}, None)
-        assert directory.latest_step == 3
-        directory.close()
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-@pytest.mark.nightly
-def test_a_directory_that_is_made_unwritable_in_the_middle(tmp_path, request):
-    """For root in a process that has given up its privileges, where it is an owner like others."""
-    if not held_back(tmp_path / "locked"):
-        run_again(f"{__file__}::{request.node.name}", tmp_path / "again")
-        return
-    directory = opened(tmp_path)
-    directory.save(1, state(1), None)
-    directory.checkpoints.finish()
-    (tmp_path / "checkpoints").chmod(0o500)
-    directory.save(2, state(2), None)
-    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*The last one is of st"):
-        directory.checkpoints.finish()
-    (tmp_path / "checkpoints").chmod(0o700)
-    directory.close()
-    with saved(tmp_path) as directory:
-        assert directory.latest_step == 1
-        chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(1))
-
-
-def test_a_directory_that_is_taken_away_in_the_middle(tmp_path):
-    """A file is where the checkpoints were, which not even root can write into."""
+def test_a_directory_removed_during_the_run(tmp_path):
+    """A file takes the place of the directory, so not even root can write into it."""
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
     directory.checkpoints.finish()
@@ -320,14 +250,34 @@ def test_a_directory_that_is_taken_away_in_the_middle(tmp_path):
         chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(1))
 
 
-def test_a_log_that_cannot_be_written_is_a_warning(tmp_path):
+def test_an_unwritable_log_warns(tmp_path):
     (tmp_path / ".log.jsonl").mkdir()
     told = "The log in .* cannot be written: Is a directory"
     with contextlib.closing(opened(tmp_path)) as directory, pytest.warns(UserWarning, match=told):
         directory.log({"step": 1})
 
 
-def test_a_damaged_log_keeps_no_run_from_going_on(tmp_path):
+@pytest.mark.parametrize("name", [".lock", "checkpoints"])
+def test_a_name_taken_by_something_else_is_refused(tmp_path, name):
+    place = tmp_path / name
+    place.write_text("") if name == "checkpoints" else place.mkdir()
+    for _ in range(2):  # and the directory is not left locked
+        with pytest.raises(CheckpointError, match=r"cannot be written to .*Give another `out`"):
+            opened(tmp_path)
+    place.unlink() if name == "checkpoints" else place.rmdir()
+    opened(tmp_path).close()
+
+
+def test_an_unreadable_log_is_refused(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with (
+        contextlib.closing(opened(tmp_path)) as directory,
+        pytest.raises(CheckpointError, match=r"The log \S+log.jsonl cannot be read: Is a dir"),
+    ):
+        directory.skipped_steps(1)
+
+
+def test_a_run_resumes_with_a_damaged_log(tmp_path):
     whole, log = '{"step": %d, "skipped": true}\n', tmp_path / "log.jsonl"
     log.write_bytes((whole % 1).encode() + b"\xff\x00 {\n" + (whole % 2).encode() + b'{"step"')
     with contextlib.closing(opened(tmp_path)) as directory:
@@ -362,14 +312,14 @@ def test_sigterm_leaves_a_checkpoint(model, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
 
 
-def test_no_state_is_left_whose_loss_was_not_measured_or_not_finite(model, tmp_path):
-    """Step 3 ruins the parameters; there is a checkpoint of every step before it is noticed."""
+def test_no_checkpoint_is_kept_after_which_no_step_was_finite(model, tmp_path):
+    """Step 3 ruins the parameters; by the time that is noticed, later steps have checkpoints."""
     with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: restart_from"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=1, keep_checkpoints=9)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
 
 
-def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
+def test_a_diverged_run_restarts_with_other_rates(model, tmp_path):
     """The advice of the error can be followed, twice; the log has each step once."""
     with pytest.raises(TrainingDivergedError, match="restart_from=2 goes on from there"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=2)
@@ -391,9 +341,56 @@ def test_a_run_that_diverged_goes_on_with_other_rates(model, tmp_path):
     chex.assert_trees_all_equal(
         parameters(result.transformer), parameters(run(model, recipe=lower).transformer)
     )
-    # And from the start, with the first rates lower too.
+    # And from the start.
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=tmp_path, restart_from=0, stop_after=1e-9)
+
+
+def test_a_failed_restart_removes_nothing(model, tmp_path):
+    """From a damaged checkpoint, or with a recipe that takes another state or other data."""
+    with saved(tmp_path / "arrays", 2, 4, 6, keep=3):
+        pass
+    flip(tmp_path / "arrays")
+    with (
+        saved(tmp_path / "arrays", restart_from=6, keep=3) as directory,
+        pytest.raises(CheckpointError, match=r"step 6.*another step to restart.*has 2, 4"),
+    ):
+        directory.restore(ABSTRACT)
+    with saved(tmp_path / "arrays", restart_from=2, keep=3) as directory:
+        assert directory.latest_step == 2
+    with saved(tmp_path / "arrays", restart_from=4, keep=3) as directory:
+        found, position = directory.restore(ABSTRACT)
+        chex.assert_trees_all_equal(found, state(4))
+        directory.remove_later()
+        assert (position, directory.latest_step) == ({"position": 4}, 4)
+    with saved(tmp_path / "arrays", restart_from=0, keep=3) as directory:
+        assert directory.latest_step is None
+        directory.remove_later()
+    assert not list((tmp_path / "arrays" / "checkpoints").iterdir())
+    # Of a run.
+    out = tmp_path / "run"
+    with pytest.raises(TrainingDivergedError):
+        run(model, recipe=STEEP, out=out, checkpoint_every=1, keep_checkpoints=9)
+    for changes in (dict(batch_size=8), dict(trainable="adapter")):
+        other = dataclasses.replace(STEEP, **changes)
+        with pytest.raises((DataError, CheckpointError)):
+            run(model, recipe=other, out=out, restart_from=1, keep_checkpoints=9)
+        assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [1, 2]
+
+
+def test_a_restart_falls_back_to_its_own_checkpoints(tmp_path):
+    with saved(tmp_path, 2):
+        pass
+    with saved(tmp_path, restart_from=2, keep=3, recipe="other") as directory:
+        directory.restore(ABSTRACT)
+        directory.remove_later()
+        directory.save(4, state(4), None)
+        directory.save(6, state(6), None)
+    break_the_position(tmp_path)
+    with saved(tmp_path, restart_from=2, keep=3, recipe="other") as directory:
+        with pytest.warns(UserWarning, match="goes on from the one before it, of step 4"):
+            directory.restore(ABSTRACT)
+        assert directory.latest_step == 4
 
 
 @pytest.mark.nightly
@@ -408,6 +405,6 @@ def test_a_resume_does_not_hold_two_states(model, first_step, tmp_path, monkeypa
         return restore(self, abstract)
 
     monkeypatch.setattr(RunDirectory, "restore", watched)
-    # How the passes of a step are cut is no other recipe.
+    # micro_batch_size may differ.
     run(model, recipe=dataclasses.replace(RECIPE, micro_batch_size=2), out=out)
     assert alive == [[]]

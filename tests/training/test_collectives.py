@@ -1,4 +1,4 @@
-"""Law 9: what a step communicates is what its tokens need, on any number of devices."""
+"""Law 9: a step communicates as much as its tokens need, on any number of devices."""
 
 import collections
 import importlib.util
@@ -28,7 +28,7 @@ def check(found, *, times_known):
     # The student's and the teacher's, once a pass at most: never in the loop over chunks.
     most = compiling.PASSES if times_known else 1
     assert 2 <= sum(gathered) <= 2 * most
-    # What is reduced is reduced in float32, and no matrix is reduced as a whole.
+    # Reductions are in float32, and no matrix is reduced as a whole.
     for kind, arrays, _ in found:
         if kind in ("reduce-scatter", "all-reduce"):
             assert "bf16" not in arrays
@@ -80,7 +80,7 @@ def gathered_rows(found):
 
 
 @pytest.mark.nightly
-def test_of_split_rows_keys_values_and_decisions_are_gathered(on_cpu):
+def test_split_rows_gather_keys_values_and_decisions(on_cpu):
     """And never activations of the model's width."""
     config, found = compiling.CONFIG, on_cpu["2x4"]
     rows = (compiling.SEQUENCES, compiling.LENGTH)
@@ -118,7 +118,7 @@ def test_more_devices_communicate_no_more_each(on_cpu):
     reason="the compiler for GPUs is not installed (make gpu-compiler, 142 MB)",
 )
 def test_on_gpus_the_same():
-    """The programs of 2 and of 8 H200s, made by their own compiler with none of them here."""
+    """The programs of 2 and of 8 H200s, compiled ahead of time by their own compiler."""
     on_gpus = compiled("gpu", 2, 8, environment=for_gpus.environment())
     for found in on_gpus.values():
         check(found, times_known=True)

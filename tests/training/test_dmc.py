@@ -1,4 +1,4 @@
-"""DMC retrofits of a tiny model from end to end: stages, what is learned, what is saved."""
+"""DMC retrofits of a tiny model from end to end: stages, learning, export."""
 
 import itertools
 
@@ -67,7 +67,7 @@ def test_it_learns_to_merge(run):
     assert np.mean(merged[-6:]) > 0.45
 
 
-def test_what_is_saved_runs_from_the_cache_as_in_one_pass(run):
+def test_the_saved_model_decodes_as_in_one_pass(run):
     model, _, out = run
     loaded = load(out / "model")
     assert loaded.policy == model.policy == MERGING
@@ -81,7 +81,7 @@ def test_what_is_saved_runs_from_the_cache_as_in_one_pass(run):
 
 
 @pytest.mark.nightly
-def test_fixed_pooling_learns_without_a_neuron_to_decay():
+def test_fixed_pooling_skips_the_decay():
     records = []
     model = retrofit(
         language_model(),
@@ -99,7 +99,7 @@ def test_fixed_pooling_learns_without_a_neuron_to_decay():
 
 
 @pytest.mark.nightly
-def test_the_losses_of_the_ablations_are_in_the_step():
+def test_the_step_includes_the_losses_of_the_ablations():
     policy = DMC(offset=0.3, temperature=0.8)
     changes = dict(prior="layer", compression_weight=0.5, head_balance=2.0)
     model = language_model().transformer

@@ -34,7 +34,7 @@ BATCH = {
 
 
 def trained(mesh, trainable: Any):
-    """Returns the metrics of some steps, and Adam's first moment, which sums gradients."""
+    """Returns the metrics of some steps, and Adam's first moment, a sum of gradients."""
     with jax.enable_x64(True), jax.set_mesh(mesh):
         model = LanguageModel(random_model(CONFIG, adapter=True))
         options = recipe(
@@ -84,7 +84,7 @@ def test_a_mesh_changes_nothing(axes, trainable):
         assert not any("mlp" in name for name in others)  # routers are frozen, as are experts
 
 
-def test_the_balance_of_routers_is_that_of_the_switch_transformer():
+def test_router_balance_equals_the_switch_transformer():
     """X sum_j f_j P_j of the tokens outside padding, by a loop over layers and tokens."""
     with jax.enable_x64(True):
         random = np.random.default_rng(1)

@@ -1,6 +1,5 @@
-"""Exports on the way: complete before the checkpoint that follows them, or the run ends."""
+"""Snapshots: complete before the checkpoint that follows them, or the run ends."""
 
-import dataclasses
 import errno
 import os
 
@@ -45,10 +44,8 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(saving, "write_tensors", fail)
 
 
-def test_an_export_that_fails_ends_the_run_and_is_made_when_it_goes_on(
-    model, tmp_path, monkeypatch
-):
-    """A checkpoint of its step would let the run go on without it."""
+def test_a_failed_export_ends_the_run_and_is_repeated_on_resume(model, tmp_path, monkeypatch):
+    """With a checkpoint of its step, a resumed run would skip the export."""
     with monkeypatch.context() as patched:
         full_disk(patched)
         with pytest.raises(CheckpointError, match=r"written to .*snapshots/2\.5: .*No space left"):
@@ -59,11 +56,3 @@ def test_an_export_that_fails_ends_the_run_and_is_made_when_it_goes_on(
     run(model, out=tmp_path / "whole")
     for file in (f"snapshots/2.5/{TENSORS}", f"model/{TENSORS}"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
-
-
-def test_an_export_of_the_last_step_that_fails_is_an_error(model, tmp_path, monkeypatch):
-    full_disk(monkeypatch)
-    last = dataclasses.replace(RECIPE, snapshots=(4.0,))
-    with pytest.raises(CheckpointError, match=r"snapshots/4: .*No space left"):
-        run(model, out=tmp_path, recipe=last)
-    assert not (tmp_path / "model").exists()

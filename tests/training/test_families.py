@@ -76,10 +76,10 @@ def test_gradients_are_differences(family):
     ),
 )
 def test_steps_under_decisions_lower_the_loss(family, loss):
-    """What decisions take away is learned again: the distance to the teacher falls."""
+    """The model learns to do without evicted tokens: the distance to the teacher falls."""
     model = model_of(family, "float32")
     documents = [np.random.default_rng(0).integers(3, 61, 24).tolist()] * 8
-    # A student that is its teacher but for what is evicted takes smaller steps.
+    # A student that differs from its teacher only by evictions takes smaller steps.
     steps, rate, weight = (24, 5e-4, 0.0) if loss == "distillation" else (10, 3e-3, 1.0)
     options = recipe(
         Stage("ramp", steps, rate, 2.0, adapter_learning_rate=1e-2),

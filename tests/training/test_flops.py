@@ -12,6 +12,7 @@ from dms_jax.training.flops import (
     peak_operations,
     token_operations,
 )
+from dms_jax.training.parameters import shapes
 from dms_jax.training.step import Passes, visible_keys
 from tests.support.models import random_model, tiny_config
 from tests.training.tiny import language_model
@@ -21,7 +22,7 @@ LAYER = 16 * (4 + 2 + 2) * 8 + 4 * 8 * 16 + 3 * 16 * 24
 
 
 def test_layer_parameters_are_the_matrices():
-    assert layer_parameters(language_model(adapter=True).transformer) == 2 * LAYER
+    assert layer_parameters(shapes(language_model(adapter=True).transformer), None) == 2 * LAYER
 
 
 def test_token_operations():
@@ -34,7 +35,7 @@ def test_token_operations():
     assert token_operations(config, 2 * LAYER, 10.5, stage="supervise", teacher=True) == layers
 
 
-def test_windows_and_experts_take_what_a_token_sees():
+def test_operations_of_windows_and_experts():
     config = tiny_config(
         num_layers=3,
         layer_types=("sliding", "full"),
@@ -46,7 +47,7 @@ def test_windows_and_experts_take_what_a_token_sees():
     assert attention_operations(config, 2.5) == attention * 3 * 2.5
     transformer = random_model(config, dtype=jnp.float32)
     layer = 16 * (4 + 2 + 2) * 8 + 4 * 8 * 16 + 16 * 6 + 2 * 3 * 16 * 24
-    assert layer_parameters(transformer) == 3 * layer
+    assert layer_parameters(shapes(transformer), config.experts) == 3 * layer
 
 
 def test_visible_keys_are_those_of_the_document():

@@ -1,4 +1,4 @@
-"""The loops over layers write what the backward pass needs once, and their gradients once."""
+"""Loops over layers write the stacks for the backward pass, and the gradients, only once."""
 
 import pytest
 
@@ -11,14 +11,14 @@ def passes() -> dict[str, int]:
 
 
 @pytest.mark.nightly
-def test_stacks_are_not_filled_before_layers_fill_them(passes):
+def test_stacks_are_not_zeroed_first(passes):
     """By default XLA fills them with zeros: 11 GB of a step of Qwen2.5-0.5B."""
     assert passes["zeroed"] == 0
     assert passes["zeroed_by_default"] > 10e6  # or what counts them sees nothing any more
 
 
 @pytest.mark.nightly
-def test_the_gradient_of_gate_and_up_is_written_at_once(passes):
-    """Not each half by itself, padded with zeros, and then their sum."""
+def test_one_kernel_writes_the_gradient_of_gate_and_up(passes):
+    """Not as the sum of two halves, each padded with zeros."""
     assert passes["gates"] == 1
     assert passes["padded"] == 0

@@ -39,7 +39,7 @@ SEQUENCES, STEPS, LENGTH = 16, 20, 16
 
 
 def trained(mesh, passes, trainable):
-    """Returns what every step saw and said, Adam's first moment, which sums gradients, and export.
+    """Returns batches, metrics, Adam's first moment (a sum of gradients), and the export.
 
     Documents are packed with padding, several in a sequence, and some tokens count in no loss.
     """
@@ -97,7 +97,7 @@ def alone(trainable):
     ],
 )
 def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, together, monkeypatch):
-    """Neither do passes, nor whether a step gathers the layers once or in every pass."""
+    """Nor do the number of passes, and gathering layers once a step or in every pass."""
     if together:
         monkeypatch.setattr(library, "data_sheet", lambda kind: DEVICES["h200"])
     mesh = make_mesh(data, model, sequence=sequence)
@@ -115,7 +115,7 @@ def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, toge
 
 
 @pytest.mark.nightly
-def test_no_device_holds_the_model_while_training(tmp_path):
+def test_no_device_holds_the_whole_model_in_training(tmp_path):
     """Neither the caller, nor the trainer, nor an evaluation, nor a snapshot keeps a replica."""
     mesh = make_mesh(8, 1)
     save(LanguageModel(random_model(CONFIG, dtype=np.float32)), Vanilla(), tmp_path)

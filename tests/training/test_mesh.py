@@ -22,7 +22,7 @@ from tests.training.tiny import EAGER, NEURON, documents, language_model, recipe
 
 
 @pytest.mark.nightly
-def test_a_mesh_changes_nothing_of_a_run_through_all_stages():
+def test_a_mesh_does_not_change_a_run_through_all_stages():
     """The decay of a neuron, the ramp and the steps after it (`test_layouts.py` has every mesh).
 
     Of language modelling: at the first step of the decay a student is its teacher, and the gradient
@@ -77,7 +77,7 @@ def test_parameters_and_moments_are_spread_over_the_mesh():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", [DMC(offset=0.3, window=4), NEURON], ids=lambda p: p.name)
-def test_merges_and_borrowed_neurons_reach_over_the_pieces_of_a_row(policy):
+def test_merges_and_borrowed_neurons_with_split_rows(policy):
     """DMC's running means and decisions of a later token; `test_layouts.py` has DMS's adapter."""
     batch = {"tokens": np.random.default_rng(0).integers(0, 29, (2, 24)).astype(np.int32)}
     batch["loss_mask"] = np.ones((2, 24), bool)
@@ -95,7 +95,7 @@ def test_merges_and_borrowed_neurons_reach_over_the_pieces_of_a_row(policy):
     chex.assert_trees_all_close(*records, rtol=1e-9, atol=1e-14)
 
 
-def test_rows_that_cannot_be_split_are_refused():
+def test_indivisible_rows_are_refused():
     mesh = make_mesh(1, 1, sequence=4)
     options = recipe(sequence_length=12)
     with pytest.raises(ConfigError, match=r"12 tokens cannot be split over 4.*multiple of 8"):
@@ -106,7 +106,7 @@ def test_rows_that_cannot_be_split_are_refused():
         check_split(learning, KVzap(), mesh)
 
 
-def test_what_is_refused_leaves_no_directory(tmp_path):
+def test_a_refused_run_leaves_no_directory(tmp_path):
     refused = [
         dict(recipe=recipe(sequence_length=12), mesh=make_mesh(1, 1, sequence=4)),
         dict(recipe=recipe(batch_size=2), mesh=make_mesh(4, 1)),

@@ -7,14 +7,11 @@ import typing
 import pytest
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.training import RunKeywords, RunOptions
-
-RECIPE = dms_jax.recipes.dms_quickstart(2, steps_per_ratio=1)
-DMS = dms_jax.DMS(window=16, source="adapter")
+from tests.training.tiny import EAGER, documents, language_model, recipe
 
 
-def test_the_names_for_type_checkers_are_the_fields():
+def test_keywords_equal_the_fields_of_the_options():
     assert typing.get_type_hints(RunKeywords) == typing.get_type_hints(RunOptions)
 
 
@@ -27,22 +24,14 @@ def test_help_shows_the_options_with_their_defaults(call):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, **options: dms_jax.train(model, policy=DMS, **options),
-        lambda model, **options: dms_jax.retrofit(model, DMS, **options),
-    ],
-    ids=["train", "retrofit"],
-)
-@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"checkpoint_evry": 5}, r"no option checkpoint_evry \(did you mean checkpoint_every\?\)"),
         ({"evaluate_every": 0}, "evaluate_every must be a whole number of at least 1, got 0"),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"stop_after": 0}, "stop_after must be a finite number above 0"),
     ],
 )
-def test_a_wrong_option_is_answered_by_name(call, options, says):
-    model = dms_jax.load(assets.path("stories260k"))
+def test_a_wrong_option_is_named(options, says):
     with pytest.raises(dms_jax.ConfigError, match=says):
-        call(model, recipe=RECIPE, data=["Once upon a time."], **options)
+        dms_jax.retrofit(language_model(), EAGER, recipe=recipe(), data=documents(), **options)

@@ -26,7 +26,7 @@ def test_rebuilding_gives_the_same_function():
     chex.assert_trees_all_equal(again(tokens, Vanilla()).hidden, hidden)
 
 
-def test_a_grafted_adapter_decides_nothing_and_shares_the_rest():
+def test_a_new_adapter_decides_nothing_and_shares_the_rest():
     model = random_model(tiny_config(biases=True), dtype=jnp.bfloat16)
     grafted = add_adapter(model)
     before, after = parameters(model), parameters(grafted)
@@ -98,14 +98,14 @@ def test_layers_with_a_window_lend_no_neuron():
     assert not difference[[0, 2]].any()
 
 
-def test_policies_that_borrow_nothing_have_nothing_to_zero():
+def test_no_neuron_is_zeroed_where_none_is_borrowed():
     before = parameters(random_model(tiny_config(), dtype=jnp.float32))
     zeroed = zero_borrowed_neurons(before, ADAPTER, ())
     chex.assert_tree_all_finite(before)
     chex.assert_trees_all_equal(zeroed, before)
 
 
-def test_passes_are_narrow_but_for_the_adapter():
+def test_only_the_adapter_stays_wide_in_passes():
     """Its logits are compared with a threshold."""
     arrays = parameters(random_model(tiny_config(), adapter=True, dtype=jnp.float32))
     narrow = cast(arrays, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What the backward pass computes again, where a recipe leaves it open."""
+"""What the backward pass recomputes with remat="auto"."""
 
 import dataclasses
 import warnings
@@ -18,10 +18,9 @@ from dms_jax.policies import DMS
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
 from dms_jax.training import trainer as library
-from dms_jax.training.planning.lowering import AbstractStep
+from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.remat import choose_remat, kept_bytes
-from dms_jax.training.shards import check_split, finer_split
 from dms_jax.training.trainer import Trainer
 from tests.support.models import tiny_config
 from tests.training.tiny import ADAPTER, documents, language_model, recipe
@@ -100,30 +99,30 @@ def test_trainer_and_plan_choose_alike(monkeypatch):
         with jax.set_mesh(mesh):
             trainer = Trainer(language_model(), ADAPTER, open_one, 0, mesh)
         memory = None if sheet is None else float(sheet.memory)
-        step = AbstractStep(
+        program = program_of_shape(
             language_model().config, ADAPTER, open_one, mesh, "float32", memory=memory
         )
-        assert trainer.recipe == step.recipe
-        chosen.append(step.recipe.remat)
+        assert trainer.recipe == program.recipe
+        chosen.append(program.recipe.remat)
     assert chosen == ["all_but_products", "all_but_attention"]
 
 
 class Exhausted:
-    """A step that runs out of memory unless layers keep little enough; it stands in for jax.jit."""
+    """Stands in for `StepProgram.jit`: steps run out of memory unless their `remat` fits."""
 
     def __init__(self, monkeypatch, fits):
-        self.tried, self._make = [], library.Trainer._jitted_step
+        self.tried, self._make = [], StepProgram.jit
         self._fits = fits
-        monkeypatch.setattr(library.Trainer, "_jitted_step", lambda trainer: self.step_of(trainer))
+        monkeypatch.setattr(StepProgram, "jit", lambda program: self.step_of(program))
 
-    def step_of(self, trainer):
-        remat = trainer.recipe.remat
+    def step_of(self, program):
+        remat = program.recipe.remat
 
         def step(*arguments):
             self.tried.append(remat)
             if remat not in self._fits:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9")
-            return self._make(trainer)(*arguments)
+            return self._make(program)(*arguments)
 
         return step
 
@@ -137,7 +136,7 @@ def run(**changes):
 
 
 @pytest.mark.nightly
-def test_a_first_step_that_does_not_fit_keeps_less(monkeypatch):
+def test_a_first_step_out_of_memory_keeps_less(monkeypatch):
     steps = Exhausted(monkeypatch, fits={"everything"})
     again = r"remat='all_but_attention'; it is compiled again with remat='everything'"
     with pytest.warns(UserWarning, match=again):
@@ -147,13 +146,13 @@ def test_a_first_step_that_does_not_fit_keeps_less(monkeypatch):
 
 @pytest.mark.parametrize("remat", ["auto", "nothing"])
 def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
-    """What a recipe says is left as it is; there, nothing falls back."""
+    """Only "auto" falls back."""
     steps = Exhausted(monkeypatch, fits=())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(
             OutOfMemoryError,
-            match=r"micro_batch_size.*a mesh.*sequence=2\) or --sequence-shards 2.*jax plan.*ing 9",
+            match=r"micro_batch_size=1; .*sequence=2\), --sequence-shards 2.*dms-jax plan",
         ):
             run(remat=remat)
     expected = ["all_but_attention", "everything"] if remat == "auto" else ["nothing"]
@@ -161,8 +160,8 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypatch):
-    """Decoding takes a whole model of each shard of `data`; by then the moments are gone."""
+def test_a_result_too_large_for_decoding_stays_split(tmp_path, monkeypatch):
+    """Decoding holds a whole model on each shard of `data`; the moments are freed before."""
     model, held = language_model(), []
     shape = model.transformer.embedding.get_value().shape
     earlier = jax.live_arrays()  # other tests' arrays, kept so that no identity is used again
@@ -186,19 +185,3 @@ def test_a_result_that_does_not_fit_for_decoding_stays_split(tmp_path, monkeypat
     assert embedding.addressable_shards[0].data.size * 2 == embedding.size
     assert len(held) == 1
     assert load(tmp_path / "model").policy == ADAPTER
-
-
-def test_sequences_are_to_be_split_only_where_that_is_possible():
-    """Followed, the advice is no error of settings."""
-    for length, shards, finer in (
-        (4096, 1, 2),
-        (4096, 4, 8),
-        (12, 1, 2),
-        (12, 2, None),
-        (30, 1, None),
-    ):
-        assert finer_split(recipe(sequence_length=length), shards) == finer
-        if finer is not None:
-            mesh = make_mesh(1, 1, sequence=finer)
-            check_split(recipe(sequence_length=length), ADAPTER, mesh)
-    assert finer_split(recipe(Stage("supervise", 2, 1e-3), sequence_length=4096), 1) is None

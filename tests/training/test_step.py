@@ -1,17 +1,15 @@
-"""The step: accumulation, groups of parameters, the neuron's decay, types, the schedule's parts."""
+"""The step: accumulation, padding, noise, which positions are distilled, types."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from dms_jax.model.attention import Relaxation
 from dms_jax.policies import Vanilla
 from dms_jax.training import parameters as names
 from dms_jax.training.parameters import add_adapter, parameters, rebuilder
-from dms_jax.training.recipe import Stage
 from dms_jax.training.step import Constants, Passes, ScheduleValues, TrainingStep
 from dms_jax.training.trainer import Trainer
 from tests.support.instances import further
@@ -73,7 +71,7 @@ def test_padding_changes_nothing():
         chex.assert_trees_all_close(found, want, rtol=1e-8, atol=1e-12)
 
 
-def test_passes_of_a_step_have_noise_of_their_own():
+def test_every_pass_draws_its_own_noise():
     """Two passes of the same tokens draw different noise, so their mean differs from the first."""
     model = language_model(adapter=True)
     one = ragged_passes((1, 4))
@@ -82,28 +80,6 @@ def test_passes_of_a_step_have_noise_of_their_own():
     _, first = gradients(model, EAGER, recipe(), one, key)
     _, both = gradients(model, EAGER, recipe(), two, key)
     assert abs(both["distillation_loss"] / first["distillation_loss"] - 1) > 1e-3
-
-
-@pytest.mark.nightly
-def test_a_fresh_adapter_starts_at_the_teacher():
-    """All decisions say keep: no divergence, and the language modelling loss of vanilla."""
-    model = language_model()
-    passes = ragged_passes((1, 4))
-    _, parts = gradients(model, ADAPTER, recipe(), passes, target=0.0)
-    assert abs(parts["distillation_loss"]) < 1e-6
-    assert parts["evicted"] == 0
-    hidden = model.transformer(
-        passes.tokens[0], Vanilla(), segment_ids=passes.segment_ids[0]
-    ).hidden
-    logits = np.asarray(jax.nn.log_softmax(model.transformer.unembed(hidden)), np.float64)
-    total = count = 0
-    for row in range(4):
-        for t in range(LENGTH - 1):
-            ids = passes.segment_ids[0, row]
-            if passes.loss_mask[0, row, t + 1] and ids[t] == ids[t + 1]:
-                total -= logits[row, t, passes.tokens[0, row, t + 1]]
-                count += 1
-    chex.assert_trees_all_close(parts["lm_loss"], total / count, rtol=1e-5)
 
 
 @pytest.mark.parametrize("positions", ["targets", *further("inputs")])
@@ -142,94 +118,10 @@ def test_answers_are_distilled_where_they_are_predicted(positions):
     chex.assert_trees_all_close(parts["distillation_loss"], expected, rtol=1e-9)
 
 
-@pytest.mark.nightly
-def test_language_modelling_needs_no_teacher():
-    _, parts = gradients(
-        language_model(), ADAPTER, recipe(loss="language_modeling"), ragged_passes((1, 4))
-    )
-    assert parts["distillation_loss"] == 0
-    chex.assert_trees_all_close(
-        parts["loss"], parts["lm_loss"] + parts["compression_loss"], rtol=1e-7
-    )
-
-
-@pytest.mark.nightly
-def test_a_decaying_neuron_evicts_nothing_and_fades():
-    """At scale 1 the student equals the teacher; as the scale falls to 0 it diverges."""
-    model = language_model()
-    passes = ragged_passes((1, 4))
-    losses = [
-        gradients(model, NEURON, recipe(), passes, target=0.0, neuron_scale=scale)[1]
-        for scale in (1.0, 0.7, 0.0)
-    ]
-    assert [float(parts["evicted"]) for parts in losses] == [0, 0, 0]
-    divergences = [float(parts["distillation_loss"]) for parts in losses]
-    assert abs(divergences[0]) < 1e-6
-    assert divergences[0] + 1e-4 < divergences[1] < divergences[2]
-
-
 def step_once(trainer, options, tokens=None):
     tokens = random_tokens(0, options.batch_size, LENGTH) if tokens is None else tokens
     batch = {"tokens": tokens, "loss_mask": np.ones_like(tokens, bool)}
     return trainer.step([batch], options.progress(int(trainer.state.step), EAGER))
-
-
-@pytest.mark.nightly
-def test_the_update_is_adamw_with_a_rate_for_each_group():
-    """Against optax.adamw on the same gradients, one parameter at a time."""
-    options = recipe(
-        Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=3e-2), weight_decay=0.1, clip=0.05
-    )
-    model = language_model(adapter=True)
-    trainer = Trainer(model, EAGER, options, seed=0, mesh=None)
-    before = parameters(model.transformer)
-    copies = jax.device_get(before)
-    tokens = random_tokens(0, 4, LENGTH)
-    metrics = step_once(trainer, options, tokens)
-
-    key = jax.random.fold_in(jax.random.key(0), 0)
-    passes = Passes(jnp.asarray(tokens)[None], jnp.ones((1, 4, LENGTH), bool))
-    gradient, _ = gradients(model, EAGER, options, passes, key, target=0.0)
-    norm = float(optax.tree.norm(gradient))
-    chex.assert_trees_all_close(metrics["grad_norm"], norm, rtol=1e-4)
-    assert norm > options.clip
-    chex.assert_tree_all_finite(copies)
-    chex.assert_trees_all_equal(before, copies)  # the model that was handed over is left alone
-    for name, array in before.items():
-        rate = 3e-2 if "adapter" in name else 1e-3
-        decay = 0.0 if name.endswith((".scale", ".bias")) else 0.1
-        optimizer = optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
-        clipped = gradient[name] * (options.clip / norm)
-        update, _ = optimizer.update(clipped, optimizer.init(array), array)
-        # Adam's first step is nearly the sign of the gradient: compare where it is clear.
-        clear = np.abs(clipped) > 1e-5
-        found = np.asarray(trainer.state.parameters[name])
-        chex.assert_trees_all_close(
-            found[clear],
-            np.asarray(array + update)[clear],
-            rtol=1e-3,
-            atol=1e-5,
-            custom_message=name,
-        )
-
-
-@pytest.mark.nightly
-def test_a_frozen_base_has_no_optimizer_state_and_stays_as_it_is():
-    model = language_model()
-    options = recipe(trainable="adapter")
-    trainer = Trainer(model, ADAPTER, options, seed=0, mesh=None)
-    assert all(names.is_adapter(name) for name in trainer.state.parameters)
-    moments = [x for x in jax.tree.leaves(trainer.state.optimizer) if x.ndim]
-    assert sum(x.size for x in moments) == 2 * sum(
-        x.size for x in trainer.state.parameters.values()
-    )
-    for _ in range(3):
-        step_once(trainer, options)
-    after = parameters(trainer.model().transformer)
-    chex.assert_tree_all_finite(after)
-    for name, array in parameters(model.transformer).items():
-        chex.assert_trees_all_equal(after[name], array, custom_message=name)
-    assert np.any(np.asarray(after["layers.adapter.proj.kernel"]))
 
 
 def test_auto_trains_the_adapter_alone_or_everything():

@@ -1,4 +1,4 @@
-"""The digest of the weights that a run takes from the model that it is given, and resumes with."""
+"""The digest of the weights that checkpoints lack."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from dms_jax.training.weights_fingerprint import weights_fingerprint
 from tests.training.tiny import ADAPTER, language_model, recipe
 
 
-def test_it_is_of_every_weight_however_they_are_split():
+def test_the_fingerprint_covers_every_weight_on_any_mesh():
     transformer = add_adapter(language_model().transformer)
     places = shardings(transformer, make_mesh(4, 2), TRAINING_RULES)
     rebuild, arrays = rebuilder(transformer), parameters(transformer)
@@ -29,12 +29,12 @@ def test_it_is_of_every_weight_however_they_are_split():
     assert digest(changed) != digest(arrays)
     half = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
     assert digest(half) != digest(arrays)
-    # The adapter is what is trained.
+    # Adapters are trained, and in the checkpoint.
     trained = {name: x + 1 if ".adapter." in name else x for name, x in arrays.items()}
     assert digest(trained) == digest(arrays)
 
 
-def test_a_checkpoint_of_all_weights_needs_no_others():
+def test_no_fingerprint_where_checkpoints_hold_all_weights():
     plain = recipe(loss="language_modeling", trainable="all")
     assert weights_fingerprint(language_model(), Vanilla(), plain) is None
     frozen = dataclasses.replace(plain, trainable="low_rank")

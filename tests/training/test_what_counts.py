@@ -1,9 +1,10 @@
-"""Which tokens the losses count, what the teacher is, and when noise and moments are reset.
+"""Which tokens the losses count, who the teacher is, and when noise and moments are reset.
 
 All of it is seen in the records of a run and in its models, whose logits NumPy compares.
 """
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,12 @@ from dms_jax.training import (
     calibrate,
     calibration,
     held_out,
-    held_out_distillation,
     held_out_loss,
     retrofit,
     train,
 )
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Passes
 from tests.support.instances import further
 from tests.support.models import random_tokens
 from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
@@ -71,7 +70,7 @@ def run(model, policy, options, batch, **more):
     return records, models
 
 
-def test_the_teacher_stays_and_the_mean_is_over_what_counts(model):
+def test_the_teacher_is_fixed_and_only_counted_tokens_matter(model):
     """Weights decay by a fifth in each step; half of the sequences do not count.
 
     A sequence that repeats one token has the same distribution at every position, so it does not
@@ -116,11 +115,15 @@ def test_the_held_out_loss_is_a_mean_over_tokens(model):
     some = some[:, 3:5]  # the positions that predict tokens 4 and 5
     want = (all_targets.sum() + some.sum()) / (all_targets.size + some.size)
     assert abs(want - (all_targets.mean() + some.mean()) / 2) > 1e-3
-    found = held_out_loss(model, {"both": batches}, compute_dtype=None)["both"]
-    assert found == pytest.approx(want, rel=1e-5)
+    parts = {"both": batches, "few": batches[1:]}
+    found = held_out_loss(model, parts, compute_dtype=None)
+    assert found == {"both": pytest.approx(want, rel=1e-5), "few": pytest.approx(some.mean(), 1e-5)}
+    silent = batches[0] | {"loss_mask": np.zeros((4, LENGTH), bool)}
+    with pytest.raises(DataError, match="Part 'none' of the held-out data has no token"):
+        held_out_loss(model, {"none": [silent]})
 
 
-def test_running_out_of_memory_while_held_out_batches_are_measured(model, monkeypatch):
+def test_out_of_memory_on_held_out_batches(model, monkeypatch):
     def refuse(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
@@ -129,7 +132,7 @@ def test_running_out_of_memory_while_held_out_batches_are_measured(model, monkey
     with pytest.raises(OutOfMemoryError, match="measuring held-out batches"):
         held_out_loss(model, {"a": batches})
     with pytest.raises(OutOfMemoryError, match="measuring held-out batches"):
-        held_out_distillation(model, model, {"a": batches})
+        held_out_loss(model, {"a": batches}, teacher=model)
     monkeypatch.setattr(calibration, "_predictions", refuse)
     learned = language_model(adapter=True)
     with pytest.raises(OutOfMemoryError, match="calibrating"):
@@ -137,35 +140,30 @@ def test_running_out_of_memory_while_held_out_batches_are_measured(model, monkey
 
 
 @pytest.mark.nightly
-def test_the_held_out_divergence_is_a_mean_over_what_counts(model):
+def test_the_held_out_divergence_is_a_mean_over_counted_tokens(model):
     """KL(student || teacher) where the next token counts, under hard decisions."""
     student = language_model(adapter=True)
     tokens = random_tokens(4, 4, LENGTH)
     mask = np.ones(tokens.shape, bool)
     mask[:2, 6:] = False
-    found = held_out_distillation(
-        student, model, {"a": [{"tokens": tokens, "loss_mask": mask}]}, policy=EAGER
-    ) | held_out_distillation(
-        student,
-        model,
-        {"b": [{"tokens": tokens, "loss_mask": mask}]},
-        policy=EAGER,
-        compute_dtype=None,
-    )
+    parts = {"a": [{"tokens": tokens, "loss_mask": mask}]}
+    options: dict[str, Any] = dict(teacher=model, policy=EAGER)
+    narrow = held_out_loss(student, parts, **options)["a"]
+    found = held_out_loss(student, parts, **options, compute_dtype=None)["a"]
     own, other = (
         np.asarray(jax.nn.log_softmax(each.logits(tokens, policy=policy)))
         for each, policy in ((student, EAGER), (model, Vanilla()))
     )
     distances = np.sum(np.exp(own) * (own - other), -1)[:, :-1]
     want = distances[mask[:, 1:]].mean()
-    assert found["b"] == pytest.approx(want, rel=1e-4)
+    assert found == pytest.approx(want, rel=1e-4)
     assert want > 1e-3
-    assert found["a"] == pytest.approx(want, rel=0.2)  # bfloat16
-    same = held_out_distillation(model, model, {"a": [{"tokens": tokens}]}, policy=Vanilla())
+    assert narrow == pytest.approx(want, rel=0.2)  # bfloat16
+    same = held_out_loss(model, {"a": [{"tokens": tokens}]}, teacher=model, policy=Vanilla())
     assert same["a"] == pytest.approx(0, abs=1e-6)
 
 
-def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
+def test_every_step_draws_its_own_noise_from_the_seed(model):
     """One batch, and weights that do not change."""
     options = recipe(Stage("ramp", 4, 1e-30, 1.0001))
     batch = {"tokens": random_tokens(6, 4, LENGTH)}
@@ -178,7 +176,7 @@ def test_every_step_has_noise_of_its_own_drawn_from_the_seed(model):
     assert len(set(losses[0] + losses[2])) == 8
 
 
-def test_the_first_step_after_the_decay_is_adams_first(model):
+def test_moments_are_reset_after_the_decay(model):
     """Every weight moves by the learning rate: g / sqrt(g^2), without earlier moments."""
     rate = 1e-3
     options = recipe(
@@ -203,17 +201,6 @@ def test_the_first_step_after_the_decay_is_adams_first(model):
     assert np.mean(np.abs(second - 1) < 0.01) < 0.5
 
 
-@pytest.mark.parametrize("positions", ["targets", "inputs"])
-def test_padding_does_not_count(positions):
-    """Segment 0 is padding, with a loss mask that includes it and without a loss mask."""
-    shape = (2, LENGTH)
-    tokens, segments = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)
-    passes = Passes(tokens, jnp.ones(shape, bool), segments.at[:, :5].set(1))
-    assert passes.target_mask.sum() == 2 * 4
-    compared = passes.distillation_mask(positions)
-    assert compared.sum() == 2 * (4 if positions == "targets" else 5)
-
-
 def test_batches_with_padding_need_no_mask(model):
     tokens = random_tokens(5, 4, LENGTH)
     segments = np.zeros_like(tokens)
@@ -228,7 +215,7 @@ def test_batches_with_padding_need_no_mask(model):
 
 @pytest.mark.parametrize("name", ["loss_mask", "segment_ids"])
 @pytest.mark.parametrize("shape", [(4, LENGTH + 1), (4, 1), (LENGTH,)])
-def test_masks_and_segments_have_the_shape_of_the_tokens(model, name, shape):
+def test_masks_and_segments_of_another_shape_are_refused(model, name, shape):
     batch = {"tokens": random_tokens(5, 4, LENGTH), name: np.ones(shape, np.int32)}
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling")
     with pytest.raises(DataError, match=rf"{name} .*\(4, {LENGTH}\)"):
@@ -236,8 +223,8 @@ def test_masks_and_segments_have_the_shape_of_the_tokens(model, name, shape):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_segments_are_in_all_passes_of_a_step_or_in_none(model, first):
-    """A second pass with segment ids after a first without used to ignore them."""
+def test_segments_in_only_some_passes_are_refused(model, first):
+    """Segment ids of a second pass used to be ignored if the first had none."""
     tokens = random_tokens(5, 2, LENGTH)
     batches = [{"tokens": tokens}, {"tokens": tokens, "segment_ids": np.ones_like(tokens)}]
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling", micro_batch_size=2)

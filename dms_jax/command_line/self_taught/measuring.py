@@ -17,7 +17,7 @@ from dms_jax.evaluation import Serving, evaluate
 from dms_jax.evaluation.progress import progress_bar
 from dms_jax.generation import Sampling, Score
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.training import held_out_distillation, held_out_loss
+from dms_jax.training import held_out_loss
 
 
 class HeldOut:
@@ -57,7 +57,7 @@ class HeldOut:
         """
         options: Any = dict(compute_dtype=self._compute_dtype)
         parts = {"": self._answers, "_whole": self._batches}
-        far = held_out_distillation(model, self._base, parts, **options)
+        far = held_out_loss(model, parts, teacher=self._base, **options)
         loss = held_out_loss(model, parts, **options)
         return {
             **{f"distillation{part}": value for part, value in far.items()},

@@ -16,7 +16,6 @@ import numpy as np
 from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dms_jax.training.planning import gpu_compiler
 from pallas_kernels import (
     dispatch,
     grouped_product,
@@ -36,6 +35,7 @@ from tests.pallas_kernels.support import structs, with_all_results
 from tests.pallas_kernels.training.support import both
 from tests.pallas_kernels.training.support import structs as training_structs
 from tests.pallas_kernels.update.support import operation, write_structs
+from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
 # One case of each form that a card has; the interpreter and the cards hold the others. Kernels of

@@ -3,10 +3,10 @@
 import pytest
 from jax.experimental.mosaic.gpu import utils
 
-from dms_jax.training.planning import gpu_compiler
 from pallas_kernels import dispatch
 from tests.pallas_kernels.cards import compile_for_gpus
 from tests.pallas_kernels.support import lower_for_cuda
+from tests.support import gpu_compiler
 from tests.support.for_gpus import told_by
 from tests.support.instances import further, nightly_but
 

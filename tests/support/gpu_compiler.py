@@ -13,8 +13,6 @@ from typing import Any
 
 from dms_jax.devices import DEVICES
 
-_PLUGIN = "jax_plugins.xla_cuda13"
-
 
 @dataclasses.dataclass(frozen=True)
 class Card:
@@ -82,15 +80,6 @@ device_description_str: "{card.name}"
 """
 
 
-def compiles_for(kind: str) -> bool:
-    """Whether trainings can be planned here for GPUs of a kind (`dms_jax.devices.DEVICES`).
-
-    A program of other GPUs than Hopper would hold other kernels than those that are chosen where no
-    GPU is.
-    """
-    return kind in CARDS and CARDS[kind].capability == (9, 0) and _folder() is not None
-
-
 def devices(kind: str, count: int, *, a_host: int) -> list[Any]:
     """Returns abstract GPUs to compile for, on hosts with `a_host` of them each.
 
@@ -103,8 +92,9 @@ def devices(kind: str, count: int, *, a_host: int) -> list[Any]:
     from jax._src.lib import xla_client
     from jax.experimental import topologies
 
-    folder = _folder()
-    assert folder is not None
+    found = importlib.util.find_spec("jax_plugins.xla_cuda13")
+    assert found is not None, "the compiler for GPUs is not there: `make gpu-compiler`"
+    folder = Path(next(iter(found.submodule_search_locations or ())))
     if not xla_client.pjrt_plugin_loaded("cuda"):
         xla_bridge.register_plugin("cuda", library_path=str(folder / "xla_cuda_plugin.so"))
     sheet = DEVICES[kind]
@@ -120,13 +110,4 @@ def devices(kind: str, count: int, *, a_host: int) -> list[Any]:
     )
     hosts = -(-count // a_host)
     options = {"target_config": description, "topology": f"1x{hosts}x{min(count, a_host)}"}
-    found = topologies.get_topology_desc("", "cuda", **options)
-    return list(found.devices)[:count]
-
-
-def _folder() -> Path | None:
-    """Returns where the plugin is; None if it is not installed."""
-    if importlib.util.find_spec(_PLUGIN.partition(".")[0]) is None:
-        return None
-    found = importlib.util.find_spec(_PLUGIN)
-    return None if found is None else Path(next(iter(found.submodule_search_locations or ())))
+    return list(topologies.get_topology_desc("", "cuda", **options).devices)[:count]

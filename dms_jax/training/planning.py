@@ -1,0 +1,299 @@
+"""`plan`: the memory and the time of a training run on a machine that you do not have.
+
+The step of each stage is compiled ahead of time by libtpu, which says what memory it takes. Stages
+whose steps take the same arguments, such as a ramp and the steps after it, share a program. A plan
+for GPUs compiles for as many chips of v5p: these partition the step alike, but its temporaries are
+a TPU's. On H200s it was up to half too high (experiments/results/training).
+
+Seconds are estimates of computing alone, executed operations / (devices * peak * 0.5): what devices
+send to each other is not counted. 0.5 is between the shares of the peak that were measured on one
+H200 (0.46 for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training
+at commit e04d67c4).
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from dms_jax import sharding
+from dms_jax.checks import Count, check
+from dms_jax.config import ModelConfig
+from dms_jax.errors import ConfigError
+from dms_jax.model.language_model import LanguageModel
+from dms_jax.policies import Policy, Vanilla, as_policy
+from dms_jax.training.display import TRAINED, duration, short
+from dms_jax.training.flops import attention_operations, layer_parameters, token_operations
+from dms_jax.training.machines import Machine, find_machine
+from dms_jax.training.out_of_memory import LESS_MEMORY
+from dms_jax.training.program import StepProgram, program_of_shape
+from dms_jax.training.recipe import Recipe, Stage
+
+_SHARE_OF_PEAK = 0.5
+_USABLE = 0.93  # share of a device's memory; a runtime and fragments take the rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device while a step runs.
+
+    Attributes:
+      parameters: the trained parameters, in float32.
+      optimizer: their moments.
+      frozen: parameters that no step changes: frozen ones, and the teacher's.
+      temporaries: all else: activations, gradients and buffers.
+      refused: whether the compiler refused the program and named what it would take.
+    """
+
+    parameters: float
+    optimizer: float
+    frozen: float
+    temporaries: float
+    refused: bool = False
+
+    @property
+    def total(self) -> float:
+        """The bytes of all parts together."""
+        return self.parameters + self.optimizer + self.frozen + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What an optimizer step of one stage takes.
+
+    Attributes:
+      kind: the kind of the stage (`Stage`).
+      steps: optimizer steps.
+      passes: passes of an optimizer step.
+      memory: bytes on each device.
+      seconds: seconds of an optimizer step.
+    """
+
+    kind: str
+    steps: int
+    passes: int
+    memory: Memory
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run takes; printed, it is a report.
+
+    Attributes:
+      machine: the devices.
+      mesh: devices along each axis.
+      recipe: the recipe.
+      policy: the policy.
+      parameters: parameters of the model.
+      stages: what each stage takes, in order.
+    """
+
+    machine: Machine
+    mesh: dict[str, int]
+    recipe: Recipe
+    policy: Policy
+    parameters: int
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes on each device, in the stage that takes the most."""
+        return max((stage.memory for stage in self.stages), key=lambda memory: memory.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the steps of every stage fit a device."""
+        return self.memory.total <= _USABLE * self.machine.device.memory
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole run."""
+        return sum(stage.steps * stage.seconds for stage in self.stages)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the plan as JSON data, with the lines that are printed."""
+        return {
+            "machine": self.machine.name,
+            "mesh": self.mesh,
+            "policy": short(self.policy),
+            "recipe": self.recipe.name,
+            "parameters": self.parameters,
+            "tokens": self.recipe.total_tokens(self.policy),
+            "fits": self.fits,
+            "seconds": self.seconds,
+            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+            "report": str(self).splitlines(),
+        }
+
+    def __str__(self) -> str:
+        recipe, machine, memory = self.recipe, self.machine, self.memory
+        trained = TRAINED[recipe.trained_for(self.policy)]
+        mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+        tokens = recipe.total_tokens(self.policy)
+        lines = [
+            f"{self.parameters / 1e9:.1f}B parameters, {short(self.policy)}, {recipe.name}: "
+            f"{trained}, {recipe.loss.replace('_', ' ')}",
+            f"On {machine.count} {machine.kind} ({machine.name}): {mesh}",
+        ]
+        if not machine.is_tpu:
+            lines.append(
+                f"Estimated from a TPU's program ({machine.topology}): memory may be half too high"
+            )
+        lines += ["", "Memory a device, GB"]
+        rows = {
+            "trained parameters (float32)": memory.parameters,
+            "optimizer's moments": memory.optimizer,
+            "frozen parameters and the teacher's": memory.frozen,
+            "activations, gradients, buffers": memory.temporaries,
+            "together": memory.total,
+            f"of {machine.kind}: {'fits' if self.fits else 'DOES NOT FIT'}": machine.device.memory,
+        }
+        lines += [f"  {name:<40} {size / 1e9:9.2f}" for name, size in rows.items()]
+        if memory.refused:
+            lines.append("  (what the compiler asked for when it refused the program)")
+        if not self.fits:
+            lines.append(LESS_MEMORY)
+        lines += ["", "Time (estimated, without what devices send to each other)"]
+        for stage in self.stages:
+            several = f" of {stage.passes:,} passes" if stage.passes > 1 else ""
+            lines.append(
+                f"  {stage.steps:,} steps of {stage.kind}: {duration(stage.seconds)} each{several}"
+            )
+        hours = machine.count * self.seconds / 3600
+        lines.append(
+            f"  the run, {tokens / 1e9:.3g}B tokens: {duration(self.seconds)}, {hours:,.0f} "
+            "device-hours"
+        )
+        return "\n".join(lines)
+
+
+def plan(
+    model: ModelConfig | LanguageModel,
+    policy: Policy | str | None = None,
+    *,
+    recipe: Recipe,
+    machine: str,
+    model_shards: int = 1,
+    expert_shards: int = 1,
+    sequence_shards: int = 1,
+    dtype: str = "bfloat16",
+) -> Plan:
+    """Returns what a training run takes on some machine, without running or allotting anything.
+
+    Args:
+      model: the model, or only its shape.
+      policy: the policy to train for; None for vanilla.
+      recipe: the recipe of the run.
+      machine: a TPU slice ("v5p-128", "v6e-256") or a number of devices ("8xh200").
+      model_shards: devices along which heads and feed-forward are split.
+      expert_shards: devices along which heads and whole experts are split; both are one group.
+      sequence_shards: devices along which the tokens of each sequence are split; what is left
+        splits sequences, and both hold shards of every parameter.
+      dtype: type of the model's parameters.
+
+    Raises:
+      ConfigError: there is no such machine, libtpu is missing, or the batch does not divide.
+    """
+    config = model.config if isinstance(model, LanguageModel) else model
+    check("plan: model", config, ModelConfig)
+    check("plan: recipe", recipe, Recipe)
+    policy = Vanilla() if policy is None else as_policy(policy)
+    target = find_machine(machine)
+    shards = dict(model=model_shards, expert=expert_shards, sequence=sequence_shards)
+    shards = {name: check(f"plan: {name}_shards", size, Count) for name, size in shards.items()}
+    data, rest = divmod(target.count, math.prod(shards.values()))
+    if rest:
+        asked = " times ".join(f"{name}_shards={n}" for name, n in shards.items() if n > 1)
+        raise ConfigError(
+            f"plan: {target.name} has {target.count} devices, which {asked} does not divide."
+        )
+    sizes = sharding.mesh_axes(
+        data, shards["model"], sequence=shards["sequence"], experts=shards["expert"]
+    )
+    # In the order of the topology: the places of real devices are chosen when they are there.
+    devices = np.array(target.devices(), object).reshape(tuple(sizes.values()))
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=types)
+    program = program_of_shape(
+        config, policy, recipe, mesh, dtype, memory=float(target.device.memory)
+    )
+    stages, compiled = [], {}
+    for stage in program.recipe.stages_for(policy):
+        leaves, structure = jax.tree.flatten(program.inputs(stage))
+        inputs = (structure, *leaves)
+        if inputs not in compiled:
+            compiled[inputs] = _memory(program, stage)
+        passes = recipe.batch_of(stage) // recipe.pass_size(data)
+        operations = _operations(config, program, policy, stage)
+        seconds = operations / (target.count * target.device.peak * _SHARE_OF_PEAK)
+        stages.append(StagePlan(stage.kind, stage.steps, passes, compiled[inputs], seconds))
+    return Plan(
+        machine=target,
+        mesh=sizes,
+        recipe=program.recipe,
+        policy=policy,
+        parameters=sum(x.size for x in program.parameters.values()),
+        stages=tuple(stages),
+    )
+
+
+def bytes_a_device(tree: Any) -> int:
+    """Returns the bytes that the arrays of a tree take on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def _memory(program: StepProgram, stage: Stage) -> Memory:
+    """Compiles the step of a stage, and returns the memory on each device."""
+    passes, _ = program.inputs(stage)
+    state = program.state
+    parts = dict(parameters=state.parameters, optimizer=state.optimizer, frozen=program.constants)
+    held: Any = {name: float(bytes_a_device(arrays)) for name, arrays in parts.items()}
+    try:
+        compiled = program.lower(stage).compile()
+    except jax.errors.JaxRuntimeError as error:
+        temporaries = _asked_for(str(error), sum(held.values()) + bytes_a_device(passes))
+        if temporaries is None:
+            raise
+        return Memory(**held, temporaries=temporaries, refused=True)
+    analysis: Any = compiled.memory_analysis()
+    return Memory(**held, temporaries=bytes_a_device(passes) + analysis.temp_size_in_bytes)
+
+
+def _asked_for(message: str, arguments: float) -> float | None:
+    """Returns the bytes of temporaries that a compiler names when memory does not suffice.
+
+    It names either everything or temporaries alone; None if it refuses for another reason.
+    """
+    size = r"([\d.]+)([KMG])"
+    everything = re.search(rf"Used {size} of", message)
+    found = everything or re.search(rf"required for HLO temporaries \({size}\)", message)
+    if found is None:
+        return None
+    named = float(found[1]) * 1024 ** (" KMG".index(found[2]))
+    return max(0.0, named - arguments) if everything else named
+
+
+def _operations(config: ModelConfig, program: StepProgram, policy: Policy, stage: Stage) -> float:
+    """Returns the operations that an optimizer step executes, recomputation included."""
+    recipe = program.recipe
+    keys = (recipe.sequence_length + 1) / 2
+    matrices = layer_parameters(program.parameters, config.experts)
+    operations = token_operations(
+        config,
+        matrices,
+        keys,
+        frozen=recipe.trained_for(policy) != "all",
+        teacher=recipe.loss == "distillation",
+        stage=stage.kind,
+    )
+    if stage.kind != "supervise" and recipe.remat in ("all_but_attention", "everything"):
+        operations += 2 * matrices
+        if recipe.remat == "everything":
+            operations += attention_operations(config, keys)
+    return operations * recipe.batch_of(stage) * recipe.sequence_length
