@@ -1,4 +1,4 @@
-"""Chunks of eight steps are two programs in all tests of generation; some run on fakes."""
+"""In all tests of generation chunks of eight steps are two programs; some run on fakes."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def two_programs(monkeypatch) -> None:
 
 @pytest.fixture
 def fakes():
-    """Programs compute nothing, and leave no engine with pages in use or steps that run."""
+    """Programs compute nothing; afterwards no engine has pages in use or steps in flight."""
     from tests.generation.support import HOST_ENGINES
     from tests.support.fake_programs import faked
 

@@ -1,4 +1,4 @@
-"""Turns that share a cache equal one run over all tokens, and recompute nothing."""
+"""Turns over one cache equal one run over all tokens, and recompute nothing."""
 
 import dataclasses
 import shutil
@@ -51,7 +51,7 @@ def begun(name="keeps", **options):
 
 
 def check_turn(completion, past, turn, name="keeps", sampling=SHORT) -> None:
-    """Compares a turn with the answer to all of its conversation, of which it reads its part."""
+    """Compares a turn with the answer to the whole conversation; it prefills only its part."""
     want = answer([*past, *turn], sampling, name)
     own = dict(prompt_tokens=len(turn) + bool(past))  # the last token of an answer had not been run
     dataclasses.replace(want, usage=want.usage | own).check(completion)
@@ -72,7 +72,7 @@ def test_turns_equal_one_run_over_all_tokens(name, fed):
 
 @on_fakes
 @every_row
-def test_a_conversation_that_is_cleared_begins_anew(name, fed):
+def test_cleared_conversation_starts_over(name, fed):
     conversation = begun(name, **BRANCHES)
     first, turn = prompts([9, 4])
     conversation.say(first, sampling=SHORT)
@@ -109,7 +109,7 @@ def test_quest_turns_keep_their_prompts_dense():
 
 
 @on_fakes
-def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached(fed):
+def test_stop_string_ends_turn_and_caches_nothing_after_it(fed):
     prompt, turn = prompts([9, 3])
     sampling = dataclasses.replace(SHORT, stop=answer(prompt).text[9:12], max_new_tokens=20)
     conversation = begun(**SHAPE)
@@ -118,13 +118,13 @@ def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached(fed):
     answer(prompt, sampling).check(first)
     fed.clear()
     second = conversation.say(turn, sampling=SHORT)
-    assert sum(fed) == 1 + 3  # the turn before it is not read again
+    assert sum(fed) == 1 + 3  # the previous turn is not recomputed
     check_turn(second, prompt + first.tokens, turn)
 
 
 @on_fakes
 @pytest.mark.parametrize("name", ["evicts", "bounded"])
-def test_an_interrupted_turn_leaves_the_conversation_as_it_was(name, fed):
+def test_interrupted_turn_leaves_conversation_unchanged(name, fed):
     turns, past = prompts([9, 4, 11]), []
 
     def interrupt(update):
@@ -143,7 +143,7 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(name, fed):
 
 
 @on_fakes
-def test_when_the_positions_run_out():
+def test_conversation_runs_out_of_positions():
     conversation = begun("bounded", page_size=16, chunk=8, prefill_chunk=512)
     conversation.say(prompts([480])[0], sampling=SHORT)
     with pytest.raises(DataError, match=r"has 489 tokens and the new prompt 30.* at most 22"):
@@ -156,7 +156,7 @@ def test_when_the_positions_run_out():
 
 
 @on_fakes
-def test_when_the_memory_runs_out():
+def test_conversation_runs_out_of_memory():
     conversation, (prompt, long) = with_pages(begun(**SHAPE), 3 * 20), prompts([9, 29])
     first = conversation.say(prompt, sampling=SHORT)
     with pytest.raises(CapacityError, match="cannot hold the sequence to its end"):
@@ -166,7 +166,7 @@ def test_when_the_memory_runs_out():
 
 
 @on_fakes
-def test_text_goes_on_without_a_beginning_token():
+def test_later_turns_have_no_beginning_token():
     tokenizer, conversation = stories().tokenizer, begun(**SHAPE)
     first = conversation.say("Once upon a time", sampling=SHORT)
     second = conversation.say(" and then", sampling=SHORT)
@@ -198,7 +198,7 @@ def user(text: str) -> list[dict]:
 
 
 @on_fakes
-def test_chat_turns_are_written_once(chatting, fed):
+def test_chat_template_renders_each_turn_once(chatting, fed):
     encode = chatting.tokenizer.encode
     conversation = dms_jax.Conversation(chatting, **(SHAPE | {"max_tokens": 128}))
     first = conversation.say(user("A cat"), sampling=SHORT)
@@ -215,7 +215,7 @@ def test_chat_turns_are_written_once(chatting, fed):
 
 
 @on_fakes
-def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed):
+def test_template_variables_apply_wherever_messages_are_rendered(chatting, fed):
     """Prompts, every turn of a conversation, and documents to train on."""
     chatting.tokenizer.chat_template = TEMPLATE + "{{ thinking | default('') }}"
     thinking = chatting.with_template(thinking="hm")
@@ -235,7 +235,7 @@ def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed)
     assert list(trained) == encode("<s>[user] A cat" + "hm", False)
 
 
-def test_variables_that_no_template_takes_are_refused(chatting):
+def test_invalid_template_variables_are_refused(chatting):
     with pytest.raises(ConfigError, match="with_template: messages cannot be given"):
         chatting.with_template(messages=[])
     chatting.tokenizer.chat_template = None
@@ -244,7 +244,7 @@ def test_variables_that_no_template_takes_are_refused(chatting):
 
 
 @on_fakes
-def test_an_answer_that_ended_is_not_ended_twice(chatting):
+def test_end_token_is_not_repeated_by_template(chatting):
     generation = dataclasses.replace(
         chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
     )
@@ -282,7 +282,7 @@ def test_several_seeds_for_one_conversation_are_refused():
 
 @on_fakes
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_questions_about_one_context_read_it_once(name, fed):
+def test_questions_prefill_their_context_once(name, fed):
     """Three questions in two branches equal three conversations, and the context stays."""
     context, *questions = prompts([17, 4, 9, 6])
     conversation = begun(name, **BRANCHES)
@@ -309,7 +309,7 @@ def test_questions_about_one_context_read_it_once(name, fed):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "quest", "snapkv", "kcache"])
-def test_questions_about_one_context_are_answered_as_alone_with_real_programs(name):
+def test_questions_are_answered_as_alone_with_real_programs(name):
     model, policy = model_for("vanilla", ends=False), MECHANISMS[name]
     context, *questions = prompts([17, 4, 9, 6])
     conversation = dms_jax.Conversation(model, policy, **BRANCHES)
@@ -326,7 +326,7 @@ def test_questions_about_one_context_are_answered_as_alone_with_real_programs(na
 
 
 @on_fakes
-def test_chains_of_one_question_read_it_once(fed):
+def test_chains_prefill_their_question_once(fed):
     conversation = begun("evicts", **BRANCHES)
     context, question = prompts([17, 6])
     conversation.read(context)
@@ -364,7 +364,7 @@ def test_questions_that_do_not_fit_together_wait():
 
 
 @on_fakes
-def test_an_interrupted_question_leaves_the_conversation_as_it_was():
+def test_interrupted_question_leaves_conversation_unchanged():
     def interrupt(update):
         raise KeyboardInterrupt
 
@@ -377,7 +377,7 @@ def test_an_interrupted_question_leaves_the_conversation_as_it_was():
 
 
 @on_fakes
-def test_what_cannot_be_asked_or_read(chatting):
+def test_invalid_questions_and_contexts_are_refused(chatting):
     conversation = dms_jax.Conversation(chatting, **SHAPE)
     with pytest.raises(ConfigError, match="branches="):
         conversation.ask([[5]], sampling=SHORT)
@@ -393,8 +393,8 @@ def test_what_cannot_be_asked_or_read(chatting):
 
 
 @on_fakes
-def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
-    """A text is read when `read` returns: its errors are not those of the next turn."""
+def test_interrupt_during_read_loses_nothing(monkeypatch):
+    """`read` waits for its prefill: errors do not appear in the next turn."""
     context, question = prompts([7, 6])
 
     def refuse(runner, *_):
@@ -410,8 +410,8 @@ def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
     assert found.tokens == answer(context + question, SHORT, "evicts").tokens
 
 
-def test_a_text_may_fill_the_whole_pool():
-    """Nothing can be answered then, which the next turn says."""
+def test_context_may_fill_pool():
+    """The next turn fails, as there is no room for an answer."""
     conversation = dms_jax.Conversation(
         model_for("vanilla", ends=False), max_tokens=32, page_size=16, chunk=8, prefill_chunk=16
     )

@@ -52,7 +52,7 @@ def of_small_step(policy, sampling, *, data: int, model: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", nightly_but({"Vanilla", "DMS"}, POLICIES))
 @pytest.mark.parametrize(("data", "model"), [(1, 2), *further((2, 2), (2, 4), (1, 8))])
-def test_a_layer_has_two_sums(name, data, model):
+def test_layer_has_two_all_reduces(name, data, model):
     found = of_small_step(POLICIES[name], GREEDY, data=data, model=model)
     own = BATCH // data
     stream = f"all-reduce f32[{own},1,{SMALL.hidden_size}]"  # in which a CPU sums bfloat16
@@ -67,14 +67,14 @@ def test_a_layer_has_two_sums(name, data, model):
 
 
 @pytest.mark.nightly
-def test_where_sequences_are_split_a_step_has_no_collective():
+def test_step_over_split_sequences_has_no_collective():
     assert of_small_step(POLICIES["DMS"], GREEDY, data=4, model=1) == {}
     # Whether one of the first tokens that are tried is kept, of all sequences.
     assert of_small_step(POLICIES["DMS"], TOP_P, data=4, model=1) == {"all-reduce pred[]": 1}
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), *further((1, 4), (3, 1))])
-def test_each_device_has_the_plan_of_its_own_rows(data, model, monkeypatch):
+def test_each_device_plans_its_own_rows(data, model, monkeypatch):
     """Checks each call of the kernel against a plan for its own lengths; a wrong one gives NaN."""
     policy, mesh = dms_jax.Vanilla(), dms_jax.make_mesh(data, model)
     transformer, plans = random_model(TINY, dtype=jnp.float32), []

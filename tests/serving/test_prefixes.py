@@ -31,7 +31,7 @@ def ask(client, messages, **more):
     return answer, {key: value for key, value in answer.items() if key not in DROPPED}
 
 
-def test_an_agents_next_turn_reads_what_is_new(keeping, anew):
+def test_next_turn_prefills_only_new_tokens(keeping, anew):
     """The next prompt repeats the answer; what is cached is said, and answers are the same."""
     messages = [SYSTEM, {"role": "user", "content": "Begin."}]
     cached, total = [], 0
@@ -56,7 +56,7 @@ def test_an_agents_next_turn_reads_what_is_new(keeping, anew):
     assert keeping.metric("dms_jax_pages_free") == keeping.service._pages  # requests may have them
 
 
-def test_copies_of_a_prompt_count_what_is_cached_once(keeping):
+def test_choices_count_cached_tokens_once(keeping):
     messages = [SYSTEM, {"role": "user", "content": "Begin."}]
     first, _ = ask(keeping, messages, n=3)
     again, _ = ask(keeping, messages, n=3)

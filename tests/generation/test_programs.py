@@ -1,0 +1,123 @@
+"""Programs: compiler options, the loop over layers, and results in one transfer."""
+
+import dataclasses
+import functools
+import inspect
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import dms_jax
+from dms_jax.generation import Engine, programs
+from dms_jax.generation.programs import Packed
+from dms_jax.model.language_model import GenerationDefaults
+from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts, stories
+
+
+def test_xla_accepts_step_options():
+    """XLA knows the names and values on every platform; it refuses an unknown one like this."""
+    step = jax.jit(lambda x: x + 1, compiler_options=programs.GPU_STEP_OPTIONS)
+    assert step(1) == 2
+    unknown = programs.GPU_STEP_OPTIONS | {"xla_gpu_enable_while_loop_unrolling": "SOMETIMES"}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid enum value"):
+        jax.jit(lambda x: x + 2, compiler_options=unknown)(1)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"], ids="on {}".format)
+def test_options_follow_backend(backend, monkeypatch):
+    """An unknown option on only one kind of device."""
+    program = programs.Program(lambda x: x + 1, gpu_options={"xla_no_such_option": True})
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    if backend == "cpu":
+        assert program(1) == 2
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        program(1)
+
+
+def test_program_passes_extra_arguments_on_gpu(monkeypatch):
+    program = programs.Program(
+        lambda x, block=1: x + block, gpu_options={}, on_gpu={"block": 8}, donate_argnums=0
+    )
+    assert program(1) == 2
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert program(1) == 9
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["dms", "dmc", "kcache"])
+def test_steps_do_not_depend_on_layers_per_iteration(name, monkeypatch):
+    """A GPU's turns have several; windows of DMC that hold nothing are among what is cut."""
+    policies = {
+        "dmc": dms_jax.DMC(window=1, offset=0.0),
+        "kcache": dms_jax.KCache(top=4, first_layers=2, values="device"),
+    }
+    policy = policies.get(name, POLICIES.get(name))
+    model = dataclasses.replace(stories(), policy=policy, generation=GenerationDefaults())
+    drawn = []
+    for block in (1, 5):
+        step = functools.partial(inspect.unwrap(programs.decode), block=block)
+        program = programs.Program(step, donate_argnums=1, static_argnums=(9, 10))
+        monkeypatch.setattr(programs, "decode", program)
+        engine = Engine(model, policy, max_tokens=64, **SHAPE)
+        drawn.append(engine.generate(prompts(), sampling=GREEDY))
+        monkeypatch.undo()
+    for one, other in zip(*drawn, strict=True):
+        assert one.tokens == other.tokens
+        chex.assert_trees_all_close(one.logprobs, other.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "results"),
+    [
+        (dms_jax.Vanilla(), 1),
+        (dms_jax.TOVA(budget=20), 1),
+        (dms_jax.Quest(budget=16, dense_layers=0), 2),  # reads fewer entries than are in use
+    ],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_layer_of_step_returns_only_lengths_and_own_state(policy, results):
+    """Totals that follow from the lengths are taken of all layers at once: a layer is launches."""
+    engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
+    runner, transformer = engine.runner, engine.model.transformer
+    table = np.zeros((*runner.reservation.lengths.shape, 4), np.int32)
+    cache = dataclasses.replace(runner.cache, page_table=table)
+    tokens, counts = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
+
+    def step(cache, tokens, counts):
+        return transformer.cached(tokens, counts, cache, engine.policy, one_pass=False)
+
+    num_layers = engine.model.config.num_layers
+    (layers,) = (
+        equation
+        for equation in jax.make_jaxpr(step)(cache, tokens, counts).eqns
+        if equation.primitive.name == "scan" and equation.params["length"] == num_layers
+    )
+    stacked = [x.aval for x in layers.outvars if x.aval.shape[:2] == (num_layers, 2)]
+    states = len(jax.tree.leaves(cache.row_state))
+    assert len(stacked) == results + states
+
+
+TREE = {
+    "numbers": np.arange(-3, 3, dtype=np.int32).reshape(2, 3),
+    "booleans": np.array([[True], [False]]),
+    "shares": np.array([0.1, -np.inf, np.nan], np.float32),
+    "nothing": np.zeros((0, 4), np.int32),
+    "absent": None,
+}
+
+
+def test_packed_results_round_trip():
+    packed = jax.jit(Packed.of)(TREE)
+    assert len(jax.tree.leaves(packed)) == 1
+    read = packed.read()
+    chex.assert_trees_all_equal(read, TREE)
+    chex.assert_trees_all_equal_shapes_and_dtypes(read, TREE)
+
+
+def test_packed_results_keep_double_precision():
+    with jax.enable_x64(True):
+        numbers = {"one": np.array([1 / 3, 2.0]), "two": np.array([True]), "three": np.array(2**40)}
+        chex.assert_trees_all_equal(jax.jit(Packed.of)(numbers).read(), numbers)
