@@ -22,3 +22,18 @@ def fakes():
     for engine in HOST_ENGINES:
         assert engine.runner.reservation.allocator.pages_in_use == 0
         assert not engine.runner.reservation.steps_in_flight.any()
+
+
+@pytest.fixture
+def prefilled(monkeypatch) -> list[int]:
+    """The number of tokens of each prefill program, as they are launched."""
+    from dms_jax.generation.runner import Runner
+
+    counts, extend = [], Runner.extend
+
+    def counted(runner, batch):
+        counts.append(sum(map(len, batch.tokens.values())))
+        return extend(runner, batch)
+
+    monkeypatch.setattr(Runner, "extend", counted)
+    return counts

@@ -38,7 +38,7 @@ def check(requests, name="keeps", **given):
         answer(each.prompt, each.sampling, name, **given).check(each)
 
 
-def test_requests_join_those_that_run_and_draw_as_they_do_alone():
+def test_requests_join_running_call():
     engine = host_engine()
     requests = requests_of(prompts()[: len(SETTINGS)], SETTINGS)
     coming, waited, together, ended = list(requests), [], [], []
@@ -95,7 +95,7 @@ def test_usage_after_one_token_excludes_steps_in_flight(name):
 
 
 @pytest.mark.parametrize("lengths", [(5, 30, 1), (5, 7, 1)], ids=["alone", "steps-run"])
-def test_what_is_cancelled_while_it_waits_is_never_read(lengths):
+def test_cancelled_queued_request_is_never_prefilled(lengths):
     """A lane is free for it at the moment when it is cancelled, while steps of another may run."""
     engine, told = host_engine(), []
     short = dataclasses.replace(GREEDY, max_new_tokens=5)
@@ -119,7 +119,7 @@ def test_what_is_cancelled_while_it_waits_is_never_read(lengths):
 
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("listens", [False, True], ids=["incoming", "told"])
-def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens, copies):
+def test_usage_of_cancelled_prefill(listens, copies):
     """It is cancelled when its first part was launched behind steps that nobody has read."""
     engine, (short, long) = host_engine(lanes=4, **BY_CHUNK), prompts((5, 30))
     first, other, *copied = requests_of([short, *[long] * copies], GREEDY, copies=True)

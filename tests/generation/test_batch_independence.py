@@ -38,7 +38,7 @@ def answers(model: LanguageModel, sampling: Sampling, **options) -> list:
     ],
     ids=["Vanilla", "DMS"],
 )
-def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype, arrangements):
+def test_answers_do_not_depend_on_batch(policy, dtype, arrangements):
     with jax.enable_x64(dtype == "float64"):
         transformer = random_model(tiny_config(), adapter=True, dtype=jnp.dtype(dtype))
         model = LanguageModel(transformer, policy=policy)

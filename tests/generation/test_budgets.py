@@ -121,7 +121,7 @@ def test_share_over_windowed_policy_is_refused():
     assert rows.for_length(100) == dms_jax.Quest(budget=25, over=dms_jax.StreamingLLM(budget=16))
 
 
-def test_what_comes_from_the_host_is_a_fixed_number():
+def test_kcache_fetches_fixed_number():
     with pytest.raises(dms_jax.ConfigError, match="give top, or values='device'"):
         dms_jax.KCache(compression_ratio=4)
     share = dms_jax.KCache(compression_ratio=4, values="device", over=dms_jax.DMS(window=3))
@@ -132,7 +132,7 @@ def test_what_comes_from_the_host_is_a_fixed_number():
 
 
 @pytest.mark.nightly
-def test_scores_have_the_share_of_the_whole_sequence():
+def test_scores_use_budget_of_whole_sequence():
     """In company and alone the same, which for one of them is that of a budget in tokens."""
     one, other = list(range(3, 19)), list(range(3, 15))
     share = dms_jax.H2O(compression_ratio=2)
@@ -164,7 +164,7 @@ def test_scores_use_given_max_length():
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "left"), [("cuts", 8), ("bounded", 20)])
-def test_what_is_left_after_a_cut_is_what_counts(name, left):
+def test_usage_counts_what_a_cut_leaves(name, left):
     """An answer of one token: no token was run after the eviction."""
     one, (prompt,) = dataclasses.replace(GREEDY, max_new_tokens=1), prompts([40])
     (made,) = host_engine(name, 1).generate([prompt], sampling=one)
@@ -173,7 +173,7 @@ def test_what_is_left_after_a_cut_is_what_counts(name, left):
 
 
 @pytest.mark.nightly
-def test_a_score_that_ends_with_a_cut_says_what_is_left():
+def test_usage_of_score_that_ends_with_cut():
     policy = dms_jax.Knorm(budget=16, interval=8)
     (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
     assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)

@@ -271,31 +271,18 @@ def test_abandoned_call_leaves_nothing_behind(turns):
 # -- what is known not to fit is refused -------------------------------------------------------
 
 
-@pytest.fixture
-def ran(monkeypatch) -> list[int]:
-    """Counts the compiled programs that ran over prompts."""
-    calls, extend = [], Runner.extend
-
-    def counted(self, batch):
-        calls.append(len(batch.tokens))
-        return extend(self, batch)
-
-    monkeypatch.setattr(Runner, "extend", counted)
-    return calls
-
-
 @pytest.mark.parametrize("name", ["keeps", "cuts"])
-def test_prompt_that_cannot_fit_is_refused_up_front(name, ran):
+def test_prompt_that_cannot_fit_is_refused_up_front(name, prefilled):
     engine = host_engine(name, 1, ends=ENDS)
     given = [*prompts((5, 9)), prompts((60,))[0]]
     with squeezed(engine, SMALL):
         with pytest.raises(CapacityError, match=r"cannot hold the prompt of prompt 2 \(60 tokens"):
             engine.generate(given, sampling=SHORT)
-        assert ran == []
+        assert prefilled == []
         check(engine.generate(given[:2], sampling=SHORT), given[:2], name=name, ends=ENDS)
 
 
-def test_first_chunk_that_cannot_fit_is_refused_up_front(ran):
+def test_first_chunk_that_cannot_fit_is_refused_up_front(prefilled):
     """Under any policy, here one that does not declare how much it keeps."""
     engine = host_engine("evicts", 1, prefill_chunk=64)
     with (
@@ -303,24 +290,24 @@ def test_first_chunk_that_cannot_fit_is_refused_up_front(ran):
         pytest.raises(CapacityError, match="cannot hold the first chunk of prompt 1"),
     ):
         engine.generate([*prompts((5,)), prompts((60,))[0]], sampling=SHORT)
-    assert ran == []
+    assert prefilled == []
 
 
-def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(ran):
+def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(prefilled):
     given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
     exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
     engine, ending = host_engine(lanes=1), host_engine(lanes=1, ends=ENDS)
     with squeezed(engine, SMALL):
         with pytest.raises(CapacityError, match="the sequence to its end of prompt 1"):
             engine.generate(given, sampling=long)
-        assert ran == []
+        assert prefilled == []
         (completion,) = engine.generate(given[1:], sampling=exact)  # to the last slot
         answer(given[1], exact).check(completion)
         # An end token or a stop string may come first, so it is tried.
         stop = dataclasses.replace(long, stop=completion.text[:4])
         (completion,) = engine.generate(given[1:], sampling=stop)
         answer(given[1], stop).check(completion)
-    ran.clear()
+    prefilled.clear()
     drawn = next(
         sampling
         for sampling in (dataclasses.replace(long, temperature=1.0, seed=s) for s in range(99))
@@ -328,7 +315,7 @@ def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(ran):
     )
     with squeezed(ending, SMALL), pytest.raises(CapacityError):
         ending.generate(given[1:], sampling=drawn)
-    assert ran
+    assert prefilled
 
 
 def test_answer_of_one_token_needs_no_room():
@@ -358,7 +345,7 @@ def test_answer_of_one_token_needs_no_room():
         )
 
 
-def test_evaluation_refuses_up_front(ran):
+def test_evaluation_refuses_up_front(prefilled):
     """Of three problems, one lane at a time, the first prompt is not the longest."""
     task, model = Continue(), model_for("vanilla")
     lengths = [len(model.tokenizer.encode(each.prompt)) for each in task.problems("test", 3)]
@@ -369,7 +356,7 @@ def test_evaluation_refuses_up_front(ran):
     serving = Serving(lanes=1, page_size=1, memory=memory)
     with pytest.raises(CapacityError, match="cannot hold the prompt"):
         evaluate(model, task, problems=3, serving=serving, **options)
-    assert ran == []
+    assert prefilled == []
 
 
 # -- calls that overlap ------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_eight_bits_and_values_on_the_host():
         dms_jax.estimate(LLAMA_8B, tokens=8192, kv_dtype="int8")
 
 
-def test_tied_embeddings_are_read_whole():
+def test_tied_embeddings_are_read_in_full():
     tied = dataclasses.replace(LLAMA_8B, tie_embeddings=True)
     guess = dms_jax.estimate(tied, tokens=64, batch=1)
     assert guess.weight_bytes == 2 * (PARAMETERS - 128_256 * 4096)
@@ -188,7 +188,7 @@ def test_pools_come_in_few_sizes():
     assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
 
 
-def test_errors_of_the_estimate():
+def test_estimate_errors():
     with pytest.raises(CapacityError, match=r"16\.06 GB of weights do not fit 16 GB"):
         dms_jax.estimate(LLAMA_8B, tokens=64, device="t4")
     with pytest.raises(CapacityError, match=r"100 sequences of 1\.074 GB do not fit .*; 59 would"):

@@ -5,8 +5,8 @@ The programs are fakes whose answers depend on every page, length and number of 
 """
 
 import collections
+import contextlib
 import dataclasses
-import itertools
 import random
 from unittest import mock
 
@@ -24,6 +24,7 @@ from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
 from dms_jax.generation.scheduler import Scheduler
+from tests.generation.schedules import serve_at_random
 from tests.generation.support import (
     GREEDY,
     ROWS_OF,
@@ -119,7 +120,7 @@ def test_prompt_below_budget_continues_although_policy_cuts():
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_no_prefix_is_shared_between_adapters(name):
+def test_adapters_share_no_prefixes(name):
     """Neither in one call, with one prefill per adapter, nor in later ones."""
     engine, (prompt,) = adapted_engine(name, 4, page_size=PAGE, prefix_cache=1e6), prompts((29,))
     engine.runner.recover()
@@ -145,7 +146,7 @@ def test_no_prefix_is_shared_between_adapters(name):
     assert engine.runner.reservation.allocator.pages_of_prefixes == 0
 
 
-def test_prefixes_in_host_memory_are_dropped_with_their_adapter():
+def test_host_prefixes_are_dropped_with_adapter():
     engine, given = adapted_engine("evicts", 2, page_size=PAGE, prefix_cache=1e6), prompts((29,))
     engine.runner.recover()
     engine.runner.prefixes.clear()
@@ -247,21 +248,16 @@ def test_appending_policy_shares_pages():
     assert max(running) == 4
 
 
+@contextlib.contextmanager
 def squeezed_with_prefixes(engine: Engine, pages: int):
-    """The pool has so many pages, and no prefix when it is left."""
+    """A context in which the pool has fewer pages; it begins and ends without prefixes."""
     engine.runner.prefixes.clear()
-    context = squeezed(engine, pages)
-
-    class Cleared:
-        def __enter__(self):
-            context.__enter__()
-
-        def __exit__(self, *error):
+    with squeezed(engine, pages):
+        try:
+            yield
+        finally:
             if not engine.runner.dirty:
                 engine.runner.prefixes.clear()
-            return context.__exit__(*error)
-
-    return Cleared()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -343,7 +339,7 @@ def test_session_holds_only_its_last_state(thinks, pages, expected, host):
     engine = engine_of("evicts", 4, prefix_cache=host)
     with squeezed_with_prefixes(engine, pages * 20):
         assert turns(engine, 3, 4, thinks=thinks) == [0, 0, 0, *np.repeat(expected, 3)]
-        assert engine.runner.prefixes.counts.host_states == 0
+        assert not any(each.superseded for each in engine.runner.prefixes._on_host)
 
 
 @pytest.mark.parametrize("name", ["keeps", "might evict"])
@@ -467,10 +463,11 @@ def test_random_prompt_trees_in_small_pools(name, pages, ends, host, seeds):
             for index, which in enumerate(order)
             for sampling in [samplings[which]]
         ]
-        pending = None if host is None else list(requests)
+        mode = "heard" if host is None else "open"
         with squeezed_with_prefixes(engine, pages * 20):
-            told["preempted"] += serve_at_random(engine, requests, pending, choose)
+            events = serve_at_random(engine, requests, choose, mode=mode)
             check_consistent(engine.runner.prefixes)
+        told["preempted"] += len(events.preempted)
         for request in requests:
             want = answer(request.prompt, request.sampling, name, ends=ends)
             told[request.finish_reason] += 1
@@ -482,42 +479,6 @@ def test_random_prompt_trees_in_small_pools(name, pages, ends, host, seeds):
     assert told["cached"] > 30
     assert told["cancelled"]
     assert told["preempted"] or (name, pages) not in (("keeps", 9), ("evicts", 7)), told
-
-
-def serve_at_random(engine, requests, pending, choose) -> int:
-    """Serves requests that are cancelled at random; returns how many were put back.
-
-    They are a list, or come at random if they are `pending`.
-    """
-    indices, share = range(len(requests)), choose.choice((0, 0.05, 0.2))
-    preempt, count = Scheduler.preempt, itertools.count()
-
-    def perhaps_cancel():
-        if choose.random() < share:
-            engine.cancel(choose.choices(indices, k=2))
-
-    def incoming(wait):
-        perhaps_cancel()
-        if not pending:
-            return None
-        size = choose.randint(1 if wait else 0, min(4, len(pending)))
-        came, pending[:size] = pending[:size], []
-        return came
-
-    def noted(scheduler):
-        next(count)
-        return preempt(scheduler)
-
-    with mock.patch.object(Scheduler, "preempt", noted):
-        engine.serve(
-            Source(
-                requests if pending is None else [],
-                requests[0].sampling,
-                on_tokens=lambda update: perhaps_cancel(),
-                incoming=None if pending is None else incoming,
-            )
-        )
-    return next(count)
 
 
 def check_consistent(prefixes: Prefixes) -> None:

@@ -151,7 +151,7 @@ def test_sampling_memory_is_bounded_by_trials():
 
 
 @pytest.mark.nightly
-def test_the_smallest_temperature_still_draws_among_equals():
+def test_smallest_temperature_draws_among_equals():
     """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
     logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
     keys = jax.random.split(jax.random.key(0), 64)
@@ -220,7 +220,7 @@ def test_lanes_filter_follows_changes():
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p"])
-def test_no_share_is_too_small(name):
+def test_tiny_top_p_and_min_p(name):
     """Against float64, for probabilities whose ratios are far outside float32."""
     logits = np.array([[-700.0, -600.0, -110.0, -95.0, -80.0, -60.0, 0.0]], np.float32)
     for share in (1e-300, 1e-46, 1e-44, 1e-40, 1e-38, 1e-30):
@@ -247,7 +247,7 @@ def test_half_precision_logits_are_sampled_in_float32():
 
 
 @pytest.mark.nightly
-def test_trials_do_not_depend_on_how_many_there_are():
+def test_trials_do_not_depend_on_their_number():
     logits = Scaled.of(jnp.asarray(np.stack([example(seed, 300) for seed in range(4)])))
     keys = jax.random.split(jax.random.key(5), 4)
     several = jax.jit(draw, static_argnums=2)

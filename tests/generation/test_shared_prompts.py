@@ -14,7 +14,6 @@ import dms_jax
 from dms_jax.generation import Engine, Generation, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
-from dms_jax.generation.runner import Runner
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     GREEDY,
@@ -32,7 +31,7 @@ SAMPLED = dms_jax.Sampling(temperature=1.0, max_new_tokens=9, seed=5, logprobs=T
 fakes = pytest.mark.usefixtures("fakes")
 
 
-def prefilled(completions) -> list[int]:
+def prefilled_of(completions) -> list[int]:
     return [completion.usage.prefilled_tokens for completion in completions]
 
 
@@ -42,27 +41,14 @@ def check(completions, given, name, sampling=SAMPLED, **more) -> None:
         answer(prompt, sampling, name, copy=given[:index].count(prompt), **more).check(one)
 
 
-@pytest.fixture
-def ran(monkeypatch) -> list[int]:
-    """Records the number of tokens of each call of Runner.extend."""
-    counts, extend = [], Runner.extend
-
-    def counted(self, batch):
-        counts.append(sum(map(len, batch.tokens.values())))
-        return extend(self, batch)
-
-    monkeypatch.setattr(Runner, "extend", counted)
-    return counts
-
-
 @fakes
-def test_chains_prefill_prompt_once(ran):
+def test_chains_prefill_prompt_once(prefilled):
     """Each chain still counts its own prompt, reads and peak, as the papers do."""
     (prompt,) = prompts([50])
     out = Generation(host_engine(lanes=4).generate([prompt] * 4, sampling=SAMPLED))
-    assert sum(ran) == 50
+    assert sum(prefilled) == 50
     assert out.usage.prefilled_tokens == 50
-    assert prefilled(out.completions) == [50] + [0] * 3
+    assert prefilled_of(out.completions) == [50] + [0] * 3
     assert out.usage.prompt_tokens == 200
     check(out.completions, [prompt] * 4, "keeps")
     assert len({tokens[0] for tokens in out.tokens}) == 4  # each draws with its own key
@@ -70,13 +56,13 @@ def test_chains_prefill_prompt_once(ran):
 
 @fakes
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
-def test_equal_prompts_among_others_are_prefilled_once(name, ran):
+def test_equal_prompts_among_others_are_prefilled_once(name, prefilled):
     engine, (one, two, three) = host_engine(name, 4), prompts([13, 5, 30])
     given = [one, three, one, three, two, one]
     found = engine.generate(given, sampling=SAMPLED)
     check(found, given, name)
-    assert prefilled(found) == [13, 30, 0, 0, 5, 13]  # the last one had to wait for a lane
-    assert sum(ran) == sum(prefilled(found))
+    assert prefilled_of(found) == [13, 30, 0, 0, 5, 13]  # the last one had to wait for a lane
+    assert sum(prefilled) == sum(prefilled_of(found))
 
 
 @fakes
@@ -87,12 +73,12 @@ def test_prompts_of_different_longest_lengths_share_nothing(monkeypatch):
     requests = make_requests(engine.model.config, [prompt] * 3, SAMPLED)
     requests[1].max_length = 50
     found = engine.serve(Source(requests, SAMPLED))
-    assert prefilled(found) == [20, 20, 0]
+    assert prefilled_of(found) == [20, 20, 0]
     check(found, [prompt] * 3, "keeps")
 
 
 @fakes
-def test_chains_wait_for_memory_without_preemption(ran, monkeypatch):
+def test_chains_wait_for_memory_without_preemption(prefilled, monkeypatch):
     """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
 
     Admission counts the minimum that the policy keeps, so all four are admitted. After the prefill
@@ -105,8 +91,8 @@ def test_chains_wait_for_memory_without_preemption(ran, monkeypatch):
     with squeezed(engine, 7 * 20):
         found = engine.generate(given, sampling=two_chunks)
     check(found, given, "might evict", two_chunks)
-    assert prefilled(found) == [30, 0, 30, 0]
-    assert sum(ran) == 60
+    assert prefilled_of(found) == [30, 0, 30, 0]
+    assert sum(prefilled) == 60
     assert preempted == []
 
 
@@ -136,7 +122,7 @@ def test_chain_of_one_token_needs_no_copy(name, pages, streamed):
         found = engine.generate(given, sampling=sampling, on_tokens=on_tokens if streamed else None)
     check(found, given, name, sampling, ends=ENDS)
     assert found[3].finish_reason == "end"
-    assert prefilled(found) == [30, 0, 30, 0]
+    assert prefilled_of(found) == [30, 0, 30, 0]
     assert not streamed or ended[0] == 3
     # As if it had prefilled its prompt itself, but without pages for steps.
     peak = dict(peak_cache_bytes=whole[3].usage.cache_bytes)
@@ -150,7 +136,7 @@ def test_waiting_chain_needs_only_its_budget():
     with squeezed(engine, 2 * 20):
         found = engine.generate(given, sampling=SAMPLED)
     check(found, given, "large budget")
-    assert prefilled(found) == [30, 30]
+    assert prefilled_of(found) == [30, 30]
 
 
 @fakes
@@ -162,7 +148,7 @@ def test_copies_use_few_programs():
     copies, draws = copy_lanes._cache_size(), first_tokens._cache_size()
     for count, prompt in ((2, given[1]), (4, given[2]), (3, given[3]), (2, given[0])):
         found = engine.generate([prompt] * count, sampling=SAMPLED)
-        assert prefilled(found) == [len(prompt)] + [0] * (count - 1)
+        assert prefilled_of(found) == [len(prompt)] + [0] * (count - 1)
     assert copy_lanes._cache_size() == copies
     assert first_tokens._cache_size() == draws
 

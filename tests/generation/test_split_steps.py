@@ -127,7 +127,7 @@ def on_gpus():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [*ON_GPUS, "top-p"])
-def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
+def test_split_steps_on_gpus_in_bfloat16(name, on_gpus):
     found = on_gpus[name]["collectives"]
     own = {f"all-reduce bf16[{BATCH},{rest}{CONFIG.hidden_size}]" for rest in ("", "1,")}
     assert sum(found.pop(each, 0) for each in own) == 2 * LAYERS + 1
@@ -141,7 +141,7 @@ def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Vanilla", "DMS"])
-def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, on_gpus):
+def test_split_layer_adds_two_launches(name, on_gpus):
     """The plan of attention is made once a step on a mesh, too."""
     # As in `test_launches`, with the norms of queries and keys and two sums; and what is sliced for
     # all layers of a turn, or kept of them.
@@ -151,5 +151,5 @@ def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, o
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Vanilla", "DMS"])
-def test_linked_gpus_sum_by_a_kernel_of_xla(name, on_gpus):
+def test_linked_gpus_use_xla_all_reduce_kernel(name, on_gpus):
     assert on_gpus[name]["own_sums"] == 2 * split_steps.TURN

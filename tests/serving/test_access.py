@@ -1,4 +1,4 @@
-"""Who may ask: hosts, web pages, types of bodies, keys."""
+"""Access: hosts, web pages, content types, keys."""
 
 import http.client
 import json
@@ -88,6 +88,8 @@ def test_key_is_required_except_for_health():
         assert status_of(access, "/health", authorization=given) == 200
     assert status_of(access) == 401
     assert status_of(access, "/health", host="evil.example") == 403
+    for given, status in (("two", 200), ("three", 401)):  # as Anthropic's clients send it
+        assert status_of(access, x_api_key=given) == status
 
 
 def test_keys_are_read_from_file_and_environment(tmp_path):

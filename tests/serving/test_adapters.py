@@ -1,4 +1,4 @@
-"""Adapters by name over HTTP: the `model` of a request says which, on every address."""
+"""Adapters over HTTP: the `model` of a request selects one, on every endpoint."""
 
 import concurrent.futures
 import dataclasses
@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.serving.service import DrainingError
 from tests.generation.support import adapted
-from tests.serving.support import BOUNDED, make_service, serving, stories, wait_until
+from tests.serving.support import BODIES, BOUNDED, make_service, serving, stories, wait_until
 from tests.support.fake_programs import answer_of
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -52,24 +52,14 @@ def test_requests_select_adapter_by_model(client):
     assert len({expected(slot, 24) for slot in range(3)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("path", "content"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
-        ("/v1/responses", {"input": "Hi"}),
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
-        ),
-    ],
-)
-def test_every_api_takes_model_names(client, path, content):
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_takes_model_names(client, path):
     for name in MODELS:
-        response = client.send(content | {"model": name}, path=path)
+        response = client.send(BODIES[path] | {"model": name}, path=path)
         answer = json.loads(response.read())
         assert response.status == 200, answer
         assert answer["model"] == name
-    response = client.send(content | {"model": "c"}, path=path)
+    response = client.send(BODIES[path] | {"model": "c"}, path=path)
     message = json.loads(response.read())["error"]["message"]
     assert response.status == 404
     assert message == "There is no model 'c' here, only 'stories', 'a', 'b'."
@@ -101,7 +91,7 @@ def tokens() -> list[int]:
 
 
 def test_adapter_is_replaced_between_requests():
-    """What runs ends with the old one, what comes waits for the new one, and others go on."""
+    """Running requests finish with the old one, new ones wait, and others go on."""
     service, new = make_service(adapters={each: adapted(each) for each in "ab"}), adapted("c")
     old = service.engine.runner.slots
     threads, log, ends = [], [], {name: threading.Event() for name in ("first", "later", "b")}

@@ -1,4 +1,4 @@
-"""Answers, streamed or whole: those that the programs gave to each request, alone or in company."""
+"""Answers over HTTP, whole and streamed, equal those of the engine."""
 
 import pytest
 

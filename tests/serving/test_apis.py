@@ -1,4 +1,4 @@
-"""Each API in and out, on answers from a script: forms, events, tools and their results."""
+"""Each API in and out, with scripted answers: formats, events, tools and results."""
 
 import json
 import logging
@@ -6,7 +6,11 @@ import logging
 import pytest
 
 import dms_jax
+from dms_jax.serving.apis import APIS
+from dms_jax.serving.parsing import RequestBody
+from dms_jax.serving.refusals import RefusalError
 from tests.serving.scripted import CACHED, scripted, served_model
+from tests.serving.support import BODIES
 
 WEATHER = {
     "name": "get_weather",
@@ -172,7 +176,7 @@ def in_channels(text):
 
 
 def test_harmony_answer():
-    """Thoughts are told without tools, too; results go behind their calls, one in a message."""
+    """Thoughts are marked without tools too; each result follows its call."""
     with scripted("harmony", in_channels) as client:
         answer = client.ask(chat=True, messages=[USER], reasoning_effort="low")
         message = answer["choices"][0]["message"]
@@ -299,7 +303,7 @@ def test_namespaced_functions():
 
 
 def test_codex_request(client):
-    """The fields that it sends; of its tools those that are no functions are left out."""
+    """The fields that Codex sends; tools that are not functions are ignored."""
     request = {
         "model": "scripted",
         "instructions": "You are a coding agent.",
@@ -426,7 +430,7 @@ def test_message_max_tokens_is_reduced_to_fit(client):
 
 
 def test_claude_code_request(client):
-    """The fields that it sends; what is for caches, and tools of other servers, are left out."""
+    """The fields that Claude Code sends; cache fields and server tools are ignored."""
     request = {
         "model": "scripted",
         "max_tokens": 500,
@@ -476,53 +480,28 @@ def test_tokenize_and_detokenize(client):
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 
+FORMAT = {"type": "json_schema", "name": "p", "schema": PERSON}
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        (CHAT, dict(messages=[USER], response_format={"type": "json_object"})),
-        (
-            CHAT,
-            dict(
-                messages=[USER],
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "p", "schema": PERSON},
-                },
-            ),
-        ),
-        (CHAT, dict(messages=[USER], guided_json=PERSON)),
-        (CHAT, dict(messages=[USER], guided_json=json.dumps(PERSON))),
-        (CHAT, dict(messages=[USER], structured_outputs={"json": PERSON})),
-        ("/v1/completions", dict(prompt="a", response_format={"type": "json_object"})),
-        (
-            RESPONSES,
-            dict(
-                input="a", text={"format": {"type": "json_schema", "name": "p", "schema": PERSON}}
-            ),
-        ),
-        (
-            MESSAGES,
-            dict(
-                messages=[USER],
-                max_tokens=9,
-                output_config={"format": {"type": "json_schema", "schema": PERSON}},
-            ),
-        ),
+        (CHAT, dict(response_format={"type": "json_object"})),
+        (CHAT, dict(response_format={"type": "json_schema", "json_schema": {"schema": PERSON}})),
+        (CHAT, dict(guided_json=PERSON)),
+        (CHAT, dict(guided_json=json.dumps(PERSON))),
+        (CHAT, dict(structured_outputs={"json": PERSON})),
+        ("/v1/completions", dict(response_format={"type": "json_object"})),
+        (RESPONSES, dict(text={"format": FORMAT})),
+        (MESSAGES, dict(output_config={"format": FORMAT})),
     ],
 )
 def test_json_schema_in_every_api(client, path, fields):
-    client.post(path, **fields)
+    client.post(path, **BODIES[path], **fields)
     grammar = client.service.samplings[-1].grammar
     assert isinstance(grammar, dms_jax.generation.grammar.Grammar)
     assert '"type": "object"' in grammar.source
-    client.post(
-        path,
-        **{
-            name: fields[name]
-            for name in fields
-            if name in ("messages", "prompt", "input", "max_tokens")
-        },
-    )
+    client.post(path, **BODIES[path])
     assert client.service.samplings[-1].grammar is None
 
 
@@ -544,115 +523,72 @@ def test_guided_regex_and_choice(client, fields):
 # -- what is refused -----------------------------------------------------------------------------
 
 BAD = {"type": "object", "properties": {"a": {"type": "objekt"}}}
+NAMED = {"type": "function", "function": {"name": "g"}}
 
 
-def format_of(schema):
+def tool(**fields):
+    return {"type": "function", "function": {**WEATHER, **fields}}
+
+
+def json_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-REFUSED = [
-    (CHAT, dict(messages=[USER], tools=[TOOL, TOOL]), "tools", "'get_weather' is the name of 2"),
-    (CHAT, dict(messages=[USER], tools=[{"type": "custom"}]), "tools", 'must be {"type": "func'),
-    (CHAT, dict(messages=[USER], tools={}), "tools", "must be a list"),
-    (CHAT, dict(messages=[USER], tools=[{"type": "function", "function": {}}]), "tools", "name"),
+# Beside a question in the API's form: more fields, the field that is named, words of the message.
+REFUSED_CHAT = [
+    (dict(tools=[TOOL, TOOL]), "tools", "'get_weather' is the name of 2"),
+    (dict(tools=[{"type": "custom"}]), "tools", 'must be {"type": "func'),
+    (dict(tools={}), "tools", "must be a list"),
+    (dict(tools=[tool(name=None)]), "tools", "name"),
+    (dict(tools=[tool(parameters=1)]), "tools", "JSON schema"),
+    (dict(tools=[TOOL], tool_choice="some"), "tool_choice", "got 'some'"),
+    (dict(tool_choice="required"), "tools", "there are no tools"),
+    (dict(tools=[TOOL], tool_choice=NAMED), "tool_choice", "'g', which is none of the tools"),
+    (dict(tools=[TOOL], parallel_tool_calls=1), "parallel_tool_calls", "True"),
+    (dict(response_format=json_format(BAD)), "response_format", "objekt"),
+    (dict(response_format=json_format(3)), "response_format", "is an object"),
+    (dict(response_format="json"), "response_format", '"json_object"'),
+    (dict(guided_regex="a(b"), "guided_regex", "unclosed group"),
+    (dict(guided_choice=[""]), "guided_choice", "none of them empty"),
+    (dict(guided_json="{"), "guided_json", "must be an object"),
+    (dict(structured_outputs={"xml": 1}), "structured_outputs", "one of json"),
     (
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[{"type": "function", "function": {"name": "f", "parameters": 1}}],
-        ),
-        "tools",
-        "JSON schema",
-    ),
-    (CHAT, dict(messages=[USER], tools=[TOOL], tool_choice="some"), "tool_choice", "got 'some'"),
-    (CHAT, dict(messages=[USER], tool_choice="required"), "tools", "there are no tools"),
-    (
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[TOOL],
-            tool_choice={"type": "function", "function": {"name": "g"}},
-        ),
-        "tool_choice",
-        "'g', which is none of the tools",
-    ),
-    (CHAT, dict(messages=[USER], response_format=format_of(BAD)), "response_format", "objekt"),
-    (CHAT, dict(messages=[USER], response_format=format_of(3)), "response_format", "is an object"),
-    (CHAT, dict(messages=[USER], response_format="json"), "response_format", '"json_object"'),
-    (CHAT, dict(messages=[USER], guided_regex="a(b"), "guided_regex", "unclosed group"),
-    (CHAT, dict(messages=[USER], guided_choice=[""]), "guided_choice", "none of them empty"),
-    (
-        CHAT,
-        dict(messages=[USER], structured_outputs={"xml": 1}),
-        "structured_outputs",
-        "one of json",
-    ),
-    (CHAT, dict(messages=[USER], guided_json="{"), "guided_json", "must be an object"),
-    (
-        CHAT,
-        dict(messages=[USER], guided_regex="a", response_format={"type": "json_object"}),
+        dict(guided_regex="a", response_format={"type": "json_object"}),
         "guided_regex",
         "Send one",
     ),
     (
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[
-                {"type": "function", "function": {**WEATHER, "parameters": BAD, "strict": True}}
-            ],
-        ),
+        dict(tools=[tool(parameters=BAD, strict=True)]),
         "tools",
         "tools[0] (get_weather): The grammar cannot be compiled",
     ),
-    (  # which an answer may call in place of its JSON
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[{"type": "function", "function": {**WEATHER, "parameters": {"properties": []}}}],
-            response_format={"type": "json_object"},
-        ),
+    (  # an answer may call it in place of its JSON
+        dict(tools=[tool(parameters={"properties": []})], response_format={"type": "json_object"}),
         "tools",
         "tools[0] (get_weather): The grammar cannot be compiled",
     ),
     (
-        CHAT,
-        dict(messages=[USER], tools=[TOOL], parallel_tool_calls=1),
-        "parallel_tool_calls",
-        "True",
-    ),
-    (
-        CHAT,
         dict(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]),
         "messages",
         "which are texts",
     ),
-    (
-        RESPONSES,
-        dict(input=QUESTION, previous_response_id="r"),
-        "previous_response_id",
-        "no answers",
-    ),
-    (RESPONSES, dict(input=QUESTION, background=True), "background", "stored"),
-    (RESPONSES, dict(input=[]), "input", "not empty"),
-    (RESPONSES, dict(input=[{"type": "item_reference", "id": "1"}]), "input", "'item_reference'"),
-    (RESPONSES, dict(input=[{"role": "tool", "content": "a"}]), "input", "role must be"),
-    (
-        RESPONSES,
-        dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]),
-        "input",
-        "text",
-    ),
-    (RESPONSES, dict(input=QUESTION, tools=[CALLING, CALLING]), "tools", "2 tools"),
-    (RESPONSES, dict(input=QUESTION, tools=[{}]), "tools", "must have a type"),
-    (RESPONSES, dict(input=QUESTION, tool_choice={"type": "mcp"}), "tool_choice", "function"),
-    (
-        RESPONSES,
-        dict(input=QUESTION, text={"format": {"type": "json_schema"}}),
-        "text.format",
-        "object",
-    ),
-    (RESPONSES, dict(messages=[USER]), "messages", "send input"),
+]
+REFUSED_RESPONSES = [
+    (dict(previous_response_id="r"), "previous_response_id", "no answers"),
+    (dict(background=True), "background", "stored"),
+    (dict(input=[]), "input", "not empty"),
+    (dict(input=[{"type": "item_reference", "id": "1"}]), "input", "'item_reference'"),
+    (dict(input=[{"role": "tool", "content": "a"}]), "input", "role must be"),
+    (dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "input", "text"),
+    (dict(tools=[CALLING, CALLING]), "tools", "2 tools"),
+    (dict(tools=[{}]), "tools", "must have a type"),
+    (dict(tool_choice={"type": "mcp"}), "tool_choice", "function"),
+    (dict(text={"format": {"type": "json_schema"}}), "text.format", "object"),
+    (dict(messages=[USER]), "messages", "send input"),
+]
+REFUSED = [
+    *((CHAT, dict(messages=[USER]) | fields, *said) for fields, *said in REFUSED_CHAT),
+    *((RESPONSES, dict(input=QUESTION) | fields, *said) for fields, *said in REFUSED_RESPONSES),
     ("/tokenize", dict(), "prompt", "either prompt"),
     ("/tokenize", dict(prompt="a", messages=[USER]), "prompt", "either prompt"),
     ("/detokenize", dict(), "tokens", "missing"),
@@ -717,28 +653,16 @@ def test_tools_need_known_call_format():
         assert "--tool-calls" in error["message"]
 
 
-ASKED = {
-    "/v1/completions": {"prompt": "Hello"},
-    CHAT: {"messages": [USER]},
-    RESPONSES: {"input": "Hello"},
-    MESSAGES: {"messages": [USER], "max_tokens": 9},
-}
-
-
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", BODIES)
 def test_priority_in_every_api(client, path):
     for priority in (None, 7, -7):
-        client.post(path, **ASKED[path], priority=priority)
+        client.post(path, **BODIES[path], priority=priority)
     assert client.service.priorities[-3:] == [0, 7, -7]
-    error = client.post(path, 400, **ASKED[path], priority=1.5)["error"]
+    error = client.post(path, 400, **BODIES[path], priority=1.5)["error"]
     assert "priority must be a whole number" in error["message"]
 
 
 def test_stream_errors_in_every_api():
-    from dms_jax.serving.apis import APIS
-    from dms_jax.serving.parsing import RequestBody
-    from dms_jax.serving.refusals import RefusalError
-
     served, error = served_model("hermes"), RefusalError("full", status=503, code="server_draining")
     for path, body, said in (
         (CHAT, dict(messages=[USER]), '"code":"server_draining"'),

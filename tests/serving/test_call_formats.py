@@ -1,4 +1,4 @@
-"""Answers as models write them: what they think, say and call, however the text arrives."""
+"""Parsing of answers: thoughts, content and calls do not depend on chunks."""
 
 import dataclasses
 import json
@@ -249,7 +249,7 @@ def test_arguments_are_streamed():
 
 
 def test_long_parameters_are_scanned_once():
-    """Agents write whole files; each part must not be looked through again for every token."""
+    """Agents write whole files, which must not be scanned again for every token."""
     reader = AnswerReader(CODER)
     reader.read("<tool_call>\n<function=f>\n<parameter=text>\n")
     start = time.process_time()

@@ -92,7 +92,7 @@ def script(text):
 
 
 @pytest.mark.parametrize("name", ["openai", "anthropic", "agents"])
-def test_clients_for_python(name):
+def test_python_clients(name):
     with scripted("hermes", script) as client:
         done = run(sys.executable, PROGRAMS / f"{name}_client.py", client.address)
     assert done == "done\n"

@@ -1,4 +1,4 @@
-"""Prompts that are scored: `echo` of text completions, against a plain pass of the model."""
+"""`echo` of text completions: scored prompts equal a plain pass of the model."""
 
 import concurrent.futures
 

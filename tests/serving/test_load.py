@@ -1,4 +1,4 @@
-"""Under load and at the end: who goes away frees pages, who is too many is told, who runs ends."""
+"""Load and shutdown: disconnects, full queues, failures, metrics and draining."""
 
 import itertools
 import json
@@ -17,6 +17,7 @@ from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY, Metrics
 from tests.generation.support import answer
 from tests.serving.support import (
+    BODIES,
     LANES,
     SHAPE,
     hold_steps,
@@ -33,14 +34,14 @@ LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
 
 @pytest.fixture
 def held(idle, monkeypatch):
-    """The client, an event until which every chunk of steps waits, and one that one does."""
+    """The client, and the events of `hold_steps`."""
     go_on, waits = hold_steps(idle, monkeypatch)
     yield idle, go_on, waits
     go_on.set()
 
 
 def metric_of(client, reason):
-    """Answers that ended for a reason."""
+    """Returns the number of answers with a finish reason."""
     (line,) = (
         line
         for line in client.get("/metrics")[1].splitlines()
@@ -64,16 +65,8 @@ def test_disconnect_frees_pages(held, stream):
     assert metric_of(client, "cancelled") == before + 1
 
 
-REQUESTS = {
-    "/v1/completions": LONG,
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "stream": True},
-    "/v1/responses": {"input": "Hello"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9},
-}
-
-
 def test_full_queue_says_when_to_retry(held, monkeypatch):
-    """None has ended after 7.5 seconds, so that one more is expected in as many."""
+    """None has ended after 7.5 seconds, so one more is expected in 7.5 seconds."""
     client, go_on, _ = held
     answers, now = [], [100.0]
     monkeypatch.setattr(client.service._turnover, "clock", lambda: now[0])
@@ -85,8 +78,8 @@ def test_full_queue_says_when_to_retry(held, monkeypatch):
     wait_until(lambda: client.service.snapshot().waiting)
     refused = client.metric("dms_jax_requests_total", 'status="429"')
     now[0] += 7.5
-    for (path, body), seconds in zip(REQUESTS.items(), ("8", "15", "23", "30"), strict=True):
-        response = client.send(body, path=path)
+    for (path, body), seconds in zip(BODIES.items(), ("8", "15", "23", "30"), strict=True):
+        response = client.send(body | {"stream": path.startswith("/v1/chat")}, path=path)
         error = json.loads(response.read())["error"]
         assert (response.status, error["type"]) == (429, "rate_limit_error")
         assert error.get("code") == (None if path == "/v1/messages" else "rate_limit_exceeded")
@@ -95,7 +88,7 @@ def test_full_queue_says_when_to_retry(held, monkeypatch):
             f"12 requests run or wait already, of at most 12. Try again in {seconds} s."
             in (error["message"])
         )
-    assert client.metric("dms_jax_requests_total", 'status="429"') == refused + len(REQUESTS)
+    assert client.metric("dms_jax_requests_total", 'status="429"') == refused + len(BODIES)
     assert client.get("/health")[0] == 200
     assert client.ask(**LONG, n=13, status=400)["error"]["message"].startswith("13 answers")
     go_on.set()
@@ -253,7 +246,7 @@ def test_out_of_memory_is_a_server_error(idle, monkeypatch, stream):
 
 
 def test_cancel_survives_failed_chunk(monkeypatch):
-    """It is for one that waits, and comes while a prompt is read whose program fails on the way."""
+    """A queued request is cancelled during a prefill that fails."""
     service, deltas = make_service(num_lanes=1), ([], [])
     runner, calls = service.engine.runner, []
     extend, collect_prompts = runner.extend, runner.reservation.collect_prompts
@@ -285,7 +278,7 @@ def test_cancel_survives_failed_chunk(monkeypatch):
 
 
 def test_failing_metrics_lose_no_answer(monkeypatch):
-    """They are counted where answers come in, for all who ask."""
+    """Metrics are counted in the listener that all answers pass through."""
 
     def failing(self, completion, since):
         raise RuntimeError("cannot be counted")
@@ -299,7 +292,7 @@ def test_failing_metrics_lose_no_answer(monkeypatch):
 
 
 def test_ended_request_does_not_count_as_waiting(monkeypatch):
-    """The end of an answer is told while the next steps of another one run."""
+    """The end of an answer is reported while the next steps of another one run."""
     service, seen = make_service(num_lanes=2, chunk=16), []
     runner = service.engine.runner
     decode = runner.decode
@@ -321,7 +314,7 @@ def test_ended_request_does_not_count_as_waiting(monkeypatch):
 
 
 def test_preempted_request_continues_after_capacity_error(monkeypatch):
-    """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
+    """The younger request is preempted with a partial answer, and the older outgrows the pool."""
     service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")
     engine, fits = service.engine, service.engine.runner.reservation.fits
     prompts = [[1, 70, 90], [1, 300, 200]]
@@ -379,7 +372,7 @@ def together(model, prompts, sampling):
 
 
 def test_nan_logits_end_only_their_request():
-    """Behind a token that one prompt has, and one answer comes to after a while."""
+    """After a token that is in one prompt, and that one answer reaches later."""
     sampling = Sampling(temperature=1.0, seed=BREAKS, max_new_tokens=12)
     prompts = [[1, number] for number in range(10, 200)]
     wants = {tuple(prompt): answer(prompt, sampling) for prompt in prompts}
@@ -394,7 +387,7 @@ def test_nan_logits_end_only_their_request():
 
 
 def test_nan_logits_end_chain_that_left_its_lane():
-    """It shared its prompt with one that runs, and there was no memory for its copy."""
+    """It shared its prompt with a running one, and there was no memory for its copy."""
     service, deltas = make_service(), []
     indices = service.submit([[1, 2]] * 3, Sampling(max_new_tokens=3), deltas.append)
     requests = [service._jobs[index].request for index in indices]

@@ -1,4 +1,4 @@
-"""A server keeps the beginnings of prompts, says so in usage and metrics, and answers the same."""
+"""A server caches prefixes, reports them in usage and metrics, and answers the same."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def ask(client, messages, **more):
 
 
 def test_next_turn_prefills_only_new_tokens(keeping, anew):
-    """The next prompt repeats the answer; what is cached is said, and answers are the same."""
+    """The next prompt repeats the answer; usage has the cached tokens, and answers are equal."""
     messages = [SYSTEM, {"role": "user", "content": "Begin."}]
     cached, total = [], 0
     for turn in range(4):

@@ -1,4 +1,4 @@
-"""The two processes of a server: what one says the other hears, and neither outlives the other."""
+"""The two processes of a server: messages arrive, and neither process outlives the other."""
 
 import contextlib
 import inspect
@@ -33,9 +33,9 @@ OURS = [
 
 @contextlib.contextmanager
 def started():
-    """The process that answers HTTP, and its port, before it was told of a model.
+    """The HTTP process and its port, before it has a model.
 
-    Its end interrupts no test: most have it end, and do not serve in the main thread.
+    Its end does not interrupt the test: most end it, and do not serve in the main thread.
     """
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
         server._monitoring = False
@@ -45,7 +45,7 @@ def started():
 
 @contextlib.contextmanager
 def answering():
-    """A client of a process that answers, its service, and what ends it in order."""
+    """A client of an HTTP process with a service; both shut down in order."""
     gone = threading.Event()
     with started() as (server, port):
         service = make_service()
@@ -61,13 +61,13 @@ def answering():
 
 @pytest.fixture(scope="module")
 def both():
-    """A client, and the process that answers it."""
+    """A client, and the HTTP process that answers it."""
     with answering() as made:
         yield made
 
 
 def asked(client, answers, index, **body):
-    """Streams an answer, and keeps its text and its tokens as they were told."""
+    """Streams an answer, and keeps its text and chunks."""
     chunks = client.stream(chat=index % 2 == 1, **body)
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     texts = [each.get("text", each.get("delta", {}).get("content")) or "" for each in choices]
@@ -184,7 +184,7 @@ def test_http_ends_if_engine_dies_before_loading():
 
 @pytest.mark.nightly
 def test_end_of_http_interrupts_startup():
-    """A model may compile for minutes; what is raised in a callback of jax is lost."""
+    """A model may compile for minutes; exceptions raised in a callback of jax are lost."""
     before = signal.getsignal(signal.SIGURG)
     said = pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)")
     compiled = threading.Event()
@@ -228,7 +228,7 @@ def test_http_notifies_clients_if_engine_dies(monkeypatch):
 
 
 class Unreadable:
-    """What can be sent, and not be read; or not even be sent."""
+    """A message that cannot be unpickled, or not even pickled."""
 
     def __init__(self, *, sent: bool):
         self.sent = sent
@@ -242,7 +242,7 @@ class Unreadable:
 @pytest.mark.nightly
 @pytest.mark.parametrize("sent", [True, False])
 def test_broken_message_ends_both_processes(sent):
-    """Whoever waits for an answer would wait for ever."""
+    """Otherwise a waiting client would wait forever."""
     gone = threading.Event()
     with started() as (server, port):
         service = make_service()
@@ -288,7 +288,7 @@ def serve(server, service, begin, ended):
 
 @pytest.fixture
 def interrupted_by_ctrl_c():
-    """Python's own handler; a shell has what it starts in the background ignore Ctrl-C."""
+    """Python's own handler; shells make background processes ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
     signal.signal(signal.SIGINT, before)
@@ -296,7 +296,7 @@ def interrupted_by_ctrl_c():
 
 @pytest.mark.nightly
 def test_dropped_interrupt_ends_server_on_serve(interrupted_by_ctrl_c):
-    """What is raised in a callback of the garbage collector, which jax has, ends nothing."""
+    """An exception in a callback of the garbage collector, which jax has, is dropped."""
     with started() as (server, _):
         service, ended = make_service(), threading.Event()
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What is not served: a clear error in OpenAI's form, and nothing runs."""
+"""Unsupported requests get a clear error in OpenAI's form, and nothing runs."""
 
 import asyncio
 import dataclasses
@@ -143,7 +143,7 @@ def test_large_bodies_and_unknown_addresses(client):
 
 
 def test_chunked_body_is_copied_once():
-    """Whoever sends 16 MB in parts of a kilobyte must not hold up the streams of others."""
+    """A body of 16 MB in parts of a kilobyte must not delay other streams."""
     from dms_jax.serving.app import MAX_BODY_BYTES, _receive_body
 
     class Parts:

@@ -1,4 +1,4 @@
-"""Clients that send too much, too slowly, or never finish: others are still answered."""
+"""Clients that send too much, too slowly, or never finish do not block others."""
 
 import asyncio
 import contextlib
@@ -120,7 +120,7 @@ def test_text_of_longest_tokens_is_accepted():
 
 @pytest.fixture
 def parser(monkeypatch) -> Parser:
-    """A parser to which bodies of 1, 10, 100 and 1,000 bytes are of four sizes."""
+    """A parser for which bodies of 1, 10, 100 and 1,000 bytes have the four sizes."""
     monkeypatch.setattr(parsing, "TINY_BODY", 1)
     monkeypatch.setattr(parsing, "SMALL_BODY", 10)
     monkeypatch.setattr(parsing, "LARGE_BODY", 100)
@@ -140,7 +140,7 @@ async def leaves():
 
 
 def test_small_bodies_are_parsed_one_at_a_time(parser, monkeypatch):
-    """Of many threads that want Python's lock, the one that answers others would be one."""
+    """Many parsing threads would compete with the event loop for Python's lock."""
     running, most = [], []
 
     def parse(self, served):
@@ -222,7 +222,7 @@ def test_disconnect_before_parsing_is_noticed(client, monkeypatch):
 
 @pytest.fixture(scope="module")
 def with_worker():
-    """A client of a server whose worker parses bodies of over 100 bytes, and that worker."""
+    """A client of a server whose worker parses bodies above 100 bytes, and that worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsing, "SMALL_BODY", 100)
         parsers, init = [], Parser.__init__
@@ -298,7 +298,7 @@ def test_total_size_of_bodies_is_limited(client, monkeypatch):
 
 
 def held(client):
-    """Bytes of bodies that the client's server has not parsed."""
+    """Returns the bytes of bodies that the server has not parsed."""
     return max(each._bodies_bytes for each in gc.get_objects() if isinstance(each, app._Api))
 
 
@@ -316,7 +316,7 @@ def head(path="/v1/completions", size=10):
 
 
 def ended(connection, seconds=30.0):
-    """What comes until the server ends a connection."""
+    """Returns what the server sends until it closes a connection."""
     connection.settimeout(seconds)
     came = b""
     with contextlib.suppress(ConnectionResetError):
@@ -487,7 +487,7 @@ def test_log_rate_limit():
 
 
 class PanicError(BaseException):
-    """As that of Rust's code, which is no `Exception`."""
+    """Like that of Rust code, which is not an `Exception`."""
 
 
 def fail(service, monkeypatch, error):
@@ -518,7 +518,7 @@ def test_engine_failure_ends_all_requests(monkeypatch, error):
 
 
 def test_error_during_recovery_ends_engine(monkeypatch):
-    """Whatever the cause, nobody waits for a thread that is no more."""
+    """Nobody waits for a thread that has ended."""
     service, told = make_service(), []
     fail(service, monkeypatch, ValueError("oh"))
     monkeypatch.setattr(service, "_recover", lambda error: 1 / 0)

@@ -1,4 +1,4 @@
-"""Structured answers of a real model over HTTP: whatever it would say, they match."""
+"""Structured answers of a real model over HTTP match their format."""
 
 import dataclasses
 import json

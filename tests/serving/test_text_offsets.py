@@ -1,6 +1,6 @@
-"""`logprobs.text_offset`: where each token stands in the text, also as a part of a character.
+"""`logprobs.text_offset`: the offset of each token in the text, also within a character.
 
-The oracle knows bytes alone: a token stands where the character stands that holds its first byte.
+The oracle works on bytes: the offset is that of the character with the token's first byte.
 """
 
 import pathlib

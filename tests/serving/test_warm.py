@@ -1,4 +1,4 @@
-"""A warm server compiles nothing, whatever comes: nobody waits for the programs of others."""
+"""A warm server compiles nothing, whatever requests come."""
 
 import threading
 from typing import Any, NamedTuple

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/generation/"
 LAW = "tests/laws/test_adapters.py"
 ALONE = f"{LAW}::test_a_batch_of_adapters_answers_each_request_as_its_own_alone"
-PREFIXES = "tests/generation/test_prefixes.py::test_no_prefix_is_shared_between_adapters"
+PREFIXES = "tests/generation/test_prefixes.py::test_adapters_share_no_prefixes"
 ADAPTERS = "tests/generation/test_adapters.py"
 SERVING = "tests/serving/test_adapters.py"
 

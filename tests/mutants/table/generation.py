@@ -209,7 +209,7 @@ MUTANTS = [
         FOLDER + "memory.py",
         "embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size",
         "embedding = config.vocab_size * config.hidden_size",
-        (f"{MEMORY}::test_tied_embeddings_are_read_whole",),
+        (f"{MEMORY}::test_tied_embeddings_are_read_in_full",),
     ),
     Mutant(
         "generation: the pool of a policy that cuts has no room for a prompt",

@@ -102,6 +102,13 @@ MUTANTS = [
         (f"{PREFIXES}::test_prefixes_depend_on_longest_length_if_budget_does",),
     ),
     Mutant(
+        "prefixes: superseded states are copied to the host",
+        FOLDER + "prefixes.py",
+        "                if state.superseded:",
+        "                if False:",
+        (f"{PREFIXES}::test_session_holds_only_its_last_state",),
+    ),
+    Mutant(
         "prefixes: a session holds all of its states",
         FOLDER + "prefixes.py",
         "if not start or (state.ended and not behind_answer):",

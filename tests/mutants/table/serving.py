@@ -44,7 +44,7 @@ MUTANTS = [
         "dms_jax/generation/engine.py",
         "if self.source.incoming is None:\n            return self.source.sampling.filter",
         "if True:\n            return self.source.sampling.filter",
-        (f"{ARRIVALS}::test_requests_join_those_that_run_and_draw_as_they_do_alone",),
+        (f"{ARRIVALS}::test_requests_join_running_call",),
     ),
     Mutant(
         "serving: a greedy lane among others draws",
@@ -79,7 +79,7 @@ MUTANTS = [
         "dms_jax/generation/engine.py",
         "came = None if incoming is None else incoming(idle)",
         "came = None if incoming is None else [] if scheduler.running else incoming(idle)",
-        (f"{ARRIVALS}::test_requests_join_those_that_run_and_draw_as_they_do_alone",),
+        (f"{ARRIVALS}::test_requests_join_running_call",),
     ),
     Mutant(
         "serving: a client that leaves a stream has its answer written to the end",
@@ -142,7 +142,7 @@ MUTANTS = [
         "dms_jax/generation/engine.py",
         "if scheduler.to_cancel:",
         "if False:",
-        (f"{ARRIVALS}::test_what_is_cancelled_while_it_waits_is_never_read",),
+        (f"{ARRIVALS}::test_cancelled_queued_request_is_never_prefilled",),
     ),
     Mutant(
         "serving: a prompt with several answers counts as often",
