@@ -252,7 +252,6 @@ def test_failed_judgement_carries_answers():
     assert sorted(caught.value.finished) == list(range(6))
 
 
-@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_abandoned_call_leaves_nothing_behind(turns):
     """No steps in flight, lanes or pages: the next call is served as by a new engine."""

@@ -36,7 +36,11 @@ from tests.support.fake_programs import ENDS
 pytestmark = pytest.mark.usefixtures("fakes")
 TWO = prompts((5, 13))
 SIX = prompts((5, 9, 13, 7, 11, 3))
-LAUNCHED = programs.extend, programs.first_tokens, programs.decode
+
+
+def launchable():
+    """Returns the programs of prompts, first tokens and steps, which may be fakes."""
+    return programs.extend, programs.first_tokens, programs.decode
 
 
 def noted(monkeypatch):
@@ -247,7 +251,7 @@ def test_late_listener_is_called_while_next_steps_run(monkeypatch):
             launched.clear()
         return steps
 
-    on_launch(monkeypatch, lambda program, _: program in LAUNCHED and launched.append(program))
+    on_launch(monkeypatch, lambda program, _: program in launchable() and launched.append(program))
     monkeypatch.setattr(Runner, "collect", collected)
     for given in (SIX, TWO):
         tokens, busy = collections.defaultdict(list), []
@@ -299,7 +303,7 @@ def test_last_steps_of_chunk_run_while_lanes_are_refilled(name, fewest, monkeypa
     for prompt, count, one in zip(prompts(lengths), lengths[::-1], found, strict=True):
         answer(prompt, name=name, new_tokens=count).check(one)
     # A lane was given away, and its first and next tokens were drawn, while steps were in flight.
-    assert {program for program, before in order if before} >= set(LAUNCHED)
+    assert {program for program, before in order if before} >= set(launchable())
     assert in_flight == 0
 
 

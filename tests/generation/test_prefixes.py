@@ -17,7 +17,7 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling, programs
+from dms_jax.generation import Engine, Sampling
 from dms_jax.generation import prefixes as prefixes_module
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar
@@ -28,12 +28,10 @@ from tests.generation.schedules import serve_at_random
 from tests.generation.support import (
     GREEDY,
     ROWS_OF,
-    SHAPE,
     adapted,
     adapted_engine,
     answer,
     host_engine,
-    model_for,
     prompts,
     requests_of,
     results_of,
@@ -370,35 +368,6 @@ def test_prefixes_are_forgotten_with_the_cache():
     engine.runner.release()
     assert engine.runner.prefixes.counts.states == 0
     assert cached(ask(engine, "evicts", [prompt])) == [0]
-
-
-@pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
-def test_the_pool_is_copied_nowhere(name, optimized):
-    """Programs of prefixes take over the cache, and need little besides."""
-    del optimized
-
-    def of_pool(max_tokens):
-        engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
-        cache, runner = engine.runner.cache, engine.runner
-        rows, pages = runner.read_lane(0), np.zeros(16, np.int32)
-        contents = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((len(pages), *x.shape[1:]), x.dtype),
-            runner.page_block(),
-        )
-        lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
-        lowered = {
-            "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
-            "write": programs.write_pages.lower(cache, pages, contents),
-            "load": programs.load_lane.lower(cache, np.int32(0), lengths, np.int32(0), rows),
-        }
-        pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
-        return {key: each.compile().memory_analysis() for key, each in lowered.items()}, pool
-
-    (small, pool), (large, four_pools) = of_pool(64), of_pool(256)
-    assert four_pools == 4 * pool
-    for key, each in large.items():
-        assert each.alias_size_in_bytes >= four_pools
-        assert each.temp_size_in_bytes - small[key].temp_size_in_bytes < pool / 50
 
 
 # -- at random -----------------------------------------------------------------------------------

@@ -121,3 +121,37 @@ def test_packed_results_keep_double_precision():
     with jax.enable_x64(True):
         numbers = {"one": np.array([1 / 3, 2.0]), "two": np.array([True]), "three": np.array(2**40)}
         chex.assert_trees_all_equal(jax.jit(Packed.of)(numbers).read(), numbers)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
+def test_copies_do_not_duplicate_pool(name, optimized):
+    """Programs of copies and prefixes take over the cache, and need little besides."""
+    del optimized
+
+    def compiled(max_tokens):
+        engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
+        runner, cache = engine.runner, engine.runner.cache
+        pages, lanes = np.zeros(16, np.int32), np.arange(4, dtype=np.int32)
+        contents = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(pages), *x.shape[1:]), x.dtype),
+            runner.page_block(),
+        )
+        lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
+        given = np.int32(0), lengths, np.int32(0), runner.read_lane(0)
+        heads = engine.model.config.num_kv_heads
+        lowered = {
+            "lanes": programs.copy_lanes.lower(cache, np.zeros((1, 2, 16), np.int32), lanes, heads),
+            "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
+            "write": programs.write_pages.lower(cache, pages, contents),
+            "load": programs.load_lane.lower(cache, *given),
+        }
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
+        return {key: each.compile() for key, each in lowered.items()}, pool
+
+    (small, pool), (large, four_pools) = compiled(64), compiled(256)
+    assert four_pools == 4 * pool
+    assert " while(" not in large["lanes"].as_text()  # it would hold the host up until it ended
+    for key in large:
+        own, less = large[key].memory_analysis(), small[key].memory_analysis()
+        assert own.alias_size_in_bytes >= four_pools
+        assert own.temp_size_in_bytes - less.temp_size_in_bytes < pool / 50

@@ -6,12 +6,10 @@ each mechanism on the real engine.
 
 import dataclasses
 
-import jax
-import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine, Generation, programs
+from dms_jax.generation import Generation, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.scheduler import Scheduler
@@ -20,7 +18,6 @@ from tests.generation.support import (
     SHAPE,
     answer,
     host_engine,
-    model_for,
     prompts,
     results_of,
     squeezed,
@@ -28,7 +25,7 @@ from tests.generation.support import (
 from tests.support.fake_programs import ENDS
 
 SAMPLED = dms_jax.Sampling(temperature=1.0, max_new_tokens=9, seed=5, logprobs=True)
-fakes = pytest.mark.usefixtures("fakes")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 def prefilled_of(completions) -> list[int]:
@@ -41,7 +38,6 @@ def check(completions, given, name, sampling=SAMPLED, **more) -> None:
         answer(prompt, sampling, name, copy=given[:index].count(prompt), **more).check(one)
 
 
-@fakes
 def test_chains_prefill_prompt_once(prefilled):
     """Each chain still counts its own prompt, reads and peak, as the papers do."""
     (prompt,) = prompts([50])
@@ -54,7 +50,6 @@ def test_chains_prefill_prompt_once(prefilled):
     assert len({tokens[0] for tokens in out.tokens}) == 4  # each draws with its own key
 
 
-@fakes
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
 def test_equal_prompts_among_others_are_prefilled_once(name, prefilled):
     engine, (one, two, three) = host_engine(name, 4), prompts([13, 5, 30])
@@ -65,7 +60,6 @@ def test_equal_prompts_among_others_are_prefilled_once(name, prefilled):
     assert sum(prefilled) == sum(prefilled_of(found))
 
 
-@fakes
 def test_prompts_of_different_longest_lengths_share_nothing(monkeypatch):
     """Two requests with one prompt, and budgets of half of different lengths, share nothing."""
     engine, (prompt,) = host_engine(lanes=4), prompts([20])
@@ -77,7 +71,6 @@ def test_prompts_of_different_longest_lengths_share_nothing(monkeypatch):
     check(found, [prompt] * 3, "keeps")
 
 
-@fakes
 def test_chains_wait_for_memory_without_preemption(prefilled, monkeypatch):
     """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
 
@@ -96,7 +89,6 @@ def test_chains_wait_for_memory_without_preemption(prefilled, monkeypatch):
     assert preempted == []
 
 
-@fakes
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize(("name", "pages"), [("might evict", 140), ("evicts", 116)])
 def test_chain_of_one_token_needs_no_copy(name, pages, streamed):
@@ -129,7 +121,6 @@ def test_chain_of_one_token_needs_no_copy(name, pages, streamed):
     assert found[3].usage == dataclasses.replace(whole[3].usage, **peak)
 
 
-@fakes
 def test_waiting_chain_needs_only_its_budget():
     """A row that holds 28 slots, and never more than 29, has two pages, not three for a chunk."""
     engine, given = host_engine("large budget"), prompts([30]) * 2
@@ -139,7 +130,6 @@ def test_waiting_chain_needs_only_its_budget():
     assert prefilled_of(found) == [30, 30]
 
 
-@fakes
 def test_copies_use_few_programs():
     """One shape for any number of lanes and pages, and one draw for any number of chains."""
     engine, given = host_engine("evicts", 4), prompts([13, 30, 5, 1])
@@ -153,27 +143,6 @@ def test_copies_use_few_programs():
     assert first_tokens._cache_size() == draws
 
 
-@pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
-def test_the_pool_is_copied_nowhere(name, optimized):
-    """The program takes over the cache, and needs only a block of pages and the rows' state."""
-    del optimized
-
-    def memory(max_tokens):
-        engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
-        cache = engine.runner.cache
-        arguments = (cache, np.zeros((1, 2, 16), np.int32), np.arange(4, dtype=np.int32))
-        compiled = programs.copy_lanes.lower(*arguments, engine.model.config.num_kv_heads).compile()
-        assert " while(" not in compiled.as_text()  # it holds the host up until it has ended
-        pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
-        return compiled.memory_analysis(), pool
-
-    (small, pool), (large, four_pools) = memory(64), memory(256)
-    assert four_pools == 4 * pool
-    assert large.alias_size_in_bytes >= four_pools
-    assert large.temp_size_in_bytes - small.temp_size_in_bytes < pool / 50
-
-
-@fakes
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
 def test_usage_of_chain_of_one_token_equals_that_of_a_copy(name):
     """It needs no copy: nothing reads it."""

@@ -259,8 +259,8 @@ MUTANTS = [
     Mutant(
         "serving: what is no Exception ends the engine without a word",
         FOLDER + "service.py",
-        "        except BaseException as error:  # clients",
-        "        except Exception as error:  # clients",
+        "        except BaseException as error:  # else clients",
+        "        except Exception as error:  # else clients",
         (f"{STRANGERS}::test_engine_failure_ends_all_requests",),
     ),
     Mutant(
