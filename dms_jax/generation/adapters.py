@@ -1,8 +1,8 @@
 """The adapters of an engine, and the policy under which it runs them.
 
-An engine has one cache, and so one policy. Adapters that were trained for others are refused, not
-grouped: a group would need a pool of its own, and so another engine (or server) beside this one,
-which can be had as such. Ranks may differ (`dms_jax.model.adapters`).
+An engine has one cache, and so one policy. Adapters that were trained for another policy are
+refused: they would need a pool, and so an engine or server, of their own. Ranks may differ
+(`dms_jax.model.adapters`).
 """
 
 import pathlib
@@ -24,7 +24,7 @@ GivenAdapter = str | pathlib.Path | LanguageModel | AdapterWeights
 def choose(
     model: LanguageModel, policy: Policy | str | None, given: Mapping[str, GivenAdapter] | None
 ) -> tuple[Policy, Slots | None]:
-    """Returns the policy of an engine, and its adapters; None if it has that of the model alone.
+    """Returns the policy of an engine, and its adapters; None without adapters.
 
     Args:
       model: the model.

@@ -1,4 +1,4 @@
-"""The text of an answer, split into what the model thinks, what it says, and what it calls."""
+"""Parses the text of an answer into thoughts, content, and tool calls."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,21 +17,20 @@ from dms_jax.generation.call_readers import (
 )
 from dms_jax.model.language_model import LanguageModel
 
-# Around what a model thinks before it answers, as templates write it.
+# Around thoughts before an answer, as templates write them.
 THINKING_MARKERS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerForm:
-    """How the text of an answer is read.
+    """How the text of an answer is parsed.
 
     Attributes:
-      thinks: whether it begins with what the model thinks: "yes" if the prompt ends within it,
-        "perhaps" if the model may begin it, "no"; "channels" if the form of calls tells (harmony).
-      markers: what stands before and behind that.
-      calls: name of the form of calls (`call_formats.FORMATS`); None if there are no tools, and
-        the form has nothing else to tell.
-      tools: those that may be called.
+      thinks: whether it begins with thoughts: "yes" if the prompt ends within them, "perhaps" if
+        the model may start them, "no"; "channels" if the call format marks them (harmony).
+      markers: the text before and after thoughts.
+      calls: name of the call format (`call_formats.FORMATS`); None without tools, except harmony.
+      tools: the tools that may be called.
       parallel: whether more than the first call counts.
     """
 
@@ -53,12 +52,12 @@ def answer_form(
     tools: tuple[Tool, ...] = (),
     parallel: bool = True,
 ) -> AnswerForm:
-    """Returns how the answer to a prompt is read.
+    """Returns how the answer to a prompt is parsed.
 
     Args:
-      tokenizer: its chat template tells what stands around thoughts.
-      prompt: the text that the template has made of a conversation.
-      call_format: name of the form of calls of the model; None if it is not known.
+      tokenizer: its chat template has the markers of thoughts.
+      prompt: the rendered conversation.
+      call_format: name of the model's call format; None if unknown.
       tools, parallel: see `AnswerForm`.
     """
     template = template_text(tokenizer.chat_template)
@@ -80,11 +79,11 @@ def answer_form(
 
 
 def with_shown_markers(model: LanguageModel, call_format: str | None = None) -> LanguageModel:
-    """Returns the model with a tokenizer that shows what stands around thoughts and calls.
+    """Returns the model with a tokenizer that keeps the markers of thoughts and calls in texts.
 
     Args:
       model: the model.
-      call_format: name of the form of its calls, if tools may be offered and it is known.
+      call_format: name of its call format, if tools may be offered and it is known.
     """
     if model.tokenizer is None:
         return model
@@ -103,14 +102,14 @@ def template_text(template: str | Mapping[str, str] | None) -> str:
 
 
 def _in_channels(template: str, call_format: str | None) -> bool:
-    """Whether all of an answer is messages in channels, with or without calls."""
+    """Whether answers are messages in channels (harmony)."""
     return (call_format or format_of(template, "")) == "harmony"
 
 
 class AnswerReader:
-    """Reads the text of one answer as it arrives.
+    """Parses the text of one answer as it arrives.
 
-    Line breaks around what the model thinks are left out: templates write them again.
+    Line breaks around thoughts are dropped: templates write them again.
     """
 
     def __init__(self, form: AnswerForm):
@@ -122,11 +121,11 @@ class AnswerReader:
             self._calls = FORMATS[form.calls].reader(form.tools)
 
     def read(self, text: str) -> list[Piece]:
-        """Takes more text; returns the pieces that are known now."""
+        """Takes more text; returns the pieces that are complete."""
         return self._one_call([*self._split(self._held + text)])
 
     def end(self) -> list[Piece]:
-        """Returns what is left at the end of the answer."""
+        """Returns the remaining pieces at the end of the answer."""
         held, self._held = self._held, ""
         pieces = list[Piece]()
         if self._state == "thinks" and held.strip():
@@ -175,7 +174,7 @@ class AnswerReader:
         return [Text(text)] if text else []
 
     def _one_call(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Leaves out the calls behind the first one, if there may be only one."""
+        """Drops calls after the first one, if only one is allowed."""
         if self._form.parallel:
             return list(pieces)
         return [each for each in pieces if isinstance(each, Text) or each.index == 0]
@@ -195,9 +194,9 @@ class Answer:
     """A whole answer, from its pieces.
 
     Attributes:
-      thought: what the model thinks.
-      text: what it says.
-      calls: what it calls.
+      thought: its thoughts.
+      text: its content.
+      calls: its tool calls.
     """
 
     thought: str = ""
@@ -206,7 +205,7 @@ class Answer:
 
     @classmethod
     def of(cls, form: AnswerForm, text: str) -> "Answer":
-        """Reads the text of a whole answer."""
+        """Parses the text of a whole answer."""
         reader, answer = AnswerReader(form), cls()
         for piece in (*reader.read(text), *reader.end()):
             answer.add(piece)

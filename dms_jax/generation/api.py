@@ -58,11 +58,6 @@ class Generation:
         return [completion.logprobs for completion in self.completions]
 
     @property
-    def finish_reasons(self) -> list[str]:
-        """Why each completion ended: see `Completion.finish_reason`."""
-        return [completion.finish_reason for completion in self.completions]
-
-    @property
     def usage(self) -> Usage:
         """The usage of all requests together; see `total_usage`."""
         return total_usage([completion.usage for completion in self.completions])

@@ -1,4 +1,4 @@
-r"""How models write calls of tools, each family in a form of its own.
+r"""How models write tool calls: the call format of each family.
 
     hermes         <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>
     qwen3-coder    <tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function> ...
@@ -7,12 +7,12 @@ r"""How models write calls of tools, each family in a form of its own.
     mistral-args   [TOOL_CALLS]f[ARGS]{"x": 1}                   several one behind the other
     harmony        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
-In harmony all of an answer is messages in channels, so that its reader tells thoughts, too:
+In harmony an answer is messages in channels, so its reader finds thoughts too:
 
     <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.
 
-A form has two sides: a reader of answers as they arrive (`call_readers`), and `rules`, the grammar
-of an answer that must call, or whose calls must match their schemas.
+A format has a parser of streamed answers (`call_readers`), and `rules`, the grammar of an answer
+that must call a tool, or whose calls must match their schemas.
 """
 
 import dataclasses
@@ -35,18 +35,17 @@ from dms_jax.generation.grammar import json_rule
 
 @dataclasses.dataclass(frozen=True)
 class CallFormat:
-    """One form.
+    """A call format.
 
     Attributes:
-      reader: reads it.
-      shown: markers that are a part of the text, also where the tokenizer has them as special.
-      before, between, behind: what stands before the first call, between two, and behind the last;
-        `between` is None if an answer has one call at most.
-      head, tail: what stands before and behind the arguments of a call; {name} is the function's.
-      trigger: the beginning of `before` that no content has; empty if calls begin an answer.
-      header: what stands before content.
-      prose: content beside which there is no call, as a rule of a Lark grammar, if calls begin an
-        answer.
+      reader: its parser.
+      shown: markers that the text must contain, even if they are special tokens.
+      before, between, behind: text before the first call, between two, and after the last;
+        `between` is None if an answer has at most one call.
+      head, tail: text before and after the arguments of a call; {name} is the function's name.
+      trigger: the start of `before` that content never has; empty if an answer starts with calls.
+      header: text before content.
+      prose: a Lark rule of content without calls, if an answer starts with calls.
     """
 
     reader: type[CallReader]
@@ -61,13 +60,13 @@ class CallFormat:
     prose: str = "TEXT"
 
     def rules(self, tools: Sequence[Tool], *, parallel: bool, forced: bool) -> Iterator[str]:
-        """Yields rules of a Lark grammar, of which `calls` is one; TEXT is any text.
+        """Yields rules of a Lark grammar, one of them `calls`; TEXT is any text.
 
         Args:
-          tools: those that may be called; the arguments of each match its schema, or are any
-            object if it is not strict and the call is not forced.
-          parallel: whether several calls may follow each other.
-          forced: whether the answer is nothing but calls; else text may come before and behind.
+          tools: the tools that may be called. Arguments match their schema, or are any object if
+            the tool is not strict and the call is not forced.
+          parallel: whether there may be several calls.
+          forced: whether the answer is only calls; else text may come before and after.
         """
         names = []
         for place, tool in enumerate(tools):
@@ -90,17 +89,17 @@ class CallFormat:
             yield f"calls: {called} | {literal(self.header)} {self.prose}"
 
     def arguments(self, place: int, schema: Mapping[str, Any] | None) -> Iterator[str]:
-        """Yields the rule `arguments_{place}`, and what it needs.
+        """Yields the rule `arguments_{place}`, and the rules that it needs.
 
         Args:
           place: the number of the tool.
-          schema: of its arguments; None for any object.
+          schema: schema of the arguments; None for any object.
         """
         yield f"arguments_{place}: {json_rule({'type': 'object', **(schema or {})})}"
 
 
 class ParametersFormat(CallFormat):
-    """The form of Qwen3-Coder: texts are free but for `enum` and `const`, all else is JSON."""
+    """The format of Qwen3-Coder: strings are free except `enum` and `const`; all else is JSON."""
 
     def arguments(self, place: int, schema: Mapping[str, Any] | None) -> Iterator[str]:
         end = literal("\n</parameter>\n")
@@ -193,11 +192,11 @@ FORMATS: dict[str, CallFormat] = {
 
 
 def format_of(template: str, model: str) -> str | None:
-    """Returns the name of the form in which a model writes calls; None if nothing tells.
+    """Returns the name of a model's call format; None if unknown.
 
     Args:
-      template: source of its chat template, which writes earlier calls in that form.
-      model: its name, if the template writes none.
+      template: source of its chat template, which renders earlier calls in that format.
+      model: its name, for templates that render none.
     """
     if "<|channel|>" in template and "<|message|>" in template:
         return "harmony"
@@ -225,5 +224,5 @@ def format_of(template: str, model: str) -> str | None:
 
 
 def literal(text: str) -> str:
-    """Returns a text as a terminal of Lark; nothing for an empty one, which Lark refuses."""
+    """Returns a text as a Lark terminal; "" for an empty one, which Lark does not allow."""
     return json.dumps(text, ensure_ascii=False) if text else ""

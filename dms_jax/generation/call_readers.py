@@ -1,7 +1,7 @@
-"""Read the calls in the text of an answer as it arrives: a reader for each form of calls.
+"""Parsers of tool calls in streamed answers: one for each call format.
 
-A `CallReader` tells content from calls, and passes arguments on before they are complete. It
-returns pieces: `Text`, `CallStart` and `Arguments`. `call_formats` has the forms.
+A `CallReader` separates content from calls, and streams arguments before they are complete. It
+returns pieces: `Text`, `CallStart` and `Arguments`. `call_formats` describes the formats.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class Tool:
 
     Attributes:
       name: its name.
-      description: what the model is told of it.
+      description: its description for the model.
       parameters: JSON schema of its arguments, an object.
       strict: whether arguments must match the schema.
     """
@@ -44,7 +44,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """More text of an answer: its content, or what the model thinks before it."""
+    """More text of an answer: content, or a thought."""
 
     text: str
     thought: bool = False
@@ -52,7 +52,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class CallStart:
-    """A call begins: its number in the answer, its id, and the function."""
+    """The start of a call: its index in the answer, its id, and the function."""
 
     index: int
     id: str
@@ -97,9 +97,9 @@ class _Object:
     """One JSON object as it arrives.
 
     Attributes:
-      text: what has come of it.
+      text: its text so far.
       ended: whether it is complete.
-      inner_ends: where the objects and lists that are its values end.
+      inner_ends: positions after its values that are objects or lists.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class _Object:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def take(self, more: str) -> str:
-        """Takes what belongs to the object; returns the rest."""
+        """Consumes text up to the end of the object; returns the rest."""
         at = 0
         while at < len(more):
             if self._escaped:
@@ -138,12 +138,12 @@ class _Call:
     """The JSON object of one call as it arrives, {"name": ..., "arguments": {...}}.
 
     Args:
-      names: functions that it may call; None for any.
+      names: allowed functions; None for any.
     """
 
     def __init__(self, names: frozenset[str] | None = None):
         self.object, self.failed, self._names = _Object(), False, names
-        self._start, self._sent = 0, 0  # of the arguments; what was told of the object
+        self._start, self._sent = 0, 0  # start of the arguments; end of what was returned
 
     @property
     def begun(self) -> bool:
@@ -151,7 +151,7 @@ class _Call:
         return self._start > 0
 
     def take(self, more: str, index: int, make_id: Callable[[], str]) -> tuple[list[Piece], str]:
-        """Takes what belongs to it; returns the pieces of it that are known, and the rest."""
+        """Consumes text of the call; returns the new pieces, and the rest of the text."""
         rest = self.object.take(more)
         text, pieces = self.object.text, list[Piece]()
         if not self.begun and (header := _HEADER.match(text)):
@@ -172,7 +172,7 @@ class _Call:
         return pieces, rest
 
     def _whole(self, text: str, index: int, make_id: Callable[[], str]) -> list[Piece]:
-        """Returns the pieces of a call whose fields are in another order, when it is complete."""
+        """Returns the pieces of a complete call with another order of fields."""
         call = _loaded(text)
         name = call.get("name") if isinstance(call, dict) else None
         arguments = call.get("arguments", call.get("parameters", {})) if name else None
@@ -196,19 +196,19 @@ def _loaded(text: str) -> Any:
 
 
 def held_back(text: str, marker: str) -> int:
-    """Returns how many characters at the end of a text may become a marker."""
+    """Returns how many characters at the end of a text may be the start of a marker."""
     most = min(len(text), len(marker) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class CallReader:
-    """Tells content from calls in the text of an answer, as it arrives.
+    """Separates content from calls in a streamed answer.
 
-    A subclass has states, which are methods: each takes some of `held`, the text that is not read
-    yet, adds to `pieces`, and returns whether it got anywhere.
+    A subclass is a state machine whose states are methods: each consumes some of `held`, the
+    unparsed text, adds to `pieces`, and returns whether it made progress.
 
     Args:
-      tools: those that may be called.
+      tools: the tools that may be called.
     """
 
     make_id: Callable[[], str] = staticmethod(lambda: f"call_{secrets.token_hex(12)}")
@@ -220,21 +220,21 @@ class CallReader:
         self.ended = False
         self.state: Callable[[], bool] = self.read_text
         self._call = _Call()
-        self._before = ""  # what came before the call, should it be none
+        self._before = ""  # the text before a call, which is content if no call follows
 
     def read(self, text: str) -> list[Piece]:
-        """Reads the next text of the answer; returns the pieces that it completes."""
+        """Parses more text; returns the complete pieces."""
         self.held += text
         while self.held and self.state():
             pass
         return self._taken()
 
     def end(self) -> list[Piece]:
-        """Returns what is left at the end of the answer."""
+        """Returns the remaining pieces at the end of the answer."""
         self.ended = True
         while self.held and self.state():
             pass
-        if self.state != self.read_text and not self._call.begun:  # it was no call yet
+        if self.state != self.read_text and not self._call.begun:  # not a call so far
             self.held = self._before + self._call.object.text + self.held
         if self.held.strip() or (self.held and not self.calls):
             self.add_text(self.held)
@@ -251,13 +251,13 @@ class CallReader:
             self.pieces.append(Text(text))
 
     def read_text(self) -> bool:
-        """The state of content; how it ends is the form's."""
+        """The state of content, up to the format's marker."""
         raise NotImplementedError
 
     def read_until(self, marker: str) -> bool:
-        """Reads content up to a marker; returns whether that was found.
+        """Reads content up to a marker; returns whether it was found.
 
-        White space before it is left out, unless what follows is no call.
+        White space before the marker is dropped if a call follows.
         """
         place = self.held.find(marker)
         if place >= 0:
@@ -273,7 +273,7 @@ class CallReader:
         return False
 
     def begin_call(self, *, names: frozenset[str] | None = None) -> None:
-        """Goes to the state in which a JSON object is read, the next one of the text."""
+        """Enters the state that reads the next JSON object as a call."""
         self._call, self.state = _Call(names), self.read_call
 
     def read_call(self) -> bool:
@@ -292,7 +292,7 @@ class CallReader:
         return ended
 
     def skip(self, characters: str | None = None) -> None:
-        """Skips white space, or other characters, which are content if no call follows."""
+        """Skips white space, or given characters, which are content if no call follows."""
         left = self.held.lstrip(characters)
         self._before += self.held[: len(self.held) - len(left)]
         self.held = left
@@ -303,12 +303,12 @@ class CallReader:
         return True
 
     def read_behind(self) -> bool:
-        """The state behind a call; how it ends is the form's."""
+        """The state after a call, up to the format's end marker."""
         raise NotImplementedError
 
 
 class HermesReader(CallReader):
-    """Reads the form of Hermes and Qwen."""
+    """Parses the format of Hermes and Qwen."""
 
     def read_text(self) -> bool:
         if found := self.read_until("<tool_call>"):
@@ -327,7 +327,7 @@ class HermesReader(CallReader):
 
 
 class ParametersReader(HermesReader):
-    """Reads the form of Qwen3-Coder; a parameter is told when it is complete."""
+    """Parses the format of Qwen3-Coder; it returns each parameter when it is complete."""
 
     def read_text(self) -> bool:
         if found := self.read_until("<tool_call>"):
@@ -377,7 +377,7 @@ class ParametersReader(HermesReader):
         return super().end()
 
     def _value(self, name: str, text: str) -> str:
-        """Returns the JSON of a parameter, which is a text unless its schema has another type."""
+        """Returns a parameter as JSON: a string unless its schema has another type."""
         tool = self.tools.get(self._name)
         properties = {} if tool is None else tool.parameters.get("properties", {})
         schema = properties.get(name, {}) if isinstance(properties, dict) else {}
@@ -394,7 +394,7 @@ class ParametersReader(HermesReader):
 
 
 class LlamaReader(CallReader):
-    """Reads the form of Llama 3: an answer that is JSON, perhaps behind <|python_tag|>."""
+    """Parses the format of Llama 3: an answer of JSON, perhaps after <|python_tag|>."""
 
     def __init__(self, tools: Sequence[Tool]):
         super().__init__(tools)
@@ -402,7 +402,7 @@ class LlamaReader(CallReader):
         self.state = self.read_start
 
     def read_start(self) -> bool:
-        """The state before the first character of an answer, and behind a call."""
+        """The state at the start of an answer, and after a call."""
         self.skip(" \n;" if self.calls else " \n")
         tag = "<|python_tag|>"
         if self.held.startswith("{"):
@@ -426,9 +426,9 @@ class LlamaReader(CallReader):
 
 
 class MistralReader(CallReader):
-    """Reads both forms of Mistral."""
+    """Parses both formats of Mistral."""
 
-    make_id = staticmethod(lambda: secrets.token_hex(5)[:9])  # what its templates ask for
+    make_id = staticmethod(lambda: secrets.token_hex(5)[:9])  # as its templates require
     marker = "[TOOL_CALLS]"
 
     def read_text(self) -> bool:
@@ -437,7 +437,7 @@ class MistralReader(CallReader):
         return found
 
     def read_kind(self) -> bool:
-        """The state behind the marker: a list of calls, or the name of a function."""
+        """The state after the marker: a list of calls, or the name of a function."""
         self.skip()
         if self.held.startswith("["):
             self._before += "["
@@ -453,7 +453,7 @@ class MistralReader(CallReader):
         return True
 
     def read_arguments(self) -> bool:
-        """The state of arguments behind the name of a function."""
+        """The state of arguments after the name of a function."""
         before = len(self._arguments.text)
         self.held = self._arguments.take(self.held)
         self.pieces.append(Arguments(self.calls, self._arguments.text[before:]))
@@ -480,10 +480,10 @@ class MistralReader(CallReader):
 
 
 class HarmonyReader(CallReader):
-    """Reads harmony: messages, each with a header that names its channel and recipient.
+    """Parses harmony: messages, each with a header that names its channel and recipient.
 
-    The channel analysis is what the model thinks, and so is what goes to its built-in tools. What
-    has no header is content.
+    The channel `analysis` and messages to built-in tools are thoughts. Text without a header is
+    content.
     """
 
     def __init__(self, tools: Sequence[Tool]):
@@ -504,7 +504,7 @@ class HarmonyReader(CallReader):
         elif marker:
             self._begin_message(header)
             self.held = text
-        else:  # no header is without its end, unless the answer is
+        else:  # the header is incomplete
             self.held = "" if self.ended else self.held
             return False
         self.state = self.read_message
@@ -544,7 +544,7 @@ class HarmonyReader(CallReader):
             self._begin_text(thought=thought)
 
     def _begin_text(self, *, thought: bool) -> None:
-        """Begins a text, in a line of its own if it is not the first one."""
+        """Starts a text, on a new line if it is not the first of its kind."""
         if thought in self._kinds:
             self.pieces.append(Text("\n", thought))
         self._kinds.add(thought)

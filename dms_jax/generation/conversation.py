@@ -1,8 +1,8 @@
 """Conversations: several turns over one cache.
 
-A conversation keeps its sequence in a lane, not in a tree of prefixes (`prefixes`): its turns go on
-behind what a policy cut, which depends on where they ended and not on the tokens alone; nothing is
-copied; and it may be on a mesh.
+A conversation keeps its sequence in a lane, not as a cached prefix (`prefixes`): its turns continue
+after cuts of the policy, which depend on where turns ended and not on the tokens alone; nothing is
+copied; and it works on a mesh.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from dms_jax.policies import Policy
 
 @dataclasses.dataclass(frozen=True)
 class _History:
-    """The state of a conversation. Each turn replaces it as a whole, so no turn is half recorded.
+    """The state of a conversation. Each turn replaces it atomically.
 
     Attributes:
       past: the prompts and answers in the cache.
-      before: the last token of the last answer, which is not in the cache yet.
-      messages: the chat messages up to the last answer; None once something was no chat.
+      before: the last token of the last answer, which is not cached yet.
+      messages: the chat messages up to the last answer; None after a turn that was not a chat.
       turns: the completions so far.
     """
 
@@ -56,7 +56,7 @@ class _History:
         return sum(len(turn.tokens) for turn in self.past)
 
     def with_context(self, tokens: list[int], max_length: int) -> "_History":
-        """Returns the history with a text that nothing answers."""
+        """Returns the history with a context that is not answered."""
         turn = Turn([*self.before, *tokens], True, max_length)
         return dataclasses.replace(self, past=(*self.past, turn), before=(), messages=None)
 
@@ -164,16 +164,16 @@ class Conversation:
             (completion,) = engine.serve(
                 Source([request], sampling, on_tokens=on_tokens, keep=True)
             )
-            # After an interrupt before this line the cache holds more than the history, and the
-            # next turn recomputes it.
+            # An interrupt before this line leaves the cache ahead of the history; the next turn
+            # recomputes it.
             self._history = history.with_turn(prompt, tokens, request.max_length, completion)
         return completion
 
     def read(self, context: Prompt) -> None:
-        """Appends a text to the conversation that nothing answers, for questions to follow.
+        """Appends a context without an answer, for questions to follow.
 
-        The policy treats it as a prompt, and may evict at its end; a budget that is a share of the
-        longest length is one of the conversation up to here.
+        The policy treats it as a prompt, and may evict at its end; a budget relative to the longest
+        length uses the length of the conversation so far.
 
         Raises:
           DataError: the text is malformed, or chat messages, or leaves no position for an answer.
@@ -203,8 +203,8 @@ class Conversation:
     ) -> list[Completion]:
         """Answers questions, each as if it were said next; the conversation stays as it is.
 
-        What the conversation holds is not recomputed: each question continues a copy of its cache,
-        `branches` of them at a time.
+        The conversation is not recomputed: each question continues a copy of its cache, up to
+        `branches` at a time.
 
         Raises:
           ConfigError: the conversation was made without `branches`.
@@ -244,7 +244,7 @@ class Conversation:
             )
         text = text_after_answer(model, history.messages, prompt)
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
-        # The answer's end token is in the template as well as among the generated tokens.
+        # The end token of the answer is both in the template and generated.
         return tokens[1:] if list(history.before) == tokens[:1] else tokens
 
 
@@ -262,7 +262,7 @@ def _prefill(engine: Engine, turn: Turn, seen: int) -> None:
     Raises:
       CapacityError: the pool does not hold it.
     """
-    # As a request that was preempted behind its last token, which is not in the cache.
+    # Like a request that was preempted after its last token, which is not cached.
     sampling = Sampling(max_new_tokens=1)
     request = make_request(engine.model.config, [], sampling, past=Past(seen=seen))
     request.prompt, answer = (turn.tokens, []) if turn.prompt else ([], turn.tokens)

@@ -1,6 +1,6 @@
 """The engine: one loop that admits, prefills, decodes, collects and notifies.
 
-    while call.step(): ...       accept what came, admit, launch, collect, finish, notify
+    while call.step(): ...       accept, admit, launch, collect, finish, notify
 
 A `Source` gives requests and receives their updates; `scheduler` holds the state of each request;
 `Overlap` says how far the device runs ahead of the host:
@@ -8,24 +8,24 @@ A `Source` gives requests and receives their updates; `scheduler` holds the stat
     device  | steps  steps  steps  steps | prompts | first tokens | steps ...
     host                             | ends, admissions, launches of these | collects the last, ...
 
-Programs are prompts, the first tokens after them, and chunks of steps; a long chunk is several
-programs. What of a chunk stays in flight when its turn ends, to be collected behind the launch of
-the next one:
+Programs are prefill batches, first tokens, and chunks of decode steps; a long chunk is several
+programs. How many programs of a chunk stay in flight at the end of a turn, to be collected after
+the next launch:
 
-    a listener may cancel, or a stop string end a           none
-    sequence that stays, before the next chunk
-    fewer lanes than `LANES_AHEAD`, which may all end       none
-    requests wait for a lane, or may come at any time       the last one: lanes that ended in those
-                                                            before it are given away meanwhile
-    else                                                    all programs
+    a listener may cancel, or a stop string may end         none
+    a kept sequence, before the next chunk
+    fewer than `LANES_AHEAD` lanes, which may all end       none
+    requests wait for a lane, or may come at any time       the last one: lanes that ended in the
+                                                            earlier ones are given away meanwhile
+    otherwise                                               all of them
 
-Prompts that steps of others interrupt stay in flight until they end: their next part and the next
-steps are launched while the device still runs the last ones.
+Where prefill and decoding alternate, prompts stay in flight too: the next part of a prompt and the
+next steps are launched while the device still runs the last ones.
 
-Updates of a chunk are sent when the next one is launched, except to such a listener. Equal prompts
-that are admitted together are prefilled once, and their sequence is copied to the other lanes.
-Requests whose copies do not fit into the pool wait again. Those that begin as others do wait until
-that is read, and continue from there (`prefixes`).
+The updates of a chunk are sent after the next launch, unless a listener may cancel. Equal prompts
+that are admitted together are prefilled once, and their sequence is copied to the other lanes; a
+request whose copy does not fit into the pool returns to the queue. A request that shares a prefix
+with one in prefill waits for that, and continues from there (`prefixes`).
 """
 
 import collections
@@ -83,8 +83,8 @@ from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 
-# Returns the requests that came since it was last called, or None when no more will come. If it is
-# called with True, nothing else is to be done, and it may wait until some come.
+# Returns the requests that came since the last call; None when no more will come. The argument is
+# True if the engine is idle, and the call may block until a request comes.
 Incoming = Callable[[bool], Sequence[Request] | None]
 
 
@@ -109,24 +109,23 @@ class EngineOptions(Options):
         sized; None for all of the model's positions.
       memory: bytes for the page pool, over all devices; None for what the sequences can need,
         within the free memory.
-      chunk: decode steps between two looks at the requests, no more than `max_tokens`; up to four
-        runs of one compiled program, as long as each has eight steps and they divide the chunk.
-        Where requests may come at any time, it is one step while prompts wait to be read.
+      chunk: decode steps between two polls for requests, no more than `max_tokens`; up to four runs
+        of one compiled program of at least eight steps. Where requests may come at any time, it is
+        one step while prompts wait for prefill.
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program, no more than
-        `prefill_tokens`; shorter prompts have programs of a half or, of tokens that a policy reads
-        one by one, a quarter and a sixteenth.
-      prefill_tokens: prompt tokens of all sequences together per compiled program; prompts of half
-        a chunk and less have programs of a half where padding is left out, a few of an eighth.
-        Where requests may come at any time, also the most prompt tokens between two chunks of
-        steps: no answer pauses for more of others' prompts.
+        `prefill_tokens`. Shorter prompts have narrower programs: of a half, or, where a policy
+        prefills token by token, of a quarter and a sixteenth.
+      prefill_tokens: prompt tokens of all sequences together per compiled program; smaller batches
+        have smaller programs (`dms_jax.generation.prefill`). Where requests may come at any time,
+        also the most prompt tokens between two chunks of steps: no answer pauses for longer.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
         by XLA alone); None uses the model's dtype.
-      prefix_cache: bytes of host memory for cached prefixes (`dms_jax.generation.prefixes`), which
-        also take what requests leave of the page pool; 0 for those alone. None keeps no prefix
-        for later: then only the requests of a list read a beginning that they share once.
+      prefix_cache: bytes of host memory for cached prefixes (`dms_jax.generation.prefixes`), beside
+        the free pages of the pool; 0 for the pool alone. None keeps no prefix between calls: then
+        only the requests of one list prefill a shared prefix once.
     """
 
     num_lanes: CountOnDevice
@@ -150,15 +149,15 @@ class Source:
     """Where the requests of a call come from, and who receives their updates.
 
     Attributes:
-      requests: those that are known at the start; they share one sampling.
+      requests: the requests that are known at the start; they share one sampling.
       sampling: their sampling.
-      incoming: gives more while others run (a server), each with a sampling of its own and an index
-        that is free; they were not checked for room. None if all are known.
+      incoming: gives more while others run (a server), each with its own sampling and a free index;
+        nobody has checked that they fit. None for a closed list.
       on_tokens: called with every `Update`.
-      on_notified: called behind the calls of `on_tokens` for a chunk.
-      streaming: whether updates have text; otherwise it is made once, when a request has ended.
-      late: whether `on_tokens` may be called while the next programs run, as with `incoming`: what
-        it cancels ends behind these.
+      on_notified: called after the `on_tokens` calls of a chunk.
+      streaming: whether updates have text; otherwise it is made once, when a request ends.
+      late: whether `on_tokens` may be called while the next programs run, as with `incoming`; then
+        cancellations take effect after these.
       keep: whether sequences stay in the cache when their requests end (a conversation).
     """
 
@@ -182,13 +181,14 @@ class Overlap:
     """How far the device runs ahead of the host.
 
     Attributes:
-      num_steps: steps of a chunk; one where a stop string must end a sequence that stays.
-      takes_turns: whether prompts and chunks of steps take turns, so that nobody's answer waits for
-        more than `prefill_tokens` of others' prompts.
-      waits: whether the updates of a chunk are sent before the next one is launched, as a listener
-        may cancel, or a stop string ends a sequence that stays.
-      hands_over: whether requests may come at any time, so that the last program of each chunk runs
-        while lanes that ended in those before it are given away. Else it does while requests wait.
+      num_steps: steps of a chunk; one where a stop string may end a kept sequence.
+      takes_turns: whether prefill and decoding alternate, so that no answer waits for more than
+        `prefill_tokens` of others' prompts.
+      waits: whether the updates of a chunk are sent before the next launch, because a listener may
+        cancel, or a stop string may end a kept sequence.
+      hands_over: whether requests may come at any time, so that lanes that ended in the earlier
+        programs of a chunk are given away while the last one runs. A closed list does that only
+        while requests wait.
     """
 
     num_steps: int
@@ -198,7 +198,7 @@ class Overlap:
 
     @classmethod
     def of(cls, source: Source, chunk: int) -> "Overlap":
-        """Returns the most that a source allows."""
+        """Returns the largest overlap that a source allows."""
         is_open = source.incoming is not None
         by_step = source.keep and bool(source.sampling.stop_strings)
         is_heard = source.on_tokens is not None and not source.late
@@ -211,11 +211,11 @@ class Overlap:
 
 
 class Call:
-    """One call of an engine: the requests of a source on their way to completions.
+    """One call of an engine: it turns the requests of a source into completions.
 
     Attributes:
       scheduler: the requests, by state.
-      in_flight: the programs that were launched and not collected.
+      in_flight: the programs that are launched and not collected.
     """
 
     def __init__(self, engine: "Engine", source: Source):
@@ -242,7 +242,7 @@ class Call:
         scheduler, takes_turns = self.scheduler, self.overlap.takes_turns
         if not self._accept():
             return False
-        if scheduler.to_cancel:  # they end before lanes are given away
+        if scheduler.to_cancel:  # before lanes are given away
             self._drain()
             scheduler.finish_and_notify()
         if takes_turns or not self._prefill.items:
@@ -250,7 +250,7 @@ class Call:
         if self._prefill.items:
             self._launch_prefill()
             if not takes_turns and (self._prefill.items or scheduler.held_back):
-                if not self._prefill.items:  # those whose prefixes are read now come before steps
+                if not self._prefill.items:  # requests whose prefix is ready come before steps
                     self.in_flight.collect_prompts()
                 self._notifier.notify()
                 return True
@@ -270,11 +270,11 @@ class Call:
         return bool(scheduler.waiting or scheduler.running or self.in_flight.programs)
 
     def close(self) -> None:
-        """Sends the updates that are left, also after an error."""
+        """Sends the remaining updates, also after an error."""
         self._notifier.notify()
 
     def compile_first(self, compiled: set[Hashable]) -> None:
-        """Compiles what the first programs of a closed list need, unless `compiled` has it."""
+        """Compiles the first programs of a closed list, unless `compiled` has their key."""
         num_steps, requests = self.overlap.num_steps, self.source.requests
         longest = max((len(each.prompt) for each in requests), default=0)
         self.runner.reservation.expect(longest + num_steps)
@@ -291,19 +291,19 @@ class Call:
     # -- accept -----------------------------------------------------------------------------------
 
     def _accept(self) -> bool:
-        """Lets requests wait that came; returns whether more may come or some are to be served."""
+        """Queues new requests; returns whether there are requests to serve or may be later."""
         scheduler, incoming = self.scheduler, self.source.incoming
         idle = not (scheduler.waiting or scheduler.running)
         if idle:
             self._notifier.notify()
-            self.in_flight.collect_steps()  # what answers that a stop string ended had launched
+            self.in_flight.collect_steps()  # of answers that a stop string ended
         came = None if incoming is None else incoming(idle)
-        make_matchers(self._model, came or ())  # unless whoever sends them has
+        make_matchers(self._model, came or ())  # unless the source has
         scheduler.accept(came or ())
         return came is not None or bool(scheduler.waiting or scheduler.running)
 
     def _rule(self) -> Filter | None:
-        """Returns the sampling of the next program, of all lanes or of each; None if given."""
+        """Returns the filter of the next program, shared or per lane; None if answers are given."""
         if self._given:
             return None
         if self.source.incoming is None:
@@ -314,13 +314,13 @@ class Call:
     # -- collect ----------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Sends what is to be sent, and waits for everything in flight."""
+        """Sends queued updates, and waits for everything in flight."""
         self._notifier.notify()  # before answers grow beyond it
         self.in_flight.collect_steps()
         self.in_flight.collect_prompts()
 
     def _finish_steps(self) -> None:
-        """Waits for the steps in flight, and ends what ended in them: that makes room.
+        """Waits for the steps in flight and ends finished requests, which frees pages.
 
         Nothing is cancelled: prompts and first tokens stay in flight.
         """
@@ -330,7 +330,7 @@ class Call:
             self.scheduler.finish(cancel=False)
 
     def _finish_last_chunk(self, programs: int, reads_on: bool) -> Generator[None]:
-        """Sends the updates of the chunk before and collects its last programs, in short parts."""
+        """Sends the updates of the last chunk and collects its last programs, in short parts."""
         yield from self._notifier.notify_by_parts()  # before answers grow beyond them
         if not reads_on:  # else their next parts are launched before the steps run
             self.in_flight.collect_prompts()
@@ -341,10 +341,10 @@ class Call:
     # -- launch -----------------------------------------------------------------------------------
 
     def _launch_prefill(self) -> None:
-        """Launches programs of prompts, and the draws behind those that are complete.
+        """Launches prefill, and draws the first tokens of complete prompts.
 
-        It is one program; but where answers wait for their next steps, as many as have
-        `prefill_tokens` together, or the first whose tokens a policy reads one by one.
+        That is one program; but where answers wait for their next steps, as many as fit into
+        `prefill_tokens`, up to the first that prefills token by token.
         """
         scheduler, runner = self.scheduler, self.runner
         fills_turn = self.overlap.takes_turns and bool(scheduler.decoding)
@@ -354,7 +354,7 @@ class Call:
             for lane, tokens in batch.tokens.items():
                 extra[lane] = len(tokens)
             if not self._reserve_or_preempt(extra, prompt=batch.prompt):
-                continue  # with those that are left, before others come
+                continue  # with the requests that are left, before others are admitted
             extended = runner.extend(batch)
             self._prefill.advance(batch)
             scheduler.record_peak_bytes()
@@ -382,7 +382,7 @@ class Call:
         scheduler, reservation = self.scheduler, self.runner.reservation
         before = len(scheduler.running)
         while not reservation.fits(extra, prompt=prompt):
-            if self.in_flight.drawn or self.in_flight.programs:  # who ended in them makes room
+            if self.in_flight.drawn or self.in_flight.programs:  # what ended in them frees pages
                 self._drain()
                 scheduler.finish()
                 extra[[lane for lane in range(len(extra)) if lane not in scheduler.running]] = 0
@@ -393,7 +393,7 @@ class Call:
         return len(scheduler.running) == before
 
     def _decode(self) -> None:
-        """Launches a chunk of steps; collects the last one, and what may not stay in flight."""
+        """Launches a chunk of steps; collects the last chunk, and what may not stay in flight."""
         scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
         reservation, num_steps = self.runner.reservation, overlap.num_steps
         if overlap.takes_turns and self._prefill.has_tokens:
@@ -409,10 +409,10 @@ class Call:
         with contextlib.closing(self._finish_last_chunk(before, reads_on)) as work:
             given = scheduler.seeds, self._rule(), num_steps, work
             in_flight.launch_steps(scheduler.decoding, *given)
-            collections.deque(work, maxlen=0)  # all that is left, while the steps run
+            collections.deque(work, maxlen=0)  # the rest, while the steps run
         reservation.trim()
         scheduler.record_peak_bytes()
-        if reports_now:  # newcomers do not wait for the steps to be told of their first tokens
+        if reports_now:  # first tokens are sent before their next steps are collected
             scheduler.finish_and_notify(cancel=not reads_on)
         in_flight.collect_steps(len(in_flight.programs) - self._stays_in_flight())
         if overlap.waits:
@@ -421,10 +421,10 @@ class Call:
             scheduler.finish(cancel=not reads_on)
 
     def _stays_in_flight(self) -> int:
-        """Returns how many programs of a chunk are collected behind the launch of the next one.
+        """Returns how many programs of a chunk are collected after the next launch.
 
         The last one where requests may join, so that the device is busy meanwhile; all of them
-        where nothing but the next chunk can follow.
+        where only the next chunk can follow.
         """
         scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
         if overlap.waits or not in_flight.may_run_on(scheduler.decoding):
@@ -445,7 +445,7 @@ class Engine:
       policy: the cache policy; None for the one that the checkpoint declares, or that the adapters
         were trained for.
       adapters: adapters of the model by name, as directories or as models that have them. Each
-        request runs with one of them, or with the model as it is, where it runs under the policy.
+        request runs with one of them, or with the plain model if that runs under the policy.
       num_lanes, max_tokens, memory, chunk, **options: see `EngineOptions`.
 
     Attributes:
@@ -457,8 +457,8 @@ class Engine:
     Raises:
       ConfigError: an option is malformed, or the policy does not fit the model or an adapter.
       CheckpointError: an adapter cannot be read, or was trained on another checkpoint.
-      CapacityError: the memory does not hold the first page of each row of a single sequence, or
-        what so many lanes take besides their pages.
+      CapacityError: the memory does not hold one page for each row of a sequence, or what the
+        lanes take besides their pages.
     """
 
     @show_options(EngineOptions)
@@ -529,7 +529,7 @@ class Engine:
     ) -> list[Completion]:
         """Completes prompts as `dms_jax.generate` does.
 
-        `adapter` names the adapter of all prompts, or of each; None stands for the model as it is.
+        `adapter` names the adapter of all prompts, or of each; None is the plain model.
         """
         check_list(prompts)
         sampling = check_call(sampling, on_tokens)
@@ -546,15 +546,15 @@ class Engine:
         return self.serve(Source(requests, sampling, on_tokens=on_tokens))
 
     def serve(self, source: Source) -> list[Completion]:
-        """Runs the requests of a source to their end; returns completions of those it begins with.
+        """Serves a source to its end; returns the completions of its initial requests.
 
-        Any exception that stops it, an interrupt included, leaves the engine usable and has the
-        completions of the requests that had ended: `error.finished` is {index: Completion}.
+        An exception, an interrupt included, leaves the engine usable and carries the completions of
+        the requests that had ended: `error.finished` is {index: Completion}.
 
         Raises:
           BusyError: it is serving another call, in another thread or further up the stack.
           CapacityError: a request does not fit; see `check_room` for what is refused at the start.
-          ConfigError: there are stop strings but no tokenizer, or the grammar is not served.
+          ConfigError: there are stop strings but no tokenizer, or a grammar is not supported.
         """
         with self.open(source) as call:
             while call.step():
@@ -564,10 +564,10 @@ class Engine:
 
     @contextlib.contextmanager
     def open(self, source: Source) -> Iterator[Call]:
-        """Begins a call whose turns the caller takes: `with engine.open(source) as call`.
+        """Opens a call that the caller drives turn by turn: `with engine.open(source) as call`.
 
-        `call.step()` is one turn of the loop. Between two turns the caller may look at requests,
-        and give more through `source.incoming`. Requests that have not ended when the caller leaves
+        `call.step()` is one turn of the loop. Between two turns the caller may inspect requests,
+        and add more through `source.incoming`. Requests that have not ended when the context closes
         stay as they are. Raises as `serve` does.
         """
         compilation.check_process()
@@ -584,7 +584,7 @@ class Engine:
                 with self.runner.working():
                     call.compile_first(self._compiled)
                     yield call
-                if call.unfinished:  # the caller has left: what is in the cache is nobody's
+                if call.unfinished:  # the caller has left, and nobody owns what is in the cache
                     self.runner.release()
                 elif not self.runner.prefixes.keeps:
                     self.runner.prefixes.clear()
@@ -593,15 +593,15 @@ class Engine:
                 call.close()
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """Ends requests of the running call; call it from `on_tokens` or `Source.incoming`.
+        """Cancels requests of the running call; call it from `on_tokens` or `Source.incoming`.
 
-        They end before the next chunk, or behind it where that was launched already. They keep what
-        they have generated, if anything, their finish reason becomes "cancelled", and their pages
-        are freed. Requests that wait end too. Each has a last update, and is a completion like any
-        other. Indices of requests that have ended, or that are not in the call, are ignored.
+        They end before the next chunk, or after it if it was launched already; queued requests end
+        too. They keep the tokens generated so far, their finish reason is "cancelled", and their
+        pages are freed. Each has a last update, and a completion like any other. Indices of
+        requests that have ended, or are not in the call, are ignored.
 
         Raises:
-          ConfigError: there is no sequence of indices, or one is not a whole number.
+          ConfigError: `indices` is no sequence, or has an item that is not a whole number.
         """
         if not isinstance(indices, Iterable):
             check("cancel: indices", indices, Sequence[Whole])
@@ -611,23 +611,23 @@ class Engine:
 
     @property
     def steps_between_prompts(self) -> int:
-        """Steps of a chunk behind which prompts wait, where requests may come at any time.
+        """Steps of a chunk while prompts wait for prefill, where requests may come at any time.
 
-        It is one, as prompts would otherwise wait for several steps of all who decode after every
-        `prefill_tokens`: of 256 clients with prompts of 8,192 tokens, most of the time would go to
-        steps of few. Where all prompts together have no more tokens than that, none wait.
+        It is one, as prompts would otherwise wait for several steps after every `prefill_tokens`:
+        with 256 clients and prompts of 8,192 tokens, most of the time would go to steps of a few
+        lanes. Where all prompts together have no more tokens than that, none wait.
         """
         most = self.options.num_lanes * self.runner.max_tokens
         return 1 if most > self.options.prefill_tokens else self.chunk
 
     @property
     def adapters(self) -> tuple[str | None, ...]:
-        """The names of its adapters, behind None if the model also runs as it is."""
+        """The names of its adapters, after None if the plain model runs too."""
         slots = self.runner.slots
         return (None,) if slots is None else slots.names
 
     def check_adapter(self, name: str | None) -> None:
-        """Raises ConfigError if there is no adapter of a name; None is the model as it is."""
+        """Raises ConfigError if there is no adapter of that name; None is the plain model."""
         check_name(self.runner.slots, name)
 
     def update(
@@ -636,19 +636,19 @@ class Engine:
         *,
         adapters: Mapping[str, GivenAdapter] | None = None,
     ) -> None:
-        """Replaces weights; nothing is compiled, and no memory of the cache is given up.
+        """Replaces weights; nothing is compiled, and the cache keeps its memory.
 
-        No request sees both: while a call runs, its requests included that wait, it is refused.
-        Cached prefixes of what is replaced are dropped. If anything does not fit, nothing changes.
+        It is refused while a call runs, so no request sees both. Cached prefixes of what is
+        replaced are dropped. If anything does not fit, nothing changes.
 
         Args:
-          parameters: those of the model, or of parts of it (`LanguageModel.with_parameters`).
-          adapters: adapters of the engine by name, as it was made with.
+          parameters: all parameters of the model, or some (`LanguageModel.with_parameters`).
+          adapters: new weights of the engine's adapters, by name.
 
         Raises:
           BusyError: it is serving a call.
-          ConfigError: a parameter has another shape or type than the one in its place, whose name
-            is said; or an adapter has another policy or a larger rank.
+          ConfigError: a parameter has another shape or type than the old one; or an adapter has
+            another policy or a larger rank.
           CheckpointError: an adapter cannot be read, or was trained on another checkpoint.
         """
         with unless_busy(self._lock, "The engine"):
@@ -657,7 +657,7 @@ class Engine:
     def replace(
         self, parameters: Transformer | nnx.State | None, adapters: Mapping[str, GivenAdapter]
     ) -> None:
-        """Does so whatever runs: call it between two turns, if no request has what is replaced."""
+        """Does it during a call: between two turns, if no request uses what is replaced."""
         runner, slots = self.runner, self.runner.slots
         model = self.model if parameters is None else self.model.with_parameters(parameters)
         slots = replaced(model, slots, self.policy, adapters)
@@ -669,7 +669,11 @@ class Engine:
             runner.prefixes.drop(name)
 
     def warm(self) -> int:
-        """Compiles whatever `incoming` requests can need; returns how many programs (BusyError)."""
+        """Compiles all programs that `incoming` requests can need; returns how many.
+
+        Raises:
+          BusyError: it is serving a call.
+        """
         compilation.check_process()
         with unless_busy(self._lock, "The engine"), self.runner.working():
             in_flight = InFlight(self.runner, self.end_tokens)
@@ -683,11 +687,10 @@ class Engine:
         return [] if call is None else list(call.scheduler.running.values())
 
     def check_room(self, requests: list[Request]) -> None:
-        """Refuses requests that are known not to fit, before any of them runs.
+        """Refuses requests that can never fit, before any of them runs.
 
         Raises:
-          CapacityError: a request can never fit, whatever the model generates; see
-            `Admission.check`.
+          CapacityError: a request cannot fit, whatever the model generates; see `Admission.check`.
         """
         self.runner.recover()
         longest = max((request.max_length for request in requests), default=1)

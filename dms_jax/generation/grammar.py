@@ -1,26 +1,26 @@
 """Answers that match a grammar: a JSON schema, a regular expression, or a context-free grammar.
 
-Or that begin with tokens that are given, as a prompt whose tokens are scored does (`Opening`).
+An answer may also be forced to begin with given tokens, to score a prompt (`Opening`).
 
 `Sampling.grammar` holds the grammar of a request. Its `Matcher` follows the answer token by token
-and says which tokens may come next; all other tokens are left out of the draw. Both are those of
-llguidance (https://github.com/guidance-ai/llguidance, the extra `grammar`), which is imported when
-the first grammar is made.
+and computes which tokens may come next; all others are excluded from the draw. Both are based on
+llguidance (https://github.com/guidance-ai/llguidance, the extra `grammar`), which is imported with
+the first grammar.
 
 The mask of a token depends on the token before it, which is drawn on the device. So a chunk of
-steps with such a lane is no loop on the device: each step is two programs, and the host computes
+steps with such a lane is not a loop on the device: each step is two programs, and the host computes
 the masks while the first one runs:
 
     device   | advance: layers | draw | advance: layers | draw | ...
     host       work   masks ----^       work   masks ----^
                       ^ the token before, read from the device
 
-While it waits for a token, the host sends the updates of the chunk before. The results of the steps
-are recorded by chunks, as those of all others are.
+While it waits for a token, the host sends the updates of the previous chunk. The results of steps
+are recorded by chunks, as always.
 
-The other lanes of such a chunk wait for two launches a step in place of one launch a chunk, and for
-the masks if these take longer than the layers: 256 of 152,000 tokens are 2 to 4 ms of processor
-time, in threads, and 5 MB on their way to the device. Chunks without such a lane run as always.
+The other lanes of such a chunk pay two launches per step instead of one per chunk, and wait for the
+masks if these take longer than the layers: 256 masks of 152,000 tokens take 2 to 4 ms of processor
+time, in threads, and 5 MB of transfer. Chunks without such a lane run as usual.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ _PLACE = re.compile(r"^at \d+\(\d+\): ")
 class Grammar:
     """What an answer must match from its first to its last token.
 
-    An answer ends with an end token once it matches. One that `max_new_tokens` ends matches a
-    beginning only.
+    An answer ends with an end token once it matches. If `max_new_tokens` ends it, it is the start
+    of a match.
 
     Attributes:
       source: the grammar as llguidance reads it, Lark or its JSON form; see `json_schema`, `regex`
@@ -97,7 +97,7 @@ class Grammar:
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """The tokens that an answer begins with; behind them it is free.
+    """The tokens with which an answer must begin; after them it is free.
 
     Attributes:
       tokens: token ids; an end token is not allowed among them.
@@ -154,7 +154,7 @@ class Matcher:
         self.compiled = compiled
 
     def restart(self, tokens: list[int]) -> None:
-        """Goes back to the beginning of the answer, and reads these tokens of it."""
+        """Starts over, and consumes the first tokens of the answer."""
         self.compiled.reset()
         self.compiled.consume_tokens(tokens)
 
@@ -170,21 +170,21 @@ class OpeningMatcher:
         self._tokens, self._next = opening.tokens, 0
 
     def restart(self, tokens: list[int]) -> None:
-        """Goes back to the beginning of the answer, and reads these tokens of it."""
+        """Starts over, and consumes the first tokens of the answer."""
         self._next = len(tokens)
 
     def read(self) -> None:
-        """Reads the next token, which is that of the opening, or any behind it."""
+        """Consumes the next token of the answer."""
         self._next += 1
 
     @property
     def only(self) -> int | None:
-        """The token that comes next; None behind the opening."""
+        """The token that must come next; None after the opening."""
         return self._tokens[self._next] if self._next < len(self._tokens) else None
 
 
 def is_served(model: LanguageModel) -> bool:
-    """Whether answers of a model can be held to a grammar; see `check_model`."""
+    """Whether a model supports grammars; see `check_model`."""
     try:
         check_model(model)
     except ConfigError:
@@ -193,7 +193,7 @@ def is_served(model: LanguageModel) -> bool:
 
 
 def check_model(model: LanguageModel) -> None:
-    """Raises ConfigError unless a model has what a grammar needs, and llguidance is installed."""
+    """Raises ConfigError unless a model supports grammars and llguidance is installed."""
     _library()
     if model.tokenizer is None:
         raise ConfigError(
@@ -207,9 +207,9 @@ def check_model(model: LanguageModel) -> None:
 
 
 def make_matchers(model: LanguageModel, requests: Iterable[Any]) -> None:
-    """Gives every request whose sampling has a grammar its matcher, unless it has one.
+    """Makes the matchers of requests with a grammar, unless they have one.
 
-    To compile a large grammar can take a second: not for the thread that runs an engine.
+    Compiling a large grammar can take a second: avoid it in the engine's thread.
 
     Raises:
       ConfigError: see `check_model`; or the grammar does not compile with this vocabulary, or an
@@ -237,12 +237,12 @@ def _check_ends(model: LanguageModel, opening: Opening) -> None:
 
 
 class TokenMasks:
-    """The tokens that may come next, as bits, for the lanes of an engine.
+    """The masks of allowed next tokens, as bits, for the lanes of an engine.
 
     Args:
       num_lanes: number of lanes (B).
       vocab_size: number of logits (V); word w of a lane has tokens 32 w ... 32 w + 31.
-      reused: whether `after` writes over the masks that it returned before, of a single device.
+      reused: whether `after` overwrites its last result; only on a single device.
     """
 
     def __init__(self, num_lanes: int, vocab_size: int, *, reused: bool = True):
@@ -259,7 +259,7 @@ class TokenMasks:
         return np.full(self._shape, -1, np.int32)
 
     def next(self, matchers: Mapping[int, Matcher | OpeningMatcher]) -> Int[np.ndarray, "B words"]:
-        """Returns the masks of lanes, those of some by their matchers; computes in threads."""
+        """Returns the masks of all lanes, by matchers where given; computes in threads."""
         masks = self.everything()
         self._fill(masks, *_by_kind(matchers))
         return masks
@@ -289,14 +289,14 @@ class TokenMasks:
         remaining: Int[np.ndarray, " B"],
         end_tokens: Collection[int],
     ) -> Int[np.ndarray, "B words"]:
-        """Lets each request read the newest token of its lane; returns the masks behind them.
+        """Consumes the newest token of each request; returns the masks of the next ones.
 
-        The next call overwrites them: whoever has the newest tokens has waited for the program that
-        read the last ones. To allocate megabytes takes longer than to fill them. On a mesh it does
-        not: tokens are read from one device, and another may still run that program.
+        The next call overwrites the result, as allocating megabytes takes longer than filling them:
+        a caller with the newest tokens has waited for the program that read the last masks. Not on
+        a mesh, where tokens come from one device, and another may still run that program.
 
         Args:
-          requests: lane -> its request, of those that have a grammar.
+          requests: lane -> its request, if that has a grammar.
           newest: the newest token of each lane.
           remaining: the most tokens that each lane may generate after it.
           end_tokens: token ids that end an answer.

@@ -1,7 +1,7 @@
-"""The programs in flight, and what becomes of their results when they are collected.
+"""The queue of programs in flight, and how their results are recorded.
 
-Prompts, the tokens after them and chunks of steps run one behind the other on the device; the host
-collects the results of each while the next one runs.
+Prefill, first tokens and chunks of steps run one after the other on the device; the host collects
+the results of each while the next one runs.
 """
 
 import collections
@@ -19,12 +19,12 @@ from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter, Given
 
-# Of so many answers with end tokens it is unlikely that all end within one chunk.
+# With so many answers it is unlikely that end tokens end all of them within one chunk.
 LANES_AHEAD = 4
 
-# A long chunk of steps is several programs. While the last one runs, the results of those before it
-# are collected, lanes that ended are given away, and prompts of newcomers and the next steps are
-# launched, which together take the host as long as so many steps of a small model.
+# A long chunk is several programs. While the last one runs, the host collects the earlier ones,
+# gives away lanes that ended, and launches new prompts and the next steps. That takes as long as
+# `_FEWEST_STEPS` steps of a small model.
 _PROGRAMS, _FEWEST_STEPS = 4, 8
 
 
@@ -37,7 +37,7 @@ class InFlight:
       end_tokens: token ids that end an answer.
       last_tokens: Int[B], the newest token of each lane, on the device until it is collected.
       drawn: lanes whose newest token is the first of an answer, and in flight.
-      programs: those of steps, oldest first, and the requests in their lanes.
+      programs: programs of steps, oldest first, with the requests in their lanes.
     """
 
     runner: Runner
@@ -71,7 +71,7 @@ class InFlight:
         self.runner.reservation.collect_prompts()
 
     def remaining(self, running: Mapping[int, Request]) -> Int[np.ndarray, " B"]:
-        """Returns the most tokens that each lane may generate after what was launched."""
+        """Returns the most tokens that each lane may generate beyond those in flight."""
         remaining = np.zeros(self.runner.num_lanes, np.int64)
         for lane, request in running.items():
             remaining[lane] = request.remaining - (lane in self.drawn)
@@ -92,8 +92,8 @@ class InFlight:
           seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
-          meanwhile: work of the host, in short parts; some is done where it waits for tokens, which
-            masks depend on.
+          meanwhile: work of the host, in short parts, to do while it waits for the tokens on which
+            masks depend.
 
         Raises:
           NotNumbersError, GrammarError: a request with a grammar cannot go on.
@@ -105,7 +105,7 @@ class InFlight:
             num_steps = 1
         size = self.steps_a_program(num_steps)
         for _ in range(0, num_steps, size):
-            if not remaining.any():  # at once where first tokens were all that was asked for
+            if not remaining.any():  # at once if only first tokens were asked for
                 return
             if any(remaining[lane] for lane in bound):
                 assert rule is not None, "answers that are given have no grammar"
@@ -134,7 +134,7 @@ class InFlight:
                 self.programs.append((program, dict(running)))
             if program.error is not None:
                 collections.deque(meanwhile, maxlen=0)
-                self.collect_prompts()  # unless what was drawn is from logits that are not numbers
+                self.collect_prompts()  # raises if their logits are not numbers
                 self.collect_steps()
                 raise program.error
             self.last_tokens = program.newest
@@ -146,7 +146,7 @@ class InFlight:
         return endless
 
     def steps_a_program(self, num_steps: int) -> int:
-        """Returns the steps of each program of a chunk of so many."""
+        """Returns the steps of each program of a chunk."""
         if self.runner.host is not None:  # KCache's values are written between programs
             return num_steps
         least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))
@@ -155,10 +155,10 @@ class InFlight:
     def may_run_on(self, running: Mapping[int, Request]) -> bool:
         """Whether programs of steps may stay in flight while their results are not needed.
 
-        Not if all answers may have ended, and the device would run steps for none of them. An
-        answer that a stop string ends, which is only in the text, goes on: whoever gets its lane
-        and its pages runs behind it, and what it did there is dropped. KCache's values are written
-        between programs.
+        Not if all answers may have ended, so that the device would run for nothing. An answer that
+        a stop string ended goes on, as the device does not know: the next request in its lane runs
+        after it, and its results are dropped. Not with KCache, whose values are written between
+        programs.
         """
         going = int(np.count_nonzero(self.remaining(running)))
         return self.runner.host is None and going >= (LANES_AHEAD if self.end_tokens else 1)
@@ -172,16 +172,16 @@ class InFlight:
         for _ in range(len(self.programs) if count is None else count):
             program, running = self.programs.popleft()
             steps = self.runner.collect(program)
-            if self.last_tokens is program.newest:  # else more was launched, or drawn, behind it
+            if self.last_tokens is program.newest:  # else more was launched, or drawn, after it
                 self.last_tokens = steps.tokens[-1]
             record_steps(steps, running)
 
     def add_prefill(self, extended: Extended, requests: Mapping[int, Request]) -> None:
-        """Adds the tokens of a program to the use of the cache, when it is collected.
+        """Records the cache use of a prefill program when it is collected.
 
         Args:
-          extended: the result of the program.
-          requests: lane -> the request to which its tokens belong.
+          extended: the program.
+          requests: lane -> the request whose tokens it ran.
         """
 
         def record() -> None:
@@ -196,7 +196,7 @@ class InFlight:
 
     @property
     def reads_on(self) -> bool:
-        """Whether prompts are in flight and later programs read every one of them further."""
+        """Whether prompts are in flight and every one of them needs further programs."""
         unread = not self.drawn and bool(self._prompts)
         return unread and all(each.state is State.PREFILL for each in self._prompts)
 
@@ -207,7 +207,7 @@ class InFlight:
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | None,
     ) -> None:
-        """Draws the tokens after prompts; requests that have tokens continue from their last one.
+        """Draws first tokens; requests that have tokens continue from their last one.
 
         Args:
           source_of: lane -> the lane that prefilled its prompt, itself or another one.
@@ -216,11 +216,11 @@ class InFlight:
           rule: sampling settings; None if answers are given.
         """
         if continued := [lane for lane in source_of if running[lane].generated]:
-            last_tokens = np.array(self.last_tokens)  # waits for the steps that run on
+            last_tokens = np.array(self.last_tokens)  # waits for the steps in flight
             last_tokens[continued] = [running[lane].generated[-1] for lane in continued]
             self.last_tokens = last_tokens
         bound = {lane: each for lane in source_of if (each := running[lane].matcher) is not None}
-        for lane, matcher in bound.items():  # it may have read tokens that were lost
+        for lane, matcher in bound.items():  # it may have consumed tokens that were lost
             matcher.restart(running[lane].generated[:-1])
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
@@ -254,7 +254,7 @@ class InFlight:
 
 
 def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
-    """Adds the steps of a chunk to the running requests; a lane ran the first few of them.
+    """Adds the steps of a program to the running requests; each lane ran the first few of them.
 
     Raises:
       NotNumbersError: logits are not numbers; then nothing is added.

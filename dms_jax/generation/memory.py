@@ -210,11 +210,11 @@ def pool_pages(
     memory: float | int | None,
     kv_dtype: str | None = None,
 ) -> int:
-    """Returns the pages of the pool: the most that the lanes can need, or that `memory` can hold.
+    """Returns the pages of the pool: what the lanes can need, limited by `memory`.
 
     Raises:
       ConfigError: if `memory` is not a number of bytes.
-      CapacityError: if the device has less memory, or it does not hold one page for each row of a
+      CapacityError: if the device has less memory, or it cannot hold one page for each row of a
         sequence.
     """
     config = model.config
@@ -254,8 +254,8 @@ def pool_pages(
     affordable = int((room - state) // bytes_per_page)
     pages = min(needed, affordable)
     if memory is None and rows < pages < needed:
-        # Programs are compiled for the number of pages, and two processes seldom find equally much
-        # free: of its seven first bits both make the same, and 1.6% at most is left.
+        # Programs are compiled for the number of pages, and two processes seldom find the same free
+        # memory: rounded to seven bits the number is equal for both, and at most 1.6% is unused.
         pages = max(rows, pages - pages % (1 << max(pages.bit_length() - 7, 0)))
     pages -= pages % shards
     if pages < rows:
@@ -285,9 +285,9 @@ def _gigabytes(size: float | int) -> str:
 
 
 def spare_bytes(model: LanguageModel) -> float:
-    """Returns the bytes for activations beside the largest pool: what `pool_pages` leaves free.
+    """Returns the bytes for activations that `pool_pages` leaves free by default.
 
-    That is by default a tenth of an accelerator's free memory, before the pool is there.
+    That is a tenth of an accelerator's free memory before the pool is allocated.
     """
     return 0.1 * _device_memory(model)[1]
 
@@ -312,13 +312,13 @@ def _device_memory(model: LanguageModel) -> tuple[float, float]:
 
 
 def free_memory(stats: dict[str, int]) -> tuple[float, float]:
-    """Returns nine tenths of an accelerator's free bytes, but no more than in one piece, and all.
+    """Returns nine tenths of an accelerator's free bytes, at most its largest block; and all.
 
-    What was loaded behind a cache stays where it is when that is gone, so that the next one, whose
-    keys and values are an array each, may find no room although enough is free.
+    Free memory may be fragmented by what was loaded after an earlier cache, so that a new cache,
+    with one array of keys and one of values, finds no room although enough is free.
 
     Args:
-      stats: what its allocator says (`jax.Device.memory_stats`).
+      stats: statistics of its allocator (`jax.Device.memory_stats`).
     """
     free = float(stats["bytes_limit"] - stats["bytes_in_use"])
     piece, taken = (stats.get(name, 0) for name in ("largest_free_block_bytes", "pool_bytes"))

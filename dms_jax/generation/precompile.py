@@ -1,11 +1,10 @@
-"""The programs that requests need, compiled at the same time instead of one by one.
+"""Compiles the programs that requests need in parallel, before they are needed.
 
-Those that an earlier process kept (`executables`) are read in threads. The others are traced here,
-one after the other, and compiled in threads. The calls that need them find them compiled. A call
-whose requests are all known compiles what they need first (`compile_first`). What it leaves is
-compiled when it occurs: page tables for answers that outgrow those of the prompts, and prompts that
-are recomputed after a preemption. Where nobody knows what will come, everything that can occur is
-compiled (`compile_all`).
+Programs that an earlier process kept (`executables`) are read in threads. The others are traced
+here, one after the other, and compiled in threads. A closed list compiles its first programs
+(`compile_first`); the rest is compiled on first use: wider page tables for long answers, and
+prompts that are recomputed after a preemption. A server compiles everything that can occur
+(`compile_all`).
 """
 
 import concurrent.futures
@@ -44,10 +43,10 @@ def compile_first(
     end_tokens: tuple[int, ...],
     compiled: set[Hashable],
 ) -> None:
-    """Compiles the programs of prompts, of tokens after them, and of steps.
+    """Compiles the first programs of a closed list: prefill, first tokens, and steps.
 
-    If requests wait for a lane, then also those of the few prompts that come when some end. Nothing
-    if any has a past.
+    If requests wait for a lane, that includes the prefill of the few prompts that follow when
+    lanes end. It compiles nothing if a request continues a conversation.
 
     Args:
       runner: the runner that will launch them.
@@ -56,7 +55,7 @@ def compile_first(
       rule: sampling settings; None if answers are given.
       num_steps: steps per program.
       end_tokens: token ids that end an answer.
-      compiled: keys of what was compiled already; what is compiled now is added.
+      compiled: keys of earlier calls; the key of this one is added.
     """
     if not requests or any(request.seen or request.before for request in requests):
         return
@@ -66,8 +65,7 @@ def compile_first(
     unique = {(each.adapter, tuple(each.prompt)): each for each in first.values()}
     refilled = len(requests) > num_lanes
 
-    # Of each prompt, in parts where others begin alike, the tokens that attend in one pass, and
-    # the rest.
+    # The parts of each prompt, split where prefixes are cached: tokens in one pass, and the rest.
     parts = [part for each in unique.values() for part in _parts(runner, each)]
     shared = len(parts) > len(unique)
     if refilled := refilled or shared:
@@ -97,7 +95,7 @@ def compile_first(
     _compile(
         runner,
         (
-            # Steps take the compiler longest: it begins with them, while prompts are traced.
+            # Steps take the compiler longest: they come first, while prompts are traced.
             *(calls.steps(pages_of_steps, num_steps, end_tokens, masked=masked) if steps else []),
             *(calls.update_table(pages_of_steps) if steps else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
@@ -112,7 +110,7 @@ def compile_first(
 
 
 def _parts(runner: Runner, request: Request) -> list[tuple[int, int, int]]:
-    """Returns the parts in which a prompt is read: start, end, and the length it can come to."""
+    """Returns the parts in which a prompt is prefilled: start, end, and its longest length."""
     stops = runner.prefixes.stops(request, 0, runner.num_lanes)
     stops = (0, *stops, len(request.prompt))
     return [(*part, request.max_length) for part in itertools.pairwise(stops)]
@@ -121,7 +119,7 @@ def _parts(runner: Runner, request: Request) -> list[tuple[int, int, int]]:
 def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:
     """Returns the programs to compile, each with whether a prompt ends in it.
 
-    Only policies that cut rows after a prompt have a program of its own for that.
+    Only policies that cut rows after a prompt have a separate program for that.
     """
     found = {(shape, ends or not cuts_prompts(runner.policy, shape)) for shape, ends in batches}
     return sorted(found, key=str)  # in the same order in every process
@@ -130,19 +128,21 @@ def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tup
 def compile_all(
     runner: Runner, shapes: PromptShapes, num_steps: set[int], end_tokens: tuple[int, ...]
 ) -> int:
-    """Compiles whatever requests can need that come during a call; returns how many programs.
+    """Compiles all programs of an open stream; returns how many.
 
-    They are all shapes of prompts and of steps with all widths of the page table, also for answers
-    that are recomputed after a preemption, and the small programs between them.
+    These are all shapes of prefill and steps with all widths of the page table, also for answers
+    that are recomputed after a preemption, and the small programs between them. Sequences have at
+    most the runner's maximum length.
 
-    See `compile_first`; the maximum length of the runner is that of the longest sequence. Programs
-    of steps have one of the numbers in `num_steps`.
+    Args:
+      runner, shapes, end_tokens: see `compile_first`.
+      num_steps: the possible numbers of steps per program.
     """
     num_lanes = runner.num_lanes
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
     policy, most = runner.policy, runner.max_tokens
     whole = tokens_in_one_pass(policy, seen=0, prompt=most, max_length=most)
-    # Behind a prompt in one pass any number of tokens of an answer is recomputed.
+    # After a one-pass prompt any number of answer tokens may be recomputed.
     rest = {"always": 0, "prompts": most, "never": most - whole}[policy.parallel]
     every = _programs(runner, shapes.one_pass.every(whole) | shapes.one_by_one.every(rest))
     prompts = [
@@ -172,7 +172,7 @@ def compile_all(
 
 @dataclasses.dataclass(frozen=True)
 class _Calls:
-    """The programs of a runner with the arguments of their shapes; values mean nothing."""
+    """The programs of a runner with arguments of the right shapes; values do not matter."""
 
     runner: Runner
     rule: Filter | None
@@ -296,8 +296,8 @@ class _Calls:
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
     """Reads or compiles programs for their arguments in threads; returns how many there are.
 
-    An error or an interrupt waits for those that are being compiled, and for none that has not
-    begun: a process that ends while the compiler runs in one of its threads aborts.
+    An error or an interrupt waits for running compilations and cancels the rest: a process that
+    ends while the compiler runs in one of its threads aborts.
     """
     calls = list(calls)
     threads = max(4, os.cpu_count() or 1)
@@ -321,7 +321,7 @@ def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
 
 
 def _read(pool: concurrent.futures.Executor, calls: list[_Call]) -> list[_Call]:
-    """Reads the executables that are on disk; returns the calls that have none."""
+    """Reads executables from disk; returns the calls without one."""
     with compilation.counted(len(calls), "Loading") as count:
         running = []
         for program, given in calls:

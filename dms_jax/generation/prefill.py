@@ -1,4 +1,4 @@
-"""Prefill: prompts on their way into the cache, a program at a time, in a few compiled shapes.
+"""Prefill: the queue of prompts, and the few compiled shapes in which they run.
 
 The queue (`PrefillQueue`) holds the lanes that do not decode yet:
 
@@ -7,17 +7,17 @@ The queue (`PrefillQueue`) holds the lanes that do not decode yet:
     lane 2   its prompt of 40 is done; now the answer that it had before it was preempted
     lane 3   decodes: it is not here
 
-A program runs tokens of one class: of prompts or of answers, which attend in one pass or one by
-one, in one width. Where nothing else runs meanwhile, prompts come before answers, what attends in
-one pass before the rest, and wide chunks before narrow ones, whose last parts then share programs.
-Where answers are decoded meanwhile, every other program is that of the prompt that came first, and
-the ones between are that of the shortest prompt, each with others of its class. So no prompt waits
-for ever, and a short one waits for one program of a longer one between two of its own or of shorter
-ones. Urgent prompts (`Request.priority`) come before all others.
+A program runs tokens of one class: of prompts or of answers, in one attention pass or one by one,
+and of one width. If nothing is decoded meanwhile, prompts come before answers, single passes before
+the rest, and wide chunks before narrow ones, so that the last parts of prompts share programs. If
+answers are decoded meanwhile, programs alternate between the oldest prompt and the shortest one,
+each together with others of its class. So no prompt waits forever, and a short one waits for at
+most one program of a longer prompt between two of its own. Urgent prompts (`Request.priority`) come
+before all others.
 
 Every shape is a program to compile, so prompts of any number and length run in a few of them. All
-but attention is computed for the places of a program: its tokens stand there without padding
-(`model.unpadded`), so that programs for short prompts have half as many as entries x width.
+but attention is computed for the places of a program, which hold its tokens without padding
+(`model.unpadded`): programs for short prompts have half as many places as entries x width.
 
     8192 tokens in a program, chunks of 512 tokens, 256 lanes
     entries x width      24 x 512   3 x 512   48 x 256   6 x 256
@@ -31,10 +31,9 @@ and where padding takes long, because a policy reads tokens one by one or all la
 
     entries x width      16 x 512   2 x 512   64 x 128   8 x 128   256 x 32   32 x 32
 
-The first tokens of a prompt, before which such a policy evicts nothing, have the programs of the
-first table. The width of a prompt's chunks, and which tokens have which programs, depend on its own
-length and its policy only, and so does what it is rounded to; unless a part of it is cached, or it
-is read up to a place where its prefix is to be (`prefixes`).
+The first tokens of a prompt, while such a policy evicts nothing yet, use the first table. The width
+of a prompt's chunks depends only on its own length and its policy, and so do its roundings, unless
+a part of it is cached or its prefill stops where a prefix is to be cached (`prefixes`).
 """
 
 import dataclasses
@@ -119,12 +118,12 @@ class Shapes:
     ) -> tuple[list[Any], Shape] | None:
         """Returns the lanes that run next, and the shape of their program.
 
-        The first of those that have tokens of the widest width is among them.
+        The first lane with a chunk of the widest width is among them.
 
         Args:
           left: lane -> number of its tokens that have not run.
-          most: the most tokens of a program that may run; None for any. If there is no such
-            program, None is returned.
+          most: the most tokens of a program; None for any. If no shape is as small, the result is
+            None.
         """
         width_of = {lane: self.width(count) for lane, count in left.items()}
         width = max(width_of.values())
@@ -142,11 +141,11 @@ class Shapes:
         return chosen, shape
 
     def batches(self, counts: Iterable[int], *, refilled: bool) -> set[tuple[Shape, bool]]:
-        """Returns the shapes of the programs that prefill, each with whether it ends any.
+        """Returns the shapes of the programs that prefill, each with whether it ends a prompt.
 
         Args:
-          counts: numbers of tokens of the prompts that are prefilled together at first, by lane.
-          refilled: whether others like them come later, a few at a time.
+          counts: numbers of tokens of the prompts that are prefilled together, by lane.
+          refilled: whether similar prompts come later, a few at a time.
         """
         if refilled:
             chunks = {each for count in set(counts) for each in self._chunks(count)}
@@ -157,7 +156,7 @@ class Shapes:
             batch = self.next_batch(left)
             assert batch is not None, "no program is too large"
             lanes, shape = batch
-            # They run again, and nothing else, until one of them has no whole chunk left.
+            # The same lanes run again until one of them has no whole chunk left.
             times = max(1, min(left[lane] // shape.width for lane in lanes))
             if times > 1:
                 found.add((shape, False))
@@ -169,7 +168,7 @@ class Shapes:
 
     def every(self, most: int) -> set[tuple[Shape, bool]]:
         """Like `batches`, for every length of a prompt up to `most`."""
-        # Whole chunks more are no other programs.
+        # More whole chunks need no other programs.
         return self.batches(range(1, min(most, 2 * self.widths[0]) + 1), refilled=True)
 
     def _chunks(self, count: int) -> set[tuple[int, bool]]:
@@ -191,7 +190,7 @@ class Shapes:
         sizes = sorted({max(1, most // 8), most})
         if not self.unpadded:
             return [Shape(width, size, None, self.one_pass) for size in sizes]
-        # Whole chunks fill their width, and prompts of a narrower one half of it in the mean.
+        # Whole chunks fill their width, and narrower ones half of it on average.
         share = 1 if width == self.widths[0] else 2
         entries = [min(size * 3 // 2, self.num_lanes) for size in sizes]
         places = [max(width, size * width // share) for size in sizes]
@@ -201,22 +200,22 @@ class Shapes:
         ]
 
     def width(self, count: int) -> int:
-        """Returns the narrowest width of which as many as may be hold the tokens."""
+        """Returns the narrowest width in which the tokens take at most `passes` chunks."""
         holding = (width for width in self.widths[::-1] if count <= self.passes * width)
         return next(holding, self.widths[0])
 
     def _cost(self, lanes: int, tokens: int, shape: Shape) -> int:
-        """Returns what programs for so many tokens of so many lanes take, in tokens."""
+        """Returns the time of programs for `tokens` tokens of `lanes` lanes, in tokens."""
         programs = max(-(-lanes // shape.entries), -(-tokens // shape.most))
         return programs * (self.launch + shape.most)
 
 
 class PromptShapes(NamedTuple):
-    """The shapes in which an engine prefills prompts, and answers that it had before.
+    """The shapes in which an engine prefills prompts, and recomputes answers.
 
     Attributes:
-      one_pass: of tokens that attend in one pass.
-      one_by_one: of tokens that the policy must see one after the other.
+      one_pass: for tokens that attend in one pass.
+      one_by_one: for tokens that the policy must see one after the other.
     """
 
     one_pass: Shapes
@@ -227,19 +226,18 @@ class PromptShapes(NamedTuple):
         return self.one_pass if one_pass else self.one_by_one
 
 
-# Tokens of a program that keep any device busy. Of tokens that run one by one, more take no longer.
+# Tokens of a program that keep any device busy. One by one, more tokens take no longer.
 SATURATING = 1 << 16
-# Narrower programs would take as long: they read the weights.
+# Narrower programs take as long: they read all weights.
 _NARROWEST = 16
-# Parameters that a token is multiplied by in the time that the launches of a layer take: 0.1 ms
-# at 800 TFLOP/s.
+# Parameters of a token's products in the time of a layer's launches: 0.1 ms at 800 TFLOP/s.
 _LAUNCH = 40_000_000_000
 
 
 def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: int) -> int:
     """Returns how many of the next tokens of a sequence attend in one pass.
 
-    Those behind its prompt count where the policy treats them alike.
+    Tokens after its prompt count too if the policy treats them alike.
 
     Args:
       policy: the policy of the cache.
@@ -255,7 +253,7 @@ def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: in
 
 
 def cuts_prompts(policy: Policy, shape: Shape | Shapes) -> bool:
-    """Returns whether programs of these shapes cut rows, where they end prompts."""
+    """Whether programs of these shapes cut rows at the end of prompts."""
     return policy.shrinks and shape.one_pass
 
 
@@ -266,13 +264,13 @@ class Prefill:
     Attributes:
       request: the request in the lane.
       prompt: its prompt.
-      answer: what it had generated when it was preempted, to be recomputed as an answer.
-      whole: how many of the tokens of both attend in one pass, the first ones.
-      key: what requests have in common that share one prefill; None if it shares nothing.
-      source: the lane that prefills the prompt for it, its own or another one.
-      done: tokens that were launched, or in the cache from the start.
-      stops: numbers of tokens of its prompt behind which the prefix is to be cached, ascending.
-      splits: whether a program ends there, because the policy writes over what it has stored.
+      answer: its answer when it was preempted, to be recomputed as an answer.
+      whole: how many of the first tokens of both attend in one pass.
+      key: equal for requests that share one prefill; None if it is not shared.
+      source: the lane that prefills the prompt, its own or another one.
+      done: tokens that were launched, or cached from the start.
+      stops: lengths of prefixes of its prompt that are to be cached, ascending.
+      splits: whether a program must end at each stop, because the policy overwrites slots.
     """
 
     request: Request
@@ -302,10 +300,10 @@ class Prefill:
 
     @property
     def left(self) -> int:
-        """Tokens of its prompt, or behind that of its answer, that were not launched.
+        """Tokens to launch up to the next boundary.
 
-        Behind those that attend in one pass it counts the others, and so it does behind those that
-        come before a prefix that is to be cached.
+        That is the end of its prompt, or after it of its answer; before, the end of the tokens that
+        attend in one pass; and, if a program must end there, the next stop.
         """
         end = len(self.prompt)
         if self.done >= end:
@@ -315,7 +313,7 @@ class Prefill:
         return min([end, *self.stops] if self.splits else [end]) - self.done
 
     def pass_stops(self) -> list[int]:
-        """Removes the stops that its tokens have come to; returns them."""
+        """Removes the stops that its launched tokens have reached; returns them."""
         passed = [each for each in self.stops if each <= self.done]
         self.stops = self.stops[len(passed) :]
         return passed
@@ -346,7 +344,7 @@ class PrefillBatch:
 
 
 class PrefillQueue:
-    """The lanes that do not decode yet.
+    """The queue of lanes that do not decode yet.
 
     Args:
       takes_turns: whether answers are decoded meanwhile.
@@ -363,7 +361,7 @@ class PrefillQueue:
         self._first: dict[Hashable, int] = {}  # the first lane of those that share a prompt
 
     def add(self, lane: int, item: Prefill) -> bool:
-        """Queues a lane; returns whether it prefills itself, and no other lane for it."""
+        """Queues a lane; returns whether it prefills its own prompt, not one that it shares."""
         item.source = lane if item.key is None else self._first.setdefault(item.key, lane)
         self.items[lane] = item
         return item.source == lane
@@ -374,7 +372,7 @@ class PrefillQueue:
         self._drop(left)
 
     def spared(self, cancelled: set[int]) -> set[int]:
-        """Returns cancelled requests that must go on because live requests share their prompt."""
+        """Returns cancelled requests that must go on because others share their prompt."""
         sources = {
             each.source for each in self.items.values() if each.request.index not in cancelled
         }
@@ -383,15 +381,15 @@ class PrefillQueue:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether anything waits to be read."""
+        """Whether any tokens wait for prefill."""
         return any(each.source == lane and each.left for lane, each in self.items.items())
 
     def next_batch(self, most: int | None = None) -> PrefillBatch | None:
         """Returns the next program; None if the queue is empty.
 
         Args:
-          most: the most tokens of a program that may run; None for any. If the next one is larger,
-            None is returned too, and it stays the next one.
+          most: the most tokens of a program; None for any. If the next one is larger, the result is
+            None, and it stays the next one.
         """
         left: dict[int, int] = {}
         classes: dict[int, tuple[bool, bool, int]] = {}
@@ -417,7 +415,7 @@ class PrefillQueue:
         return PrefillBatch(tokens, shape, prompt, ends)
 
     def _urgency(self, lane: int) -> tuple[int, int]:
-        """Returns what orders the lanes of a program; among equals the first that came is first."""
+        """Returns the sort key of a lane; equal lanes keep their order of arrival."""
         item = self.items[lane]
         return item.request.priority, item.rest if self._shortest_next else 0
 
@@ -448,7 +446,7 @@ class PrefillQueue:
         return complete
 
     def _drop(self, lanes: Collection[int]) -> None:
-        """Removes lanes; what comes later shares its prompt with none of them."""
+        """Removes lanes; later requests do not share their prompts."""
         if not lanes:
             return
         for lane in lanes:
@@ -460,17 +458,16 @@ class PrefillQueue:
 
 
 def prompt_key(policy: Policy, shard: int, request: Request, tokens: Sequence[int]) -> Hashable:
-    """Returns what makes the prefill of a prompt in a lane the same as in another lane.
+    """Returns a key that is equal for lanes whose prompts can share one prefill.
 
-    A policy whose budget is a share of the longest length prefills alike what may become as long.
-    Requests of another priority share nothing: who shares a prompt is preempted before who reads
-    it.
+    If the policy's budget is a share of the longest length, that must be equal. Requests of
+    different priorities share nothing: one that prefills for others must not be preempted first.
 
     Args:
       policy: the policy of the cache.
-      shard: the part of the pages that the lane has (`PageAllocator.shard_of`).
-      request: whose prompt it is.
-      tokens: the prompt, with what is before it.
+      shard: the part of the pages that the lane uses (`PageAllocator.shard_of`).
+      request: the request.
+      tokens: its prompt, with the tokens before it.
     """
     limited = policy.for_length(1) is not policy
     longest = request.max_length if limited else None

@@ -1,10 +1,10 @@
-"""A radix tree over the tokens of sequences: which of them begin alike, and where a state is known.
+"""A radix tree over the tokens of sequences: which begin alike, and where a state is cached.
 
     root ── "You are ..." ── document ┬─ question 1 ── answer
                                       └─ question 2
 
-A node stands for the tokens from the root to its end. Where sequences part, there is a node; so
-the tree also knows beginnings that several share and of which nothing is in the cache yet.
+A node stands for the tokens from the root to its end. There is a node wherever sequences diverge,
+so the tree also knows prefixes that several share and of which nothing is cached yet.
 """
 
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-MOST_TOKENS = 1 << 23  # of edges, in 32 MB; beyond them those that lead to no state are cut off
+MOST_TOKENS = 1 << 23  # of all edges, 32 MB; beyond that, leaves without a state are pruned
 
 
 class Node:
-    """The end of a beginning.
+    """A prefix.
 
     Attributes:
-      tokens: those of the edge that leads here.
-      parent: the node before it; None for the root, and for a node that was cut off.
-      children: first token of an edge -> the node that it leads to.
+      tokens: tokens of the edge from the parent.
+      parent: the parent; None for the root.
+      children: first token of an edge -> the child at its end.
       depth: number of tokens from the root.
-      state: what is cached of these tokens; None if nothing is. Set it with `set_state`.
-      states: number of states here and behind this node.
+      state: the cached state after these tokens, or None. Set it with `set_state`.
+      states: number of states of this node and its descendants.
       ends: whether a prompt ends here.
-      waiting: number of prompts that end here and wait to be read.
-      used: when a sequence last came through here.
+      waiting: number of queued prompts that end here.
+      used: when a sequence last passed through here.
     """
 
     __slots__ = (
@@ -60,27 +60,21 @@ class Node:
             node.states += change
             node = node.parent
 
-    def state_behind(self, depth: int) -> Any:
-        """Returns a state of this node or one behind it, of at least so many tokens; else None."""
-        stack: list[Node] = [self]
-        while stack:
-            node = stack.pop()
-            if node.state is not None and node.depth >= depth:
-                return node.state
-            stack.extend(each for each in node.children.values() if each.states)
-        return None
-
-    def all_states(self) -> Iterator[Any]:
-        """Yields the states of this node and of those behind it."""
+    def with_states(self) -> Iterator["Node"]:
+        """Yields those of this node and its descendants that have a state."""
         stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             if node.state is not None:
-                yield node.state
+                yield node
             stack.extend(each for each in node.children.values() if each.states)
 
+    def state_below(self, depth: int) -> Any:
+        """Returns a state of this node or a descendant, of at least `depth` tokens; else None."""
+        return next((node.state for node in self.with_states() if node.depth >= depth), None)
+
     def leaves(self) -> Iterator["Node"]:
-        """Yields the ends of what comes behind this node."""
+        """Yields the descendants without children."""
         stack: list[Node] = [self]
         while stack:
             node = stack.pop()
@@ -106,8 +100,8 @@ class PrefixTree:
         """Follows tokens from the root.
 
         Returns:
-          The nodes whose tokens all come first in `tokens`, the number of tokens that are known,
-          and the node whose edge was followed last, perhaps not to its end.
+          The nodes that are prefixes of `tokens`, the number of tokens that were followed, and the
+          node whose edge was followed last, perhaps not to its end.
         """
         self._clock += 1
         node, path, known = self.root, [], 0
@@ -125,10 +119,10 @@ class PrefixTree:
         return path, known, node
 
     def insert(self, tokens: Int[np.ndarray, " n"]) -> Node:
-        """Returns the node at the end of these tokens, which are added if they are new."""
+        """Returns the node of these tokens, and adds it if it is new."""
         path, known, last = self.walk(tokens)
         node = path[-1] if path else self.root
-        if last is not node:  # the edge parts here
+        if last is not node:  # the tokens end or diverge within an edge
             node = self._split(last, known - node.depth)
         if known < len(tokens):
             leaf = Node(np.array(tokens[known:], np.int32), node)
@@ -136,11 +130,11 @@ class PrefixTree:
             node.children[int(tokens[known])] = node = leaf
             self.size += len(leaf.tokens)
             if self.size > MOST_TOKENS:
-                self._cut_off(leaf)
+                self._prune(leaf)
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Puts a node into an edge, behind its first `at` tokens."""
+        """Splits the edge to a node after `at` tokens; returns the new node there."""
         parent = node.parent
         assert parent is not None
         upper = Node(node.tokens[:at], parent)
@@ -150,10 +144,10 @@ class PrefixTree:
         upper.children[int(node.tokens[0])] = node
         return upper
 
-    def _cut_off(self, kept: Node) -> None:
-        """Removes the ends without a state that were used least recently, down to half the size.
+    def _prune(self, kept: Node) -> None:
+        """Removes the least recently used leaves without a state, down to half of `MOST_TOKENS`.
 
-        Those of prompts that wait stay.
+        Queued prompts and `kept` stay.
         """
         while self.size > MOST_TOKENS // 2:
             leaves = [
@@ -172,7 +166,7 @@ class PrefixTree:
 
 
 def _common(a: Int[np.ndarray, " n"], b: Int[np.ndarray, " m"]) -> int:
-    """Returns how many first tokens two sequences have in common."""
+    """Returns the length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     differ = a[:length] != b[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -1,46 +1,46 @@
-"""Cached prefixes: the cache of beginnings that were read before, with the policy's state.
+"""Cached prefixes: what the cache held after the beginnings of earlier prompts and answers.
 
-A request whose prompt begins as one that was read before continues from there:
+A request whose prompt begins like an earlier sequence continues from there:
 
     "system, document, question 1"      states   after the document
-    "system, document, question 2"      ------>  reads its question alone
+    "system, document, question 2"      ------>  prefills only its question
 
-What is exact. A state may be continued if it depends on its tokens alone (`Policy.prefix_exact`):
-always where a policy decides from the tokens before a query, in prompts and answers alike (Vanilla,
-DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the prompt for policies that
-read answers in another way (Quest, KCache); and before its end for those that cut it there (SnapKV
-and similar policies, TOVA and H2O with dense prompts), or behind that as long as the budget was not
-reached. What was cut is never continued here: a `Conversation` does that, turn by turn.
+Which states are exact. A state may be continued if it depends only on its tokens
+(`Policy.prefix_exact`): always where a policy decides from the tokens before a query, in prompts
+and answers alike (Vanilla, DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the
+prompt for policies that treat answers differently (Quest, KCache); and before the end of the prompt
+for those that cut it there (SnapKV and similar policies, TOVA and H2O with dense prompts), or after
+it as long as the budget was not reached. A cut sequence is never continued here: a `Conversation`
+does that, turn by turn.
 
-How it is stored. Policies that evict write over old slots in place, so that a page holds another
-prefix a few tokens later: their states are copies, at a few places of a sequence. The copy is of
-what the policy keeps: 100 MB take some 0.05 ms at the rate of an H200's memory (not timed). A
-policy that only appends (`Policy.appends`) never writes to a full page again: its states share
-whole pages with the sequences and with each other, cost nothing, and serve every prefix that is
-whole pages long. When a request ends nothing writes to its pages any more: they become a state as
-they are.
+How states are stored. Policies that evict overwrite slots in place, so a page holds another prefix
+a few tokens later: their states are copies of what the policy keeps, taken at a few places of a
+sequence (100 MB take about 0.05 ms at the rate of an H200's memory; not timed). A policy that only
+appends (`Policy.appends`) never writes to a full page again: its states share whole pages with
+sequences and with each other, cost nothing, and serve every prefix of whole pages. When a request
+ends, its pages become a state as they are.
 
 Where states are taken (as Marconi does, arXiv 2411.19379):
 
-    where known prompts part     a beginning that several share, at the last whole page before; or
-                                 all of a prompt of which copies wait that have no lane yet
+    where known prompts diverge  a prefix that several share, at the last whole page before; or a
+                                 whole prompt if copies of it wait for a lane
     near the end of a prompt     at its last whole page, as templates often change what follows
     at the end of an answer      the next turn of an agent begins with it
 
-Only the first is taken for the requests of a closed list whose engine keeps no prefixes; and a
-request waits for a prefix that another one is reading.
+A closed list of an engine that keeps no prefixes takes only the first kind. A request waits for a
+prefix that another one prefills.
 
-Where they are. In pages of the pool that no row needs: they count as free, and rows that need them
-get them from the prefixes that were used least recently. These go to host memory, up to a number of
-bytes, from where they come back when they are used; beyond it they are dropped. So they are where
-more leave the device than may be copied (`TO_HOST`): everybody waits for a copy. A state that a
-later one of the same session replaces goes first, unless another request parts from it: an agent
-holds one state, not one a turn.
+Where states live. In pages of the pool that no row needs: they count as free, and rows that need
+them take them from the least recently used prefixes. Those move to host memory, up to a number of
+bytes, and come back when they are used. They are dropped beyond that, and where more leave the
+device than may be copied (`TO_HOST`), since everybody waits for a copy. A state that a
+later one of the same session replaces is dropped first, and never copied to the host, unless
+another request diverges from it: an agent holds one state, not one per turn.
 
-A tree belongs to one engine and one of its adapters, so that model, adapter, dtype, policy and
-cache format are those of its states; its tokens are those behind the chat template. A policy whose
-decisions depend on the longest length of a request has a tree for each. With other weights
-(`Engine.update`) there are other trees. Caches on a mesh keep no prefixes.
+A tree belongs to one engine and one of its adapters, which fix the model, dtype, policy and cache
+format of its states; its tokens are those after the chat template. A policy whose decisions depend
+on the longest length of a request has a tree for each length. New weights (`Engine.update`) start
+new trees. Caches on a mesh keep no prefixes.
 """
 
 import collections
@@ -64,10 +64,10 @@ if TYPE_CHECKING:
     from dms_jax.generation.runner import Runner
 
 
-# Bytes that are copied to the host in a second, in the mean, and at once. An H200's host takes 2.2
-# GB a second, so copies take a twentieth of the time at most. Without a limit 256 prompts of 8,192
-# tokens took 43 s in place of 16 (1.5B, vanilla): the pool was full of prefixes of other prompts,
-# 60 GB, of which each left for the host and was dropped there for the next one.
+# Bytes copied to the host per second on average, and at once. An H200's host takes 2.2 GB per
+# second, so copies take a twentieth of the time at most. Without a limit 256 prompts of 8,192
+# tokens took 43 s instead of 16 (1.5B, vanilla): the pool was full of other prompts' prefixes, 60
+# GB, and each was copied to the host only to be dropped there for the next one.
 TO_HOST, TO_HOST_AT_ONCE = 1e8, 2.0**30
 
 
@@ -81,6 +81,8 @@ class PrefixState:
       pages: the pages of the rows, row by row: of the device's pool, or of the one on the host.
       rows: the policy's state of each row, leaves [L, K, ...].
       ended: whether an answer ends here.
+      superseded: whether a later state of the same session replaces it; then it is dropped first,
+        and not copied to the host.
     """
 
     node: Node
@@ -88,6 +90,7 @@ class PrefixState:
     pages: Int[np.ndarray, " n"]
     rows: Any
     ended: bool = False
+    superseded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +99,8 @@ class PrefixCounts:
 
     Attributes:
       states, host_states: prefixes in the pool, and in host memory.
-      bytes, host_bytes: bytes of their pages there; a page that several share counts once, and one
-        that a running request shares counts too.
+      bytes, host_bytes: bytes of their pages; a shared page counts once, also one that a running
+        request uses.
     """
 
     states: int = 0
@@ -111,15 +114,15 @@ class Prefixes:
 
     Args:
       runner: the runner whose pages they take.
-      host_bytes: the most bytes in host memory; None for prefixes that are shared by the requests
-        of a call and then dropped.
+      host_bytes: the most bytes in host memory; None to share prefixes only between the requests of
+        a call.
 
     Attributes:
-      keeps: whether they are kept for requests that nobody knows yet.
+      keeps: whether prefixes are kept for later requests.
       closed: whether all requests of the running call are known.
 
     Raises:
-      ConfigError: prefixes are to be kept on a mesh.
+      ConfigError: `host_bytes` is given on a mesh.
     """
 
     def __init__(self, runner: "Runner", host_bytes: float | int | None):
@@ -144,9 +147,9 @@ class Prefixes:
     # -- places -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets all prefixes, whose pages are gone; the runner has an allocator of new ones."""
+        """Forgets all prefixes; their pages are gone with the runner's old allocator."""
         for state in (*self._on_device, *self._on_host):
-            state.rows = None  # what they hold of the device's memory goes now
+            state.rows = None  # frees device memory now
             state.node.state = None
         self._trees: dict[tuple[str | None, int | None], PrefixTree] = {}
         self._on_device.clear()
@@ -154,7 +157,7 @@ class Prefixes:
         # By lane, what its request continues: the tokens, and whether they end in an answer.
         self._continued: dict[int, tuple[int, bool]] = {}
         self._pinned: PrefixState | None = None
-        self._leaving: list[PrefixState] = []  # whose rows are on their way to the host
+        self._leaving: list[PrefixState] = []  # their rows are being copied to the host
         if self._host is not None:
             self._host.clear()
         if not self._on_mesh:
@@ -169,13 +172,13 @@ class Prefixes:
 
     @property
     def adapters(self) -> set[str | None]:
-        """The names of the adapters that have read prefixes; None is the model as it is."""
+        """The names of the adapters with prefixes; None is the plain model."""
         return {adapter for adapter, _ in self._trees}
 
     def drop(self, adapter: str | None) -> None:
-        """Drops the prefixes that an adapter has read, and frees their pages."""
+        """Drops the prefixes of an adapter, and frees their pages."""
         for key in [key for key in self._trees if key[0] == adapter]:
-            for state in list(self._trees.pop(key).root.all_states()):
+            for state in [node.state for node in self._trees.pop(key).root.with_states()]:
                 held: Any = self._allocator if state in self._on_device else self._host
                 self._remove(state)
                 held.drop(state.pages)
@@ -197,62 +200,62 @@ class Prefixes:
         return self._runner.reservation.allocator
 
     def _tree(self, request: "Request") -> PrefixTree:
-        """Returns the tree of requests whose states depend on their tokens as this one's do."""
+        """Returns the tree of all requests that can share states with this one."""
         policy = self._policy
         by_length = policy.parallel == "never" and policy.for_length(1) is not policy
         key = request.adapter, request.max_length if by_length else None
         return self._trees.setdefault(key, PrefixTree())
 
     def _whole(self, tokens: int) -> int:
-        """Returns the tokens of the whole pages of so many."""
+        """Rounds a number of tokens down to whole pages."""
         return tokens - tokens % self._runner.page_size
 
     # -- what requests have in common -------------------------------------------------------------
 
     def serves(self, request: "Request") -> bool:
-        """Whether a request may begin with a prefix: not one that continues a conversation."""
+        """Whether a request can use prefixes: not if it continues a conversation."""
         if self._on_mesh or not (self.keeps or self.closed):
             return False
         past = request.seen or request.before or request.base is not None
         return bool(request.prompt) and not past
 
     def note(self, request: "Request") -> None:
-        """Adds the prompt of a request that waits to the tree."""
+        """Adds the prompt of a queued request to the tree."""
         if self.serves(request):
             node = self._tree(request).insert(request.prompt_array)
             node.ends, node.waiting = True, node.waiting + 1
 
     def begin(self, lane: int, request: "Request") -> None:
-        """Notes that a request waits no more, but has a lane."""
+        """Notes that a request got a lane."""
         self._continued.pop(lane, None)
         self.waits_no_more(request)
 
     def waits_no_more(self, request: "Request") -> None:
-        """Takes a request that was noted out of those that wait."""
+        """Notes that a request left the queue."""
         if self.serves(request):
             self._tree(request).insert(request.prompt_array).waiting -= 1
 
     def read_now(self, prefills: Collection["Prefill"]) -> set[Node]:
-        """Returns the prefixes that become states soon, and the ends of prompts that are read."""
+        """Returns the prefixes that lanes will cache soon, and the prompts that they prefill."""
         served = (item for item in prefills if self.serves(item.request))
         return {node for item in served for node in self._nodes(item.request, item.stops)}
 
     def will_read(self, request: "Request") -> set[Node]:
-        """Returns the same of a request that is admitted next."""
+        """Returns the same for a request that is admitted next."""
         if not self.serves(request):
             return set()
         found = self._find(request, *self._readable(request))
         return self._nodes(request, self.stops(request, found[1] if found else 0, 1))
 
     def _nodes(self, request: "Request", stops: Collection[int]) -> set[Node]:
-        """Returns the nodes at some tokens of a request, and at the end of its prompt."""
+        """Returns the nodes of some prefixes of a prompt, and of the whole prompt."""
         tree, tokens = self._tree(request), request.prompt_array
         return {tree.insert(tokens[:each]) for each in (*stops, len(tokens))}
 
     def waits(self, request: "Request", read_now: set[Node]) -> bool:
-        """Whether a longer prefix of a request than any that is cached is being read.
+        """Whether a longer prefix of a request than any cached one is being prefilled.
 
-        An equal prompt is copied when it is read, which is no reason to wait.
+        An equal prompt is no reason to wait: it is copied.
         """
         if not read_now or request.generated or not self.serves(request):
             return False
@@ -267,12 +270,12 @@ class Prefixes:
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
     def stops(self, request: "Request", start: int, admitted: int = 0) -> tuple[int, ...]:
-        """Returns where states are to be taken of a prompt, in tokens.
+        """Returns the lengths of the prefixes of a prompt that are to be cached.
 
         Args:
           request: the request.
-          start: tokens that are cached.
-          admitted: how many of those that wait are admitted at once, it included.
+          start: tokens that are cached already.
+          admitted: how many equal queued prompts are admitted with it, itself included.
         """
         if not self.serves(request):
             return ()
@@ -289,7 +292,7 @@ class Prefixes:
         return tuple(sorted(each for each in whole if each >= least))
 
     def shared_slots(self, request: "Request") -> int:
-        """Returns the slots of each row that a request shares with running ones at once."""
+        """Returns the slots of each row in pages that a request would share with running ones."""
         if not (self._runner.appends and self.serves(request)):
             return 0
         found = self._find(request, *self._readable(request))
@@ -303,11 +306,10 @@ class Prefixes:
     # -- lookup -----------------------------------------------------------------------------------
 
     def _readable(self, request: "Request") -> tuple[Int[np.ndarray, " n"], int]:
-        """Returns what a request prefills, and how many tokens of it a prefix may have at most.
+        """Returns the tokens that a request prefills, and the length of its longest usable prefix.
 
-        One that continues its answer knows the token that comes next. Others need the hidden state
-        of the last token of their prompt, or those do that share it; and policies that cut prompts
-        need their end.
+        A preempted request knows its next token. Others, or those that share their prompt, need the
+        hidden state of the last prompt token; and policies that cut prompts must see their end.
         """
         if len(request.generated) > 1 and self._policy.parallel != "prompts":
             tokens = request.sequence[:-1]
@@ -317,18 +319,18 @@ class Prefixes:
     def _find(
         self, request: "Request", tokens: Int[np.ndarray, " n"], most: int
     ) -> tuple[PrefixState, int] | None:
-        """Returns the state that serves the longest prefix of at most so many tokens, and that."""
+        """Returns the state of the longest prefix of at most `most` tokens, and its length."""
         path, known, last = self._tree(request).walk(tokens)
         stated = (node for node in path[::-1] if node.state is not None and node.depth <= most)
         found = next(((node.state, node.depth) for node in stated), None)
         if not self._runner.appends:
             return found
-        # The first pages of any state that goes on from where the tokens part from it.
+        # The first pages of any state that shares more tokens than a node has.
         for common, node in ((known, last), *((node.depth, node) for node in path[::-1])):
             whole = self._whole(min(common, most))
             if whole <= (found[1] if found else 0):
                 break
-            if (state := node.state_behind(whole)) is not None:
+            if (state := node.state_below(whole)) is not None:
                 return state, whole
         return found
 
@@ -357,7 +359,7 @@ class Prefixes:
         return count
 
     def _copy_to(self, lane: int, state: PrefixState) -> None:
-        """Gives a lane copies of the pages of a state, or these themselves for want of others."""
+        """Gives a lane copies of a state's pages, or the pages themselves if none are free."""
         allocator, counts = self._allocator, self._allocator.pages_for(state.lengths)
         if allocator.can_take(counts, besides=state.pages):
             self._pinned = state
@@ -371,17 +373,17 @@ class Prefixes:
         self._forget(pages)  # they change
 
     def _write_to(self, lane: int, state: PrefixState, lengths: Int[np.ndarray, "L K"]) -> bool:
-        """Gives a lane what is in host memory; False if the pool has no room for it.
+        """Copies a state from host memory to a lane; False if the pool has no room for it.
 
         Args:
           lane: the lane, which is empty.
-          state: the state, for which the pool has no room besides.
-          lengths: the slots of each row that are wanted of it.
+          state: the state; the pool has no room for another copy of it.
+          lengths: the slots of each row to copy.
         """
         allocator, counts = self._allocator, self._allocator.pages_for(lengths)
         if not allocator.can_take(counts):
             return False
-        del self._on_host[state]  # what yields pages makes room for itself, but not here
+        del self._on_host[state]  # so that making room does not drop it
         allocator.give(lane, counts)
         self._on_host[state] = None
         held = allocator.pages_for(state.lengths)
@@ -397,14 +399,14 @@ class Prefixes:
             self._runner.write_pages(pages[which], block)
 
     def _first_pages(self, state: PrefixState, count: int) -> Int[np.ndarray, "L K m"]:
-        """Returns the pages of the first tokens of a state whose rows are all alike."""
+        """Returns the pages of the first `count` tokens of a state whose rows are all equal."""
         columns = state.pages.reshape(*state.lengths.shape, -1)
         return columns[..., : count // self._runner.page_size]
 
     # -- states -----------------------------------------------------------------------------------
 
     def take(self, lane: int, request: "Request", count: int) -> None:
-        """Caches the first tokens of a prompt, which a lane has just read."""
+        """Caches the first tokens of a prompt, which a lane has just prefilled."""
         self._store(lane, request, request.prompt_array[:count], ended=False)
 
     def keep(self, lane: int, request: "Request") -> None:
@@ -418,8 +420,8 @@ class Prefixes:
             if seen >= len(tokens):
                 self._store(lane, request, tokens[: None if exact else prompt], ended=True)
         elif exact and seen == len(tokens):
-            # Not if steps go on that were launched before a stop string was found. In those behind
-            # an end token the lane is idle.
+            # Not while steps run that were launched before a stop string was found. After an end
+            # token the lane is idle in them.
             ended = request.finish_reason == "end"
             if ended or not self._runner.reservation.steps_in_flight[lane]:
                 self._store(lane, request, tokens, ended=True)
@@ -454,10 +456,10 @@ class Prefixes:
         self._replace(lane, state)
 
     def _replace(self, lane: int, state: PrefixState) -> None:
-        """Lets what a state replaces go first: what its request continued, and its own prompt's.
+        """Marks the states that a new one replaces: those that its request continued.
 
-        Templates that leave out what a model thought part from every answer: where a request did
-        not continue an answer, the next one will not either, but the end of its prompt.
+        With a template that leaves out thoughts, prompts diverge before every answer: if a request
+        did not continue an answer, the next one will not either, but the end of this prompt.
         """
         start, behind_answer = self._continued.get(lane, (0, False))
         if not start or (state.ended and not behind_answer):
@@ -466,11 +468,13 @@ class Prefixes:
         while node is not None and node.depth >= start:
             replaced = node.state in self._on_device and len(node.children) == 1
             if replaced and not self._runner.appends:  # else it holds nothing of its own
+                node.state.superseded = True
                 self._on_device.move_to_end(node.state, last=False)
             node = node.parent
 
     def _touch(self, state: PrefixState) -> None:
         """Makes a state the most recently used one."""
+        state.superseded = False
         self._on_device.move_to_end(state)
 
     def _remove(self, state: PrefixState) -> None:
@@ -482,7 +486,7 @@ class Prefixes:
     # -- device and host --------------------------------------------------------------------------
 
     def _reclaim(self, number: int, count: int) -> None:
-        """Frees so many pages of a free list: states leave the device, the oldest first."""
+        """Frees `count` pages of a free list: the least recently used states leave the device."""
         while count > 0:
             before = count
             for state in list(self._on_device):
@@ -490,7 +494,10 @@ class Prefixes:
                 if not gain or state is self._pinned:
                     continue  # running requests hold its pages
                 pages = state.pages
-                self._move_to_host(state)
+                if state.superseded:
+                    self._remove(state)
+                else:
+                    self._move_to_host(state)
                 self._allocator.drop(pages)
                 count -= gain
                 if count <= 0:
@@ -502,7 +509,7 @@ class Prefixes:
             self._host.forget_device(pages)
 
     def _move_to_host(self, state: PrefixState) -> None:
-        """Copies a state to host memory, or drops it for want of room; its pages are not freed."""
+        """Copies a state to host memory, or drops it if there is no room; keeps its pages."""
         host, slots = self._host_pages(), None
         if host is not None and self._takes_time(size := host.bytes_of(state.pages)):
             slots = host.add(state.pages, self._runner.read_pages, self._make_room)
@@ -519,9 +526,9 @@ class Prefixes:
         self._leaving = [each for each in self._leaving if not _left(each)] + [state]
 
     def _takes_time(self, size: int) -> bool:
-        """Whether there is time to copy so many bytes to the host; counts them if so.
+        """Whether `size` bytes may be copied to the host now; counts them if so.
 
-        What is larger than may be copied at once has its turn when nothing was for long enough.
+        A copy beyond the burst limit is allowed once the allowance is full.
         """
         now = self.clock()
         gained = TO_HOST * (now - self._asked)
@@ -532,7 +539,7 @@ class Prefixes:
         return True
 
     def _host_pages(self) -> HostPages | None:
-        """Returns the pages in host memory, made when they are first needed; None for none."""
+        """Returns the pages in host memory, made on first use; None if there are none."""
         num_pages = self._host_bytes // self._runner.page_bytes
         if self._host is None and num_pages and self._runner.host is None:
             block = self._runner.page_block()
@@ -540,7 +547,7 @@ class Prefixes:
         return self._host
 
     def _make_room(self) -> bool:
-        """Drops the state in host memory that was used least recently."""
+        """Drops the least recently used state in host memory."""
         state = next(iter(self._on_host), None)
         if state is not None:
             self._remove(state)
@@ -574,7 +581,7 @@ class Prefixes:
 
 
 def _left(state: PrefixState) -> bool:
-    """Puts the copy of a state's rows on the host in their place, if it is there; returns that."""
+    """Replaces a state's rows by their copy on the host; returns whether that has arrived."""
     leaves = jax.tree.leaves(state.rows)
     there = all(isinstance(leaf, np.ndarray) or leaf.is_ready() for leaf in leaves)
     if there:

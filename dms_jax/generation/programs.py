@@ -1,11 +1,11 @@
 """The compiled programs of generation: prefill, first tokens, decode, copies of lanes.
 
-A chunk of decode steps is one program, `decode`. Where grammars say which tokens may be drawn,
-each step is two, `advance` and `draw` (`grammar`).
+A chunk of decode steps is one program, `decode`. With grammars each step is two, `advance` and
+`draw` (`grammar`).
 
-Each takes the cache as a donated argument and returns it. The page table is an argument of its own,
-is read-only inside, and is not part of the cache between programs. `Program` holds the compiler
-options of each platform; `Packed` makes the results of a program one transfer to the host.
+Each takes the cache as a donated argument and returns it. The page table is a separate read-only
+argument, and is not part of the cache between programs. `Program` holds the compiler options of
+each platform; `Packed` makes the results of a program one transfer to the host.
 """
 
 import dataclasses
@@ -70,16 +70,16 @@ ON_GPU_STEP: dict[str, Any] = {"block": 16}
 
 
 class Program:
-    """A jitted function with the compiler options of the platform that it runs on.
+    """A jitted function with the compiler options of its platform.
 
-    What is compiled before it is needed is called without jax's tracing: see `executables`.
+    Programs that were compiled in advance are called without jax's tracing: see `executables`.
 
     Args:
       function: the function to compile.
       gpu_options: compiler options on a GPU.
       other_options: compiler options on other platforms.
       on_gpu: keyword arguments that the function is given on a GPU.
-      static_argnums: the arguments that are no arrays.
+      static_argnums: the arguments that are not arrays.
       **options: arguments of `jax.jit`.
     """
 
@@ -129,7 +129,7 @@ class Program:
     def reading(self, *args: Any) -> Callable[[], bool]:
         """Returns a function that reads the executable for these arguments from disk.
 
-        It may be called in another thread, and returns whether the executable is there, or was.
+        It may be called in another thread, and returns whether the executable is available.
         """
         signature = self._signature(args)
         if signature in self._ready:
@@ -149,9 +149,9 @@ class Program:
         return read
 
     def compiling(self, *args: Any) -> Callable[[], None]:
-        """Lowers the function for the arguments; returns what compiles it, in any thread.
+        """Lowers the function for the arguments; returns a function that compiles it in any thread.
 
-        The executable is kept on disk, if any are.
+        The executable is kept on disk if that is enabled.
         """
         signature, lowered = self._signature(args), self.lower(*args)
         key = self._key(signature)
@@ -177,9 +177,9 @@ class Program:
         return tuple(each for number, each in enumerate(args) if number not in self._static)
 
     def _signature(self, args: tuple[Any, ...]) -> Any:
-        """Returns all of the arguments that a program depends on, and jax's settings.
+        """Returns what a program depends on: shapes, static arguments, jax's settings.
 
-        None where they are traced.
+        The result is None inside a trace.
         """
         leaves, tree = jax.tree.flatten(self._arrays(args))
         kinds = tuple(map(_kind, leaves))
@@ -195,14 +195,14 @@ class Program:
 
 
 def _kind(leaf: Any) -> Any:
-    """Returns what a program depends on of an argument; None if it is no value."""
+    """Returns what a program depends on of an argument; None for a tracer."""
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype, False, None
     if isinstance(leaf, Tracer):
         return None
     if isinstance(leaf, jax.Array):
-        # One that is where it would be by default is taken as if nobody had put it there: what a
-        # program gives is put there if one of its arguments was (KCache's values on the host).
+        # An array committed to the default place counts as uncommitted: results are committed if an
+        # argument was (KCache's values on the host).
         place = leaf.sharding if leaf.committed and not _by_default(leaf.sharding) else None
         return leaf.shape, leaf.dtype, leaf.weak_type, place
     return type(leaf)
@@ -217,7 +217,7 @@ def _by_default(place: jax.sharding.Sharding) -> bool:
 
 
 def _devices(arrays: Any) -> list[jax.Device]:
-    """Returns the devices on which a program of these arguments runs, in their order."""
+    """Returns the devices on which a program with these arguments runs, in order."""
     found = [leaf.sharding for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
     for sharding_of in found:
         if isinstance(sharding_of, NamedSharding) and isinstance(sharding_of.mesh, Mesh):
@@ -225,8 +225,8 @@ def _devices(arrays: Any) -> list[jax.Device]:
     return list(found[0].device_set) if found else jax.devices()[:1]
 
 
-# Added to the number of tokens that a lane may generate if end tokens do not end its answer: a
-# second argument for that would be a transfer of its own in every chunk.
+# Added to the number of tokens that a lane may generate if it ignores end tokens: a separate
+# argument would be another transfer in every chunk.
 ENDLESS = 2**30
 
 
@@ -237,8 +237,8 @@ ENDLESS = 2**30
 class Packed:
     """A tree of arrays as words of 32 bits, one behind the other: one transfer to the host.
 
-    On a GPU every array that the host reads is a transfer of its own, which takes about a
-    millisecond however small it is; a chunk of steps has six results, and its lanes wait for them.
+    On a GPU the host needs a transfer for every array, about a millisecond however small it is; a
+    chunk of steps has six results, and its lanes wait for them.
 
     Attributes:
       words: their bits; booleans are words of their own.
@@ -322,15 +322,15 @@ class Extension:
 
 
 def bucket(size: int) -> int:
-    """Returns the next power of two, which keeps the number of compiled shapes small."""
+    """Returns the next power of two, to keep the number of compiled shapes small."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def request_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
-    """Returns the random key of each lane's request: of its seed, and its number among copies.
+    """Returns the random key of each lane's request, from its seed and copy number.
 
-    Programs make them themselves. Made by one of their own, they would be waited for, or launched
-    between two chunks, while the device is idle.
+    Programs make keys themselves: a separate program would be launched between two chunks, while
+    the device is idle.
     """
     return jax.vmap(lambda each: jax.random.fold_in(jax.random.key(each[0]), each[1]))(seeds)
 

@@ -52,8 +52,8 @@ class Completion:
     """The answer to one prompt.
 
     Attributes:
-      text: the new text as it goes on behind that of the prompt, a space at its beginning included;
-        without end tokens and stop strings.
+      text: the new text, as it continues that of the prompt, with any leading space; without end
+        tokens and stop strings.
       tokens: the new token ids, end tokens included.
       logprobs: the log-probability of each new token; None unless `Sampling.logprobs` is set.
       finish_reason: "end" for an end token, "stop" for a stop string, "length" for max_new_tokens
@@ -91,28 +91,26 @@ class Request:
       copy: number of equal prompts before it in the call; each copy draws differently.
       max_new_tokens: the most tokens that it may generate.
       meter: counts its use of the cache.
-      max_length: length that the sequence can reach: its past, its prompt and its longest answer.
+      max_length: length that the sequence can reach: past, prompt and longest answer.
       sampling: how its tokens are drawn and when it ends.
-      adapter: name of the adapter that it runs with, of those of the engine; None for the model.
-      before: tokens before the prompt that are not in the cache yet (the last of a conversation).
-      seen: tokens of a conversation's earlier turns, which are in the cache.
-      base: the lane that holds those turns, if it must stay as it is: the request continues a copy.
-      priority: those of a lower number are admitted first, and are the last to be preempted; equal
-        ones in the order in which they come.
-      state: where it is.
+      adapter: name of its adapter; None for the plain model.
+      before: tokens before the prompt that are not cached yet (the last of a conversation).
+      seen: tokens of a conversation's earlier turns, which are cached.
+      base: the lane that holds those turns if it must not change: the request continues a copy.
+      priority: lower numbers are admitted first and preempted last; equal ones in order of arrival.
+      state: its state.
       given: the whole answer, if it is given and only scored, not drawn.
-      matcher: follows the answer through the grammar of its sampling, or its opening, if that has
-        one.
-      generated: token ids of the answer so far; the last one is not in the cache yet.
-      logprobs: the log-probability of each of them, if that was asked for.
+      matcher: follows the answer through the grammar, or the opening, of its sampling.
+      generated: token ids of the answer so far; the last one is not cached yet.
+      logprobs: the log-probability of each of them, if asked for.
       greedy: whether each token of a given answer was the likeliest.
       likeliest: see `Completion`; empty without an opening.
-      steps: what each chunk of decode steps did for it; see `totals`.
-      slots: slots in use per row when it was last preempted, or after a prompt that it shares and
-        that did not fit; it needs as many to continue.
-      prompt_peak: the most live entries after any token of the prompt, known with the first token.
+      steps: live entries and reads of each chunk of decode steps; see `totals`.
+      slots: slots in use per row when it was preempted, or of a shared prompt whose copy did not
+        fit; it needs as many to continue.
+      prompt_peak: the most live entries after any token of the prompt; set with the first token.
       text: text so far.
-      reported_tokens: generated tokens that were streamed.
+      reported_tokens: number of generated tokens that were streamed.
       finish_reason: None while it runs; then see `Completion`.
       usage: None while it runs.
     """
@@ -169,13 +167,13 @@ class Request:
 
     @property
     def live(self) -> int:
-        """The live entries over all rows after the last token that was read."""
+        """The live entries over all rows after the last collected token."""
         return int(self.steps[-1][0, -1]) if self.steps else self.meter.live
 
     def totals(self) -> tuple[list[int], list[int]]:
-        """Returns the live entries at each decode step, and those that it read, over all rows.
+        """Returns the live entries and the reads of each decode step, over all rows.
 
-        The steps ran generated[:-1]; those behind a stop string are left out.
+        The steps ran generated[:-1]; steps after a stop string are left out.
         """
         if not self.steps:
             return [], []
@@ -235,7 +233,7 @@ def make_requests(
     copies: collections.Counter = collections.Counter()
     requests = []
     seeds = sampling.seeds(len(prompts))
-    # Chains of one prompt are mostly one list, and to hash thousands of tokens takes its time.
+    # Chains of one prompt are mostly one list, and hashing thousands of tokens is slow.
     same = {id(tokens): tuple(tokens) for tokens in prompts}
     numbers: dict[tuple[int, ...], int] = {}
     number_of = {each: numbers.setdefault(same[each], len(numbers)) for each in same}
@@ -247,14 +245,14 @@ def make_requests(
         which |= dict(past=past, priority=priority)
         requests.append(make_request(config, tokens, sampling, **which))
         copies[equal] += 1
-    _tell_of_positions(config, requests, sampling)
+    _warn_of_positions(config, requests, sampling)
     return requests
 
 
-def _tell_of_positions(
+def _warn_of_positions(
     config: ModelConfig, requests: Sequence[Request], sampling: Sampling
 ) -> None:
-    """Warns that answers end before `max_new_tokens`, for want of positions."""
+    """Warns if answers end before `max_new_tokens` because the model has no more positions."""
     short = [each for each in requests if each.max_new_tokens < sampling.max_new_tokens]
     if short:
         first = min(short, key=lambda each: each.max_new_tokens)
@@ -317,7 +315,7 @@ def make_request(
     )
 
 
-# Of answers that are given.
+# The sampling of given answers.
 SCORED = Sampling(temperature=0, max_new_tokens=1, logprobs=True)
 
 
@@ -366,10 +364,10 @@ def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Compl
 
 
 class NotNumbersError(CheckpointError):
-    """Logits are not numbers, of some of the requests that ran together.
+    """Logits of some requests are not numbers.
 
     Attributes:
-      indices: these requests; what the others drew is as it should be.
+      indices: these requests; the tokens of the others are valid.
     """
 
     def __init__(self, message: str, indices: Iterable[int]):
@@ -378,12 +376,12 @@ class NotNumbersError(CheckpointError):
 
 
 def check_finite(drawn: Iterable[tuple[Request, np.bool_ | np.ndarray]]) -> None:
-    """Raises NotNumbersError if logits of the next tokens of any request were not finite."""
+    """Raises NotNumbersError if logits of next tokens were not finite."""
     wrong = [(request, finite) for request, finite in drawn if not np.all(finite)]
     if wrong:
         request, finite = wrong[0]
         position = len(request.before) + len(request.prompt) + len(request.generated)
-        position += int(np.argmin(finite))  # the first of the tokens that follow
+        position += int(np.argmin(finite))  # the first bad one
         raise NotNumbersError(
             f"The model's logits are not numbers (NaN) at token {position} of prompt "
             f"{request.index}. Check the weights, or load the model with dtype=float32 if they "
@@ -393,13 +391,13 @@ def check_finite(drawn: Iterable[tuple[Request, np.bool_ | np.ndarray]]) -> None
 
 
 def record_usage(request: Request, *, cached: int, live: int, **held: int) -> None:
-    """Sets the usage of a request that has ended; again if an interrupt stops it, to the same.
+    """Sets the usage of a request that has ended; a second call gives the same.
 
     Tokens after a stop string count only towards the pages that hold them.
 
     Args:
       request: the request.
-      cached: tokens that its lane has seen.
+      cached: tokens that its lane has processed.
       live: live slots of its lane, summed over all rows.
       **held: its `cache_bytes` and `host_bytes`.
     """
@@ -419,24 +417,24 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-# A text with more characters than this for each token that fits is not even tokenized: most tokens
-# have four, and a text of nothing but the longest ones is none that anybody writes.
+# A text with more characters than this for each token that fits is refused before it is tokenized:
+# most tokens have four, and nobody writes texts of the longest tokens alone.
 CHARACTERS_A_TOKEN = 32
 _ANSWER = "(the answer that stands here)"  # marks where a chat template puts an answer
 
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What turns prompts into token ids: a `LanguageModel`, or what is known of one elsewhere."""
+    """What `encode_prompt` needs of a model: a `LanguageModel`, or its description elsewhere."""
 
     @property
     def tokenizer(self) -> Any:
-        """Turns texts into token ids, with the chat template; None if there is none."""
+        """The tokenizer with its chat template, or None."""
         ...
 
     @property
     def config(self) -> ModelConfig:
-        """Says how many tokens there are, and how many positions."""
+        """The configuration, for the vocabulary and the positions."""
         ...
 
 
@@ -490,7 +488,7 @@ def encode_prompt(
       prompt: a string, a list of chat messages, or token ids.
       name: what error messages call the prompt.
       continuing: whether a text continues a sequence, without a beginning-of-sequence token.
-      most: the most tokens that are of use; None for the model's positions. Far longer texts are
+      most: the most tokens of a prompt; None for the model's positions. Far longer texts are
         refused before they are tokenized (`check_characters`).
 
     Raises:
@@ -553,7 +551,7 @@ def check_messages_length(messages: Sequence[Any], most: int, name: str = "The p
 def encode_prompts(model: LanguageModel, prompts: Sequence[Any] | np.ndarray) -> list[list[int]]:
     """Returns the token ids of every prompt; see `encode_prompt`.
 
-    A prompt that stands in the list several times, for as many chains, is encoded once.
+    A prompt that is in the list several times, for as many chains, is encoded once.
     """
     encoded: dict[int, list[int]] = {}
     prompts = list(prompts)  # keeps the rows of an array, and so their ids
@@ -607,7 +605,7 @@ def _ids(prompt: Any, name: str) -> list[int]:
         raise DataError(
             f"{name} must be a string, chat messages or a list of token ids, got {show(prompt)}."
         )
-    # Quickly for what nearly every prompt is: to look at 32,768 numbers in turn took 32 ms.
+    # Fast path for plain integers: checking 32,768 of them one by one took 32 ms.
     if set(map(type, prompt)) == {int} and -(2**63) <= min(prompt) <= max(prompt) < 2**63:
         return list(prompt)
     for place, token in enumerate(prompt):

@@ -1,10 +1,10 @@
-"""Reserves pages for the rows of a cache before programs run, and releases what they did not need.
+"""Reserves pages for the rows of a cache before programs run, and releases the unused ones.
 
-The lengths of rows are exact as of the last program whose results were collected. In prompts and
-chunks of steps that are in flight each token counts as a slot: what is reserved for the next
-program suffices, whatever these evict. When a program is collected, `trim` gives the difference
-back. Under a policy that evicts in place (DMS) no page is freed by an eviction: the dead slot is
-written again, the row grows less than was reserved, and its last pages come back by `trim`.
+The lengths of rows are exact as of the last collected program. In prompts and steps in flight each
+token counts as a slot, so the reservation suffices whatever these evict; when a program is
+collected, `trim` releases the difference. Under a policy that evicts in place (DMS) no eviction
+frees a page: the dead slot is overwritten, the row grows less than was reserved, and `trim` returns
+its last pages.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from dms_jax.policies import Policy
 
 @dataclasses.dataclass(frozen=True)
 class PromptsInFlight:
-    """A program of given tokens that was launched, until the lengths after it are collected.
+    """A prefill program in flight, until the lengths after it are collected.
 
     Attributes:
       lengths: Int[L, B, K] on the device, the slots in use of each row after it.
@@ -40,9 +40,8 @@ class Reservation:
       policy: decides how many slots a row can need.
       allocator: the pages.
       page_size: slots of a page (P).
-      windows: Int[L], slots that a row of each layer keeps whatever the policy; 0 for those that
-        the policy decides of.
-      max_tokens: length of the sequences that page tables are planned for.
+      windows: Int[L], the sliding window of each layer; 0 for layers that the policy manages.
+      max_tokens: length of the sequences for which page tables are planned.
       table_width: pages per row in page tables, at least; None lets them grow.
       layer_bytes: bytes of a page of each layer.
       state_bytes: bytes of a sequence's policy state.
@@ -51,8 +50,8 @@ class Reservation:
     Attributes:
       shrinks: whether the policy cuts rows (`Policy.shrinks`).
       steps_in_flight: Int[B], the most tokens of each lane in chunks of steps that are in flight.
-      epochs: Int[B], how often each lane was released: results of programs that were launched in an
-        earlier epoch of a lane are not those of the request that has it now.
+      epochs: Int[B], how often each lane was released: results of programs launched in an earlier
+        epoch of a lane do not belong to its present request.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Reservation:
 
     @property
     def lengths(self) -> Int[np.ndarray, "L B K"]:
-        """The slots in use per row after all prompts, which it waits for, and collected steps."""
+        """The slots in use per row after all prompts (waits for them) and collected steps."""
         self.collect_prompts()
         return self._lengths
 
@@ -101,17 +100,17 @@ class Reservation:
         self._lengths: Int[np.ndarray, "L B K"] = lengths
 
     def lengths_of(self, lane: int) -> Int[np.ndarray, "L K"]:
-        """Returns the slots in use per row of a lane; waits for prompts only if one is its own."""
+        """Returns the slots in use per row of a lane; waits only for a prompt of its own."""
         if self._prompts is not None and self._prompts.counts[lane]:
             self.collect_prompts()
         return self._lengths[:, lane]
 
     def add_uniform(self, counts: Int[np.ndarray, " B"]) -> None:
-        """Counts tokens that a program adds to every row of their lanes, and evicts none for."""
+        """Counts tokens that a program adds to every row of their lanes without evicting any."""
         self._lengths = self.lengths + counts[:, None]
 
     def add_prompts(self, prompts: PromptsInFlight, *, prompt: bool) -> None:
-        """Counts the tokens of a program that was launched behind the last one.
+        """Counts the tokens of a prefill program that was launched.
 
         Args:
           prompts: the program.
@@ -122,7 +121,7 @@ class Reservation:
         self._prompts = prompts
 
     def add_steps(self, most: Int[np.ndarray, " B"]) -> None:
-        """Counts the steps of a chunk that was launched, at most so many of each lane."""
+        """Counts the steps of a program that was launched, at most `most` of each lane."""
         self.steps_in_flight = self.steps_in_flight + most
 
     def collect_prompts(self) -> None:
@@ -160,8 +159,8 @@ class Reservation:
 
         Other lanes are left alone: they may have been reused since the launch.
         """
-        # In these lanes alone: pages behind the cut of a prompt in flight are freed before the host
-        # knows its new lengths.
+        # In these lanes only: after a cut in flight, pages are freed before the host knows the new
+        # lengths.
         held = self.allocator.reserved * self.page_size
         assert (lengths <= held)[:, lanes].all(), "a row outgrew its reserve"
         self._lengths = np.where(lanes[:, None], lengths, self._lengths).astype(np.int64)
@@ -175,7 +174,7 @@ class Reservation:
         self._lengths[:, lane] = lengths
 
     def release_lanes(self, lanes: list[int]) -> None:
-        """Empties lanes and frees their pages, whatever is in flight for them."""
+        """Empties lanes and frees their pages, even if programs are in flight for them."""
         self._lengths[:, lanes] = 0
         self.steps_in_flight[lanes] = 0
         self.epochs = self.epochs.copy()  # what is in flight has the old
@@ -189,7 +188,7 @@ class Reservation:
     # -- slots and pages --------------------------------------------------------------------------
 
     def allow_length(self, tokens: int) -> None:
-        """Allows sequences of so many tokens, before pages are reserved for them."""
+        """Allows sequences of `tokens` tokens; call it before pages are reserved for them."""
         if tokens > self._max_length:
             self._max_length = tokens
             self._slot_limit = self.policy.footprint(tokens, page_size=self.page_size).at_most
@@ -199,7 +198,7 @@ class Reservation:
     def _in_windows(
         self, slots: Int[np.ndarray, "L *B K"], others: Int[np.ndarray, "L *B K"]
     ) -> Int[np.ndarray, "L *B K"]:
-        """Returns the most of `slots` that fit the windows of layers with one, and `others`."""
+        """Limits `slots` to the window in layers that have one; returns `others` elsewhere."""
         if self._windows is None:
             return others
         windows = self._windows.reshape(-1, *[1] * (slots.ndim - 1))
@@ -207,16 +206,13 @@ class Reservation:
 
     @property
     def _longest_row(self) -> int | None:
-        """The most slots of a row whose prompt was cut, if its policy cuts prompts; None for any.
-
-        Only of rows that the policy decides of if their prompts are held in full before.
-        """
+        """The most slots of a row after any cut of its prompt; None without a limit."""
         if self._slot_limit is None or self._windows is None:
             return self._slot_limit
         return max(self._slot_limit, int(self._windows.max()))
 
     def slots_held(self) -> Int[np.ndarray, "L B K"]:
-        """Returns the most slots that each row can have in use after what was launched."""
+        """Returns the most slots that each row can have in use after the programs in flight."""
         slots, prompts = self._lengths, self._prompts
         if prompts is not None:
             slots = slots + prompts.counts[:, None]
@@ -234,8 +230,7 @@ class Reservation:
     ) -> Int[np.ndarray, "L B K"]:
         """Returns the most slots that each row can need after `extra` tokens per lane, or per row.
 
-        `prompt` means that some of the tokens belong to prompts, which a policy that cuts rows
-        afterwards holds in full.
+        With `prompt` some tokens belong to prompts, which are held in full until they are cut.
         """
         extra, held = np.asarray(extra), self.slots_held()
         slots = held + (extra[:, None] if extra.ndim == 1 else extra)
@@ -245,7 +240,7 @@ class Reservation:
     def limited(
         self, slots: Int[np.ndarray, "L *B K"], held: Int[np.ndarray, "L *B K"]
     ) -> Int[np.ndarray, "L *B K"]:
-        """Returns the most of `slots` that rows can need which hold `held` and decode."""
+        """Limits `slots` to what decoding rows can need that hold `held` now."""
         limit = self._slot_limit
         most = slots if limit is None else np.minimum(slots, np.maximum(limit, held))
         return self._in_windows(slots, most)
@@ -264,17 +259,17 @@ class Reservation:
         self.allocator.reserve(self.slots_after(extra, prompt=prompt))
 
     def trim(self) -> None:
-        """Releases every page that no slot in use needs, now or after what was launched.
+        """Releases every page that no row needs, now or after the programs in flight.
 
-        It waits for nothing: what prompts can need that were not read stays reserved.
+        It does not wait: pages that prompts in flight may need stay reserved.
         """
         self.allocator.trim(self.slots_held())
 
     def _collect_if_needed(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool) -> None:
         """Collects prompts unless `extra` more tokens can be launched whatever these evict.
 
-        They cannot if the pool is so full that lengths must be exact, or if rows that evict nothing
-        would need a wider table than the lengths that are known: its program is compiled anew.
+        They cannot if the pool is so full that lengths must be exact, or if the upper bound would
+        need a wider page table than the known lengths, and so another compiled program.
         """
         if self._prompts is None:
             return
@@ -293,8 +288,8 @@ class Reservation:
         """Returns the `cache_bytes` and `host_bytes` (see `Usage`) of a sequence.
 
         Args:
-          slots: the slots in use of each row. What is reserved beyond them does not count: steps
-            may run in which its lane is idle.
+          slots: the slots in use of each row. Pages reserved beyond them do not count: steps may be
+            in flight in which the lane is idle.
         """
         pages = self.allocator.pages_for(slots).sum(1)
         held = int(self._layer_bytes @ pages)
@@ -304,17 +299,17 @@ class Reservation:
     # -- page tables ------------------------------------------------------------------------------
 
     def expect(self, tokens: int) -> None:
-        """Makes page tables wide enough for a sequence of so many tokens before it grows to it.
+        """Makes page tables wide enough for a sequence of `tokens` tokens from the start.
 
-        Each width is a program to compile: those for the first tokens of long prompts, and for the
-        first steps, have no other one than those for the last.
+        Each width is a program to compile: so the first programs of long prompts, and the first
+        steps, have the same width as the last ones.
         """
         limit = None if self.shrinks else self._longest_row
         slots = tokens if limit is None else min(tokens, limit)
         self._expected_slots = max(self._expected_slots, slots)
 
     def fits_table(self, extra: Int[np.ndarray, " B"]) -> bool:
-        """Returns whether steps keep their page table as it is with `extra` more tokens."""
+        """Whether steps keep the width of their page table with `extra` more tokens."""
         lanes = self._in_table(extra > 0)
         pages = self.allocator.reserved[:, lanes].max(initial=1)
         after = self.slots_after(extra)[:, lanes].max(initial=1)
@@ -325,8 +320,8 @@ class Reservation:
     def table_width(self, slots: int, *, steps: bool = False) -> int:
         """Returns the pages of a row in the compiled page table if the longest row has `slots`.
 
-        Steps run behind the cut of their prompts: what a policy cuts rows to is all they need, and
-        what a step keeps of every slot of a table (scores, the rows to be cut) is that much less.
+        Steps run after the cut of their prompts: they need only what is left, and temporary arrays
+        with a number per slot of the table (scores, rows to be cut) are that much smaller.
         """
         expected = self._expected_slots
         if steps and self._longest_row is not None:
@@ -339,7 +334,7 @@ class Reservation:
         return few_widths(widest, few_sizes(-(-most // self.page_size)))
 
     def table_widths(self, *, steps: bool = False) -> list[int]:
-        """Returns every `table_width` of sequences that are no longer than planned."""
+        """Returns every `table_width` of sequences up to `max_tokens`."""
         if self._table_width is not None:
             return [self.table_width(1, steps=steps)]
         cut = self._longest_row if steps or not self.shrinks else None
@@ -348,9 +343,9 @@ class Reservation:
         return sorted({self.table_width(each, steps=steps) for each in slots})
 
     def _in_table(self, stepping: Bool[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
-        """Returns the lanes whose rows the page table of steps has whole.
+        """Returns the lanes whose rows must fit into the page table of steps.
 
-        Prompts that are read and will be cut have more pages than any row in which steps write.
+        Prompts that will be cut may hold more pages than any row of a step.
         """
         return stepping if self.shrinks else np.ones_like(stepping)
 

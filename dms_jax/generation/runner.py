@@ -1,10 +1,10 @@
 """The device side of generation: a cache, and the compiled programs that run over its lanes.
 
 No work on the host scales with the number of tokens: pages are reserved before each program
-(`runner.reservation`), C decode steps are one program, and what the host reads of them is copied
-back at once. The page table of steps stays on the device, and what changes of it is sent (11 MB for
-256 sequences of 8,448 tokens of Qwen2.5-1.5B). A program is launched, and collected later, when
-others are in flight.
+(`runner.reservation`), C decode steps are one program, and their results are one transfer. The page
+table of steps stays on the device, and only its changes are sent (it has 11 MB for 256 sequences of
+8,448 tokens of Qwen2.5-1.5B). A program is launched, and collected later, when others are in
+flight.
 
 A prompt that several requests share is prefilled in one lane, whose sequence is copied to the
 lanes of the others:
@@ -13,9 +13,9 @@ lanes of the others:
     lane 1   |    copies of the pages, the lengths and the state; its own first token
     lane 2   |    from the same hidden state, drawn with its own key
 
-Nothing that a policy does to a prompt depends on the lane: its random draws are hashes of a seed,
+What a policy does to a prompt does not depend on the lane: its random draws are hashes of a seed,
 the layer, the KV head and the position (`policies/draws.py`). So copies equal prompts that were
-prefilled one by one. Pages are copied as they are, because policies overwrite slots in place.
+prefilled one by one. Pages are copied whole, because policies overwrite slots in place.
 """
 
 import dataclasses
@@ -63,13 +63,13 @@ _DONE = object()
 
 @dataclasses.dataclass(frozen=True)
 class Extended:
-    """A program of prompts in flight.
+    """A prefill program in flight.
 
     Attributes:
-      results: its results, on the device until they are read.
+      results: its results, on the device until they are collected.
       entries: lane -> its entry in the program, and the number of its tokens.
       rows: L * K if the tokens ran in one pass, and so all held a slot in each row at once, else 0.
-      cuts: whether the policy cuts whole rows behind the last token of a prompt.
+      cuts: whether the policy cuts rows after the last token of a prompt.
     """
 
     results: programs.Extension
@@ -81,7 +81,7 @@ class Extended:
         """Waits for the program; returns the use of the cache by lane, summed over its rows.
 
         That is the live slots after each token, the slots held at once (0 if the tokens ran one by
-        one), and the slots in use at the end, behind any cut.
+        one), and the slots in use at the end, after any cut.
         """
         live, found = np.asarray(self.results.live), {}
         before = np.asarray(self.results.before) if self.rows else np.zeros(len(live), int)
@@ -102,7 +102,7 @@ class StepsInFlight:
       newest: Int[B] on the device, the newest token of each lane after it.
       most: Int[B], the most tokens that each lane takes.
       end_tokens: token ids that end an answer.
-      endless: Bool[B], lanes whose answers they do not end.
+      endless: Bool[B], lanes that ignore end tokens.
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with, if so.
       epochs: Int[B], those of `Reservation` when it was launched.
@@ -125,7 +125,7 @@ def _is_ready(x: Any) -> bool:
 
 
 def sends_changes(size: int) -> bool:
-    """Whether changes of a page table of so many cells are sent, and not all of it each time."""
+    """Whether only changes of a page table of `size` cells are sent, not the whole table."""
     return size > 4 * CELLS
 
 
@@ -138,13 +138,13 @@ def _joined(
 def build_batch(
     tokens: Mapping[int, np.ndarray], *, num_lanes: int, shape: Shape, fixed_lanes: bool
 ) -> tuple[Int[np.ndarray, " b"], Int[np.ndarray, "b T"], Int[np.ndarray, " b"]]:
-    """Returns the entries of a program of one of a few shapes: lanes, padded tokens, counts.
+    """Returns the entries of a prefill program: lanes, padded tokens, counts.
 
-    It has an entry for each lane if lanes are fixed (on a mesh), otherwise at least one for each
-    lane that has tokens. The others belong to lane `num_lanes`, which is none.
+    There is an entry for each lane if lanes are fixed (on a mesh), otherwise at least one for each
+    lane that has tokens. Unused entries have lane `num_lanes`, which does not exist.
 
     Raises:
-      ValueError: there are more tokens than places, where some would be lost.
+      ValueError: there are more tokens than places.
     """
     total = sum(map(len, tokens.values()))
     if shape.places is not None and total > shape.places:
@@ -176,9 +176,9 @@ class Runner:
       data_shards: number of parts of the lanes, each with pages on devices of its own.
       reservation: the pages and lengths of the rows.
       prefixes: the cached prefixes, in pages that no row needs.
-      hidden: [B, E] on the device, the hidden state of the last token that each lane has read.
-      max_tokens: length of the sequences that the cache is made for; longer ones may fit too.
-      dirty: whether there is no cache, or failed work may have left it inconsistent; see `working`.
+      hidden: [B, E] on the device, the hidden state of the last prefilled token of each lane.
+      max_tokens: length of the sequences for which the cache is sized; longer ones may fit too.
+      dirty: whether there is no cache, or a failure may have left it inconsistent; see `working`.
     """
 
     def __init__(
@@ -243,20 +243,20 @@ class Runner:
 
     @property
     def appends(self) -> bool:
-        """Whether no slot is ever written again: the policy appends, and no layer has a window."""
+        """Whether no slot is ever overwritten: the policy appends, and no layer has a window."""
         return self.policy.appends and self.model.config.window is None
 
     def working(self) -> Working:
-        """A context in which programs run. If one fails, the cache is gone and its memory free.
+        """A context in which programs run. If one fails, the cache is freed.
 
-        `dirty` is set from before the first program until after the last, and as long as there is
-        no cache: whatever runs next makes a new one first. What fails because the device has too
-        little memory raises OutOfMemoryError.
+        `dirty` is set from before the first program until after the last, and while there is no
+        cache: the next call makes a new one. Failures for lack of device memory raise
+        OutOfMemoryError.
         """
         return Working(self)
 
     def recover(self) -> None:
-        """Makes a new cache if there is none, or failed work may have left it inconsistent."""
+        """Makes a new cache if `dirty`."""
         if self.dirty:
             self.restart()
 
@@ -283,7 +283,7 @@ class Runner:
                 f"The device has no room for a cache of {num_pages} pages "
                 f"({num_pages * self.page_bytes:,} bytes). Give it less (memory=)."
             ):
-                # Else what does not fit is found by the first program that uses it.
+                # Otherwise the first program would find out that it does not fit.
                 self.cache = jax.block_until_ready(make())
         if on_host:
             self.host = HostValues(
@@ -364,7 +364,7 @@ class Runner:
             self.cache = programs.set_max_lengths(self.cache, self._max_lengths.copy())
 
     def set_adapters(self, names: dict[int, str | None]) -> None:
-        """Sets the adapters that lanes have, if the model has several."""
+        """Sets the adapters of lanes, if the engine has several."""
         if self.slots is None:
             return
         for lane, name in names.items():
@@ -380,7 +380,7 @@ class Runner:
     def everywhere(self, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         """Replicates an array over the mesh.
 
-        A program would be compiled again for an argument that is placed differently.
+        Programs are compiled for the placement of their arguments.
         """
         if self.model.mesh is None:
             return x
@@ -392,7 +392,7 @@ class Runner:
         parameters = sum(each.size for each in jax.tree.leaves(self.model.transformer.layers))
 
         def shapes(one_pass: bool) -> Shapes:
-            # Answers after a prompt in one pass have its shapes: they are seldom recomputed.
+            # Answers after a one-pass prompt use its shapes: they are seldom recomputed.
             few = (one_pass or parallel == "prompts") and not self.fixed_lanes
             return Shapes.of(
                 chunk,
@@ -400,7 +400,7 @@ class Runner:
                 self.num_lanes,
                 few=few,
                 unpadded=few and not self._on_mesh,
-                # A chunk of one token is a step, but of a prompt that no step must see.
+                # A chunk of one token is a decode step, unless the policy treats prompts apart.
                 one_pass=one_pass and (chunk > 1 or parallel == "prompts"),
                 layer_size=parameters // config.num_layers,
             )
@@ -427,7 +427,7 @@ class Runner:
         )
         ends = np.zeros(num_lanes + 1, bool)
         ends[list(batch.ends_prompt)] = True
-        # Where no prompt ends, no layer waits to be told that it is left uncut.
+        # Where no prompt ends, no layer has code to cut one.
         cut = ends[lanes] if batch.ends_prompt and cuts_prompts(self.policy, shape) else None
         rows = None if self.fixed_lanes else lanes
         # A copy: the allocator changes its own while the program runs.
@@ -472,14 +472,14 @@ class Runner:
         """Launches C decode steps in one program (pages must be reserved); see `collect`.
 
         Args:
-          tokens: each lane's newest token (int32), not in the cache yet. A lane whose newest token
-            is an end token is idle.
+          tokens: each lane's newest token (int32), not cached yet. A lane whose newest token is an
+            end token is idle.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
           seeds: see `programs.request_keys`.
           rule: sampling settings, or the tokens to look up instead of drawing.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
-          endless: lanes whose answers they do not end; None for no lane.
+          endless: lanes that ignore end tokens; None for no lane.
         """
         cached, endless = self.cached, self._no_lanes if endless is None else endless
         table, own_table = self._table_of_steps(remaining > 0)
@@ -506,16 +506,15 @@ class Runner:
         endless: Bool[np.ndarray, " B"] | None = None,
         meanwhile: Iterator[None],
     ) -> StepsInFlight:
-        """Launches C decode steps whose tokens are drawn from those that masks allow.
+        """Launches up to C decode steps whose tokens are drawn under masks.
 
-        They are fewer if no lane may generate so many. It returns when the tokens of the last step
-        but one are known.
+        It returns when the tokens of the last step but one are known.
 
         Args:
           tokens, remaining, seeds, rule, num_steps, end_tokens, endless: as in `decode`.
-          make_masks: called with the newest tokens and with what is left of `remaining`, while the
-            layers of a step run; see `Filter.allowed`. If it raises GrammarError, the steps end.
-          meanwhile: work of the host, in short parts, which is taken up while it waits for tokens.
+          make_masks: called with the newest tokens and the rest of `remaining`, while the layers of
+            a step run; see `Filter.allowed`. If it raises GrammarError, the steps end.
+          meanwhile: work of the host, in short parts, to do while it waits for tokens.
         """
         endless = self._no_lanes if endless is None else endless
         table, own_table = self._table_of_steps(remaining > 0)
@@ -550,7 +549,7 @@ class Runner:
     ) -> tuple[jax.Array, Int[np.ndarray, "L B K M"] | None]:
         """Returns the page table of steps on the device, and on the host if values are there.
 
-        Cells that have changed are sent; all of them if they are many, or the width is another one.
+        Only changed cells are sent, unless they are many or the width has changed.
         """
         table = self.reservation.table(stepping=stepping)
         changes = self.reservation.allocator.take_changes()
@@ -572,7 +571,7 @@ class Runner:
         return on_device, None if self.host is None else table.copy()
 
     def no_cells(self, shape: tuple[int, ...]) -> Int[np.ndarray, "3 n"]:
-        """Returns cells for `programs.update_table` outside every table, which change nothing."""
+        """Returns cells for `programs.update_table` that change nothing."""
         return np.full((3, CELLS), math.prod(shape[:-1]), np.int32)
 
     def _launched(
@@ -592,22 +591,18 @@ class Runner:
         return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs, error)
 
     def _send(self, tree: Any) -> Any:
-        """Puts the arrays of the host on the device, for several programs.
-
-        On a mesh they are left where they are; see `everywhere`.
-        """
+        """Puts host arrays on the device for several programs; not on a mesh, see `everywhere`."""
         if self.model.mesh is not None:
             return tree
         return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, tree)
 
     def collect(self, program: StepsInFlight) -> Steps:
-        """Waits for the oldest program in flight; returns its steps but those of released lanes."""
+        """Waits for the oldest program in flight; returns its steps without released lanes."""
         steps = Steps.joined([each.read() for each in program.steps])
         current = program.epochs == self.reservation.epochs
         steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)
-        # A lane without steps was idle, with the end token of its last answer perhaps, and may have
-        # been taken since.
+        # A lane without steps was idle, perhaps after an end token, and may have been reused since.
         ended = np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)
         ended &= ~program.endless
         self.reservation.collect_steps(
@@ -708,12 +703,12 @@ class Runner:
         return programs.read_lane(self.cache, np.int32(lane))
 
     def load_lane(self, lane: int, lengths: Int[np.ndarray, "L K"], tokens: int, rows: Any) -> None:
-        """Puts a sequence of some tokens, whose pages it has, into an empty lane.
+        """Sets the state of an empty lane that has the pages of a sequence.
 
         Args:
           lane: the lane.
           lengths: slots in use of each row.
-          tokens: tokens that it has seen.
+          tokens: number of tokens of the sequence.
           rows: the policy's state of each row, from `read_lane`.
         """
         given = np.int32(lane), lengths.astype(np.int32), np.int32(tokens), rows
@@ -745,7 +740,7 @@ class Runner:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), stored)
 
     def block_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " b"]:
-        """Returns pages in a block of `read_pages`, filled up with what is no page."""
+        """Pads page numbers to a block of `read_pages`."""
         allocator = self.reservation.allocator
         size = min(max(1, HOST_BLOCK_BYTES // self.page_bytes), allocator.pages_per_shard)
         return np.pad(pages, (0, size - len(pages)), constant_values=allocator.no_page)

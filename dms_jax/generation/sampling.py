@@ -190,10 +190,10 @@ class Sampling(Options):
 
 
 class LanesFilter:
-    """The filter of lanes that differ in their sampling: one program for whatever they ask.
+    """The filter of lanes with different samplings: one program for all.
 
-    It draws as the filter of each lane alone does, and returns log-probabilities. From one program
-    to the next only lanes that changed are set anew: a device would wait for all 256 to be.
+    It draws like the filter of each lane alone, and returns log-probabilities. Between programs
+    only changed lanes are updated: setting all 256 would make the device wait.
 
     Args:
       num_lanes: number of lanes (B).
@@ -215,7 +215,7 @@ class LanesFilter:
         )
 
     def of(self, samplings: Mapping[int, Sampling]) -> Filter:
-        """Returns the filter for what the lanes ask now.
+        """Returns the filter for the present samplings.
 
         Args:
           samplings: lane -> its sampling; the other lanes are idle.

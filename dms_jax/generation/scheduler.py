@@ -1,21 +1,21 @@
-"""The scheduler: which requests have a lane and pages, and in which state each is.
+"""The scheduler: which requests have a lane and pages, and the state of each.
 
-A request waits, is admitted to a lane when the pool can hold what its prompt takes at least, is
+A request waits, is admitted to a lane when the pool can hold the minimum of its prompt, is
 prefilled in chunks, and decodes in chunks until it ends (`requests.State`):
 
     WAITING --admit--> PREFILL --its prompt is complete--> DECODE --finish--> DONE
        ^                  |                                   |
        +--preempt, or no room for a copy of a shared prompt---+       cancel: from any to DONE
 
-The queue is ordered by priority (`Request.priority`), and within a priority by arrival. A request
-that finds no room keeps those behind it waiting, so that none that is large waits for ever.
+The queue is ordered by priority (`Request.priority`), then by arrival. A request that does not fit
+blocks those behind it, so that a large one does not wait forever.
 
 The pages that a program may need are reserved before it runs. If they do not fit, the youngest
 running request of the lowest priority is preempted: it returns to the front of its priority with
 its tokens and is recomputed later. Its answer is recomputed as an answer where the policy treats
 that differently from a prompt, so that it decides as before.
 
-Some requests are known before they run not to fit (`Admission.check`): every row holds the first
+Some requests are known not to fit before they run (`Admission.check`): every row holds the first
 chunk of a prompt, a prompt with full attention is in the pool in full, and a policy without
 eviction holds the answer too.
 """
@@ -34,10 +34,10 @@ from dms_jax.generation.requests import OnTokens, Request, State, Update, record
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
 
-# Requests that are looked at for each free lane: some wait for prefixes that others read.
+# Requests to consider for each free lane: some wait for prefixes that others prefill.
 LOOKED_AT = 4
 
-# Slots [L, K], or as many in every row: most requests have nothing to add row by row.
+# Slots [L, K], or one number for all rows.
 Slots = int | np.integer | np.ndarray
 
 
@@ -62,7 +62,7 @@ class Admission:
         """Refuses requests that cannot fit even alone, whatever the model generates.
 
         Raises:
-          CapacityError: if a request cannot fit; names the first of the largest.
+          CapacityError: a request cannot fit; the message names the first of the largest.
         """
         for what, slots in (
             ("the prompt", self._prompt_slots),
@@ -79,15 +79,12 @@ class Admission:
                 raise self.too_small(request, what)
 
     def least_slots(self, request: Request) -> int:
-        """Returns the slots without which no row of a request, alone, comes to its end."""
+        """Returns the slots that every row of a request needs at least to reach its end."""
         slots = self._prompt_slots, self._first_slots, self._last_slots
         return max(each(request) for each in slots)
 
     def slots_alone(self, most: int) -> int:
-        """Returns the most slots, up to `most`, that every row of a sequence can hold alone.
-
-        The pool is empty.
-        """
+        """Returns the most slots, up to `most`, that an empty pool has for each row."""
         least = 0
         while least < most:
             middle = (least + most + 1) // 2
@@ -103,10 +100,10 @@ class Admission:
         taken: Container[int],
         extra: np.ndarray,
     ) -> collections.deque[int]:
-        """Returns lanes for the first waiting requests, if they all fit together, else none.
+        """Returns lanes for the first waiting requests if they all fit together, else none.
 
-        The choice is that of `place` for one after the other, with one query of the pool. `extra`
-        is updated as there.
+        The result is that of `place` for each in turn, with a single query of the pool; `extra` is
+        updated likewise.
         """
         lanes = self._free_lanes(taken)[: len(waiting)]
         together = extra.copy()
@@ -147,12 +144,12 @@ class Admission:
     def rest(self, request: Request, done: int, left: int) -> Slots:
         """Returns the slots of each row that a request needs in the middle of its prefill.
 
-        They are what its prompt takes in any case, and no less than its next program reserves.
+        That is the minimum of its prompt, and no less than its next program reserves.
 
         Args:
           request: the request.
           done: tokens that were launched.
-          left: tokens to launch before its prompt, or its answer, ends.
+          left: tokens to launch until its prompt, or its answer, ends.
         """
         rest = self._needed(request) - self._continued(request) - done
         following = min(self.chunk, request.remaining), min(self.prefill_chunk, left)
@@ -193,15 +190,14 @@ class Admission:
         return [lane for _, lane in sorted(lanes)]
 
     def _own(self, request: Request) -> Slots:
-        """Returns what a request needs without pages that it shares with those that run."""
+        """Returns the slots that a request needs beyond the pages that it shares with others."""
         return self._needed(request) - self.runner.prefixes.shared_slots(request)
 
     def _needed(self, request: Request) -> Slots:
-        """Returns the slots of each row without which a request is not let in.
+        """Returns the slots of each row that must be free to admit a request.
 
-        They are those of its first chunks and, because it would be preempted before its first token
-        otherwise, those that its prompt takes in any case, with a chunk of steps unless the prompt
-        is cut before.
+        They are those of its first chunks and, as it would be preempted before its first token
+        otherwise, the minimum of its prompt, with a chunk of steps unless the prompt is cut first.
         """
         prompt = self._prompt_slots(request)
         if not self.runner.reservation.shrinks:
@@ -228,7 +224,7 @@ class Admission:
         return tokens if self.runner.reservation.shrinks else self._at_least(tokens)
 
     def _last_slots(self, request: Request) -> int:
-        """Returns the same by the end of the answer, if only its maximum length ends it.
+        """Returns the same by the end of the answer, if nothing ends it early.
 
         Its last token is not cached.
         """
@@ -293,14 +289,14 @@ class Scheduler:
         return {lane: each for lane, each in self.running.items() if each.state is State.DECODE}
 
     def accept(self, requests: Sequence[Request]) -> None:
-        """Lets requests wait that came while others run."""
+        """Queues requests that came while others run."""
         for request in requests:
             self.runner.reservation.allow_length(request.max_length)
             self._note(request)
             bisect.insort_right(self.waiting, request, key=_priority)
 
     def _note(self, request: Request) -> None:
-        """Notes a request that begins to wait, perhaps after an error while it had a lane."""
+        """Marks a request as waiting, perhaps again after an error while it had a lane."""
         request.state = State.WAITING
         if request.slots is not None:
             self._left[request.index] = request
@@ -341,21 +337,22 @@ class Scheduler:
         self._start(started)
 
     def _choose(self, free: int) -> tuple[collections.deque[Request], list[Request]]:
-        """Takes the requests out of the queue that are to have lanes, and those between them.
+        """Takes requests from the front of the queue and chooses those to admit.
 
-        These wait for prefixes that those before them read. Of a long queue not all are looked at.
+        The others wait for prefixes that earlier ones prefill. At most `LOOKED_AT` requests are
+        taken for each free lane.
 
         Args:
           free: number of free lanes.
 
         Returns:
-          The requests to be admitted, and all that were taken out, in order.
+          The requests to admit, and all that were taken, in order.
         """
         prefixes, readers = self.runner.prefixes, list(self.prefill.items.values())
         read_now, chosen, taken = set(), collections.deque[Request](), []
         while self.waiting and len(chosen) < free and len(taken) < LOOKED_AT * free:
             taken.append(request := self.waiting.popleft())
-            if readers:  # nobody waits for what is read for less urgent requests
+            if readers:  # nobody waits for the prefill of less urgent requests
                 urgent = [each for each in readers if each.request.priority <= request.priority]
                 if urgent:
                     read_now |= prefixes.read_now(urgent)
@@ -366,9 +363,9 @@ class Scheduler:
         return chosen, taken
 
     def _begin(self, lane: int, request: Request) -> Slots:
-        """Begins the prefill of a request, behind what is cached of it.
+        """Starts the prefill of a request after its longest cached prefix.
 
-        Returns the slots of each row that it needs besides those.
+        Returns the slots of each row that it needs beyond the prefix.
         """
         item, prefixes = self._prefill_of(request, lane), self.runner.prefixes
         prefixes.begin(lane, request)
@@ -379,7 +376,7 @@ class Scheduler:
         return self.admission.rest(request, item.done, item.left)
 
     def _start(self, started: Mapping[int, Request]) -> None:
-        """Gives the lanes of requests what their programs need."""
+        """Sets seeds, lengths and adapters of newly admitted lanes, and copies their bases."""
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
         for lane, request in started.items():
             if (item := self.prefill.items[lane]).source == lane:
@@ -394,13 +391,13 @@ class Scheduler:
             self.runner.fork(continued)
 
     def _prefill_of(self, request: Request, lane: int) -> Prefill:
-        """Returns what a request prefills; a preempted one recomputes what it has generated.
+        """Returns what a request prefills; a preempted one recomputes its answer so far.
 
-        It does so as an answer, if the policy distinguishes it from a prompt. Its last token has
-        never been in the cache.
+        That is recomputed as an answer if the policy distinguishes it from a prompt. The last token
+        of an answer is never in the cache.
         """
         policy, prompt, answer = self.runner.policy, request.before + request.prompt, []
-        key = None  # what has no prompt, or an answer behind it, shares it with none
+        key = None  # without a prompt, or with an answer after it, it is not shared
         if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)
             key = prompt_key(policy, shard, request, prompt)
@@ -414,7 +411,7 @@ class Scheduler:
         return Prefill(request, prompt, answer, whole, key, splits=not self.runner.appends)
 
     def take_prefixes(self, lanes: Iterable[int], collect: Callable[[], None]) -> None:
-        """Caches the prefixes that a program of prompts has come to the end of.
+        """Caches the prefixes that a prefill program has completed.
 
         Args:
           lanes: lanes of the program.
@@ -428,7 +425,7 @@ class Scheduler:
                 self.runner.prefixes.take(lane, self.running[lane], stop)
 
     def fork(self, source_of: dict[int, int]) -> None:
-        """Copies shared prompts to lanes, as far as they fit; the others wait again.
+        """Copies shared prompts to lanes as far as they fit; the other requests wait again.
 
         Requests that end with their first token need no copy.
 
@@ -474,16 +471,16 @@ class Scheduler:
         return lane
 
     def _put_back(self, request: Request) -> None:
-        """Lets a request that left its lane wait at the front of its priority."""
+        """Puts a request that left its lane at the front of its priority."""
         bisect.insort_left(self.waiting, request, key=_priority)
         self._note(request)
 
     # -- ends -------------------------------------------------------------------------------------
 
     def finish(self, *, cancel: bool = True) -> None:
-        """Ends what has ended, frees its lanes and pages, and queues its updates.
+        """Ends finished and cancelled requests, frees their lanes and pages, queues their updates.
 
-        Without `cancel` nothing ends early: prompts or first tokens may be in flight.
+        Without `cancel` nothing is cancelled: prompts or first tokens may be in flight.
         """
         self.runner.reservation.trim()
         cancelled = self._cancelled_now() if cancel else set()
@@ -514,7 +511,7 @@ class Scheduler:
         self._finish_waiting(cancelled)
 
     def finish_and_notify(self, *, cancel: bool = True) -> None:
-        """Ends what has ended, and then what was cancelled because of its updates.
+        """Ends requests and sends their updates, until these cancel no more.
 
         What is cancelled while another chunk is in flight ends after it. `cancel`: see `finish`.
         """
@@ -528,19 +525,18 @@ class Scheduler:
 
     @property
     def to_cancel(self) -> set[int]:
-        """The indices of requests to end early: of a prompt that others share, behind its end."""
+        """The indices of requests to end now; one whose prompt others share ends after it."""
         return self.cancelled and self.cancelled - self.prefill.spared(self.cancelled)
 
     def _cancelled_now(self) -> set[int]:
-        """Returns those of them that end before the next chunk: no steps are in flight."""
+        """Returns `to_cancel`, or nothing while steps are in flight."""
         return set() if self.runner.reservation.steps_in_flight.any() else self.to_cancel
 
     def _finish_waiting(self, cancelled: set[int]) -> None:
-        """Ends and queues updates of those that wait and were cancelled, or have unreported tokens.
+        """Ends queued requests that were cancelled or have unreported tokens; queues their updates.
 
-        Only requests that left a lane have such tokens: of a queue that may hold thousands no
-        others are looked at. Their usage is what they held, or what their copy of a shared prompt
-        would have held.
+        Only requests that left a lane have such tokens, so a queue of thousands is not scanned.
+        Their usage is what they held, or what their copy of a shared prompt would have held.
         """
         self._left = {
             index: each for index, each in self._left.items() if each.state is State.WAITING
@@ -570,7 +566,7 @@ class Scheduler:
                     self.waiting.append(each)
 
     def record_peak_bytes(self) -> None:
-        """Adds the pages that are reserved now to the running requests' use of the cache."""
+        """Records the pages that are reserved now in the usage of running requests."""
         held = self.runner.reservation.cache_bytes()
         for lane, request in self.running.items():
             request.meter.peak_bytes = max(request.meter.peak_bytes, held[lane])
@@ -586,9 +582,9 @@ class _Pending:
 
     Attributes:
       request: the request.
-      tokens: those since the last update.
-      finished: whether it has ended.
-      text: text since the last update; None until it is made.
+      tokens: token ids since the last update.
+      finished: whether the request has ended.
+      text: text since the last update; None until it is decoded.
     """
 
     request: Request
@@ -599,14 +595,14 @@ class _Pending:
 
 @dataclasses.dataclass
 class Notifier:
-    """Says which requests have ended, makes their texts, records their usage, and calls back.
+    """Decides which requests have ended, decodes texts, records usage, and calls back.
 
-    What ended frees its lane at once (`Scheduler.finish`). This takes longer, and can wait until
-    the device is busy with the next programs.
+    A request that ends frees its lane at once (`Scheduler.finish`). This takes longer, and can wait
+    until the device is busy with the next programs.
 
     Attributes:
-      tracker: their texts.
-      on_tokens: called with every update, if anybody listens.
+      tracker: decodes the texts.
+      on_tokens: called with every update.
       on_notified: called after the updates of a chunk.
     """
 
@@ -633,17 +629,17 @@ class Notifier:
         self._ended.append((request, usage))
 
     def notify(self) -> None:
-        """Records usages, makes texts, and calls back; a callback that raises stops it."""
+        """Records usage, decodes texts, and calls back; a callback that raises stops it."""
         collections.deque(self.notify_by_parts(), maxlen=0)
 
     def notify_by_parts(self) -> Iterator[None]:
-        """Does the same, a request at a time; what is not done when it is closed stays queued."""
+        """Does the same, a request at a time; when it is closed, the rest stays queued."""
         while self._ended:
             request, usage = self._ended[-1]
             record_usage(request, **usage)
-            self._ended.pop()  # not before: an interrupt would lose what it has answered
+            self._ended.pop()  # not earlier: an interrupt would lose the completion
             yield
-        # All is kept until all texts are made: what an interrupt stops is made by the next call.
+        # Nothing is removed until all texts are decoded: after an interrupt the next call goes on.
         for each in self._pending:
             if each.text is None:
                 each.text = self.tracker.update(each.request)
@@ -655,7 +651,7 @@ class Notifier:
         pending, self._pending = collections.deque(self._pending), []
         try:
             while pending:
-                yield  # not behind the last one: whoever was told is told that it was all
+                yield  # not after the last one, which `on_notified` must follow
                 each = pending.popleft()
                 assert each.text is not None
                 self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))

@@ -1,17 +1,17 @@
 """Incremental detokenization: tokens to text as they arrive, with stop strings.
 
-A tokenizer decodes lists of tokens, not single ones: a character may span several tokens, and the
-first token of a list may lose its leading space. So the text of a request is decoded in windows
-that overlap, each starting where an earlier one ended with a complete character:
+A tokenizer decodes lists of tokens, not single tokens: a character may span several tokens, and the
+first token of a list may lose its leading space. So the text of a request is decoded in overlapping
+windows, each of which starts where an earlier one ended with a complete character:
 
     tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
     committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
 
-Where the last committed token has a text by itself, the window starts with it (s = c - 1), and the
-length of that text is known from the last time.
+If the last committed token has a text of its own, the window starts with it (s = c - 1), and the
+length of that text is known.
 
-An answer goes on where its prompt ends, so its first window begins with a token of the prompt: the
-indentation of a line of code is whole. Behind a special token a text begins.
+An answer continues its prompt, so its first window begins with a token of the prompt: otherwise the
+indentation of a line of code would be lost. After a special token a new text starts.
 
 It is safe to commit after a token that ends neither an incomplete character nor a run of
 single-byte tokens (the byte fallback of sentencepiece decodes a run as a whole, and special tokens
@@ -34,7 +34,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class StopStrings:
-    """Finds stop strings in a text that grows: which is complete, and what may become one.
+    """Finds stop strings in a growing text, and how much of its end may become one.
 
         stop strings  "two thread", "three"
         text          "one two thre"     its last 8 characters may become the first, 4 the second
@@ -56,9 +56,9 @@ class StopStrings:
         return max(self._matched, default=0)
 
     def find(self, more: str) -> int | None:
-        """Returns where the first stop string begins if the text goes on so; None if it has none.
+        """Returns where the first stop string would begin if `more` came next, or None.
 
-        The place counts from the beginning of `more`, and is negative if it is before that.
+        The position counts from the start of `more`, and is negative before it.
         """
         found = []
         for matcher, matched in zip(self._strings, self._matched, strict=True):
@@ -68,7 +68,7 @@ class StopStrings:
         return min(found, default=None)
 
     def add(self, more: str) -> None:
-        """Adds to the text what completes no stop string."""
+        """Appends text that completes no stop string."""
         self._matched = [
             matcher.match(matched, more)[0]
             for matcher, matched in zip(self._strings, self._matched, strict=True)
@@ -76,20 +76,22 @@ class StopStrings:
 
 
 class _Matcher:
-    """One string, and for each of its beginnings the longest shorter one that it ends with.
+    """One string, with its failure function: the longest proper prefix that each prefix ends with.
 
     # In: "abab"  Out: 0 for "a" and "ab", 1 for "aba", 2 for "abab"
     """
 
     def __init__(self, string: str):
         self.string = string
-        self._shorter = [0, 0]  # by length; as far as a text has needed them
+        self._shorter = [0, 0]  # by length, as far as needed
 
     def match(self, matched: int, text: str) -> tuple[int, int]:
-        """Returns how much of the string the text ends with, and where it is complete or the end.
+        """Returns the matched length at the end of the text, or where the string is complete.
+
+        The second result is the position after the string, or the length of the text.
 
         Args:
-          matched: how much of it comes before the text, less than all.
+          matched: length that is matched before the text, less than the whole string.
           text: the text.
         """
         string, at = self.string, 0
@@ -168,7 +170,7 @@ class TextTracker:
         self._texts: dict[int, str] = {}
 
     def end(self, request: Request) -> None:
-        """Says why a request has ended, if it has by its tokens alone."""
+        """Sets the finish reason of a request that its tokens alone have ended."""
         ends = bool(request.generated) and request.generated[-1] in self._end_tokens
         if ends and not request.sampling.ignore_eos:
             request.finish_reason = "end"
@@ -176,10 +178,10 @@ class TextTracker:
             request.finish_reason = "length"
 
     def update(self, request: Request) -> str:
-        """Processes the new tokens of a request and returns the new text that is final.
+        """Processes the new tokens of a request and returns the new final text.
 
-        Text that may still change is held back: an incomplete character, and what may become a
-        stop string. Tokens after the one that completes a stop string are removed from the request.
+        Text that may still change is held back: incomplete characters and possible stop strings.
+        Tokens after the one that completes a stop string are removed from the request.
         """
         self.end(request)
         stop = request.sampling.stop_strings
@@ -188,7 +190,7 @@ class TextTracker:
                 self.unfinished.append(request)
             return ""
         stream = self._streams.get(request.index)
-        if stream is None:  # a request with text goes on from an earlier call
+        if stream is None:  # a request with text continues an earlier call
             stream = self.begin(request.prompt, stop)
             earlier = StopStrings(stop)
             earlier.add(request.text)
@@ -217,10 +219,7 @@ class TextTracker:
         return shown
 
     def finish(self) -> None:
-        """Makes the texts of requests that ended, if nobody waited for them.
-
-        What an interrupt leaves is made by the next call.
-        """
+        """Decodes the texts of `unfinished`; after an interrupt the next call goes on."""
         while self.unfinished:
             request = self.unfinished[-1]
             tokens = request.generated
@@ -244,10 +243,10 @@ class TextTracker:
         return len(stream.text) + len(self._behind(stream, tokens, len(tokens)))
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """Returns the end of a prompt whose text goes on in an answer; none behind a special token.
+        """Returns the prompt tokens with which the first window begins; none after a special one.
 
-        It is the last token that has a text of its own. A byte has none (with those of an answer it
-        may be no character), but a prompt of nothing else may.
+        It is the last token with a text of its own, which a byte token does not have; for a prompt
+        of byte tokens alone, as many of the last ones as form characters.
         """
         bytes_behind: list[int] = []
         for token in prompt[: -_MOST_PENDING - 1 : -1]:
@@ -277,10 +276,10 @@ class TextTracker:
         text, before = self._decode(stream.before + window), self._decode(stream.before)
         if text.startswith(before):
             return text[len(before) :]
-        return self._decode(window)  # its bytes and those of the prompt together are no characters
+        return self._decode(window)  # prompt and answer together do not decode
 
     def _commit(self, stream: _Stream, tokens: list[int], most: int) -> None:
-        """Commits every one of tokens[:most] whose text cannot change any more."""
+        """Commits those of tokens[:most] whose text can no longer change."""
         end = most
         while end > stream.committed:
             if not self._may_continue(tokens[end - 1]):
@@ -297,22 +296,22 @@ class TextTracker:
             stream.start, stream.prefix = end - 1, alone
         elif prefix := len(self._decode(tokens[stream.committed : end])):
             stream.start, stream.prefix = stream.committed, prefix
-        else:  # only special tokens or a stripped space, and a window needs some text
+        else:  # only special tokens or a stripped space; a window needs some text
             stream.prefix += len(text)
         stream.committed, stream.text = end, stream.text + text
         stream.stops.add(text)
 
     def _last_complete(self, stream: _Stream, tokens: list[int], most: int) -> tuple[int, str]:
-        """Returns how many of tokens[:most] end a character, and the text that is not committed.
+        """Returns the end of the last complete character of tokens[:most], and the text up to it.
 
-        All are if none of the last ends one. No character has more than four tokens of one byte.
+        A character has at most four byte tokens; if none of the last four ends one, all are taken.
         """
         ends = range(most, most - 4, -1)
         texts = [(end, self._behind(stream, tokens, end)) for end in ends]
         return next((each for each in texts if not each[1].endswith(_INCOMPLETE)), texts[0])
 
     def _may_continue(self, token: int) -> bool:
-        """Whether a run of single-byte tokens may continue after it: a byte, or without text."""
+        """Whether a run of byte tokens may continue after a token: it is a byte or has no text."""
         if token not in self._open:
             self._open[token] = self._is_byte(token) or not self._text_of(token)
         return self._open[token]
@@ -335,14 +334,14 @@ class TextTracker:
     def _find_stop(
         self, stream: _Stream, tokens: list[int], *, final: bool
     ) -> tuple[int, str] | None:
-        """Returns the fewest tokens whose text holds a stop string, and the text before it.
+        """Returns the fewest tokens whose text contains a stop string, and the text before it.
 
-        The result does not depend on the chunks: every token is checked as if it came alone. With
-        `final` no more come, and what is incomplete stays so.
+        The result does not depend on chunks: every token is checked as if it came alone. With
+        `final` no more tokens come, and an incomplete character stays so.
         """
         behind = self._behind(stream, tokens, len(tokens))
-        # A stop string may appear and vanish again while a character is incomplete. Where many
-        # tokens are pending, what is committed of them depends on those at which that is asked.
+        # A stop string may appear and vanish while a character is incomplete. With many pending
+        # tokens, what is committed depends on where it is checked.
         few = len(tokens) - stream.committed <= _MOST_PENDING
         if few and _INCOMPLETE not in behind and stream.stops.find(behind) is None:
             return None
@@ -358,10 +357,10 @@ class TextTracker:
         return None
 
     def _known(self, stream: _Stream, tokens: list[int], end: int) -> str:
-        """Returns what is known of the part of the text of tokens[:end] that is not committed.
+        """Returns the certain part of the uncommitted text of tokens[:end].
 
-        At its end may be the beginning of a character, which reads as U+FFFD and is none: one in a
-        run of single-byte tokens for each of them, since that is decoded as a whole, else one.
+        U+FFFD at its end may be the start of a character: one for each token of a run of byte
+        tokens, which is decoded as a whole, else a single one.
         """
         behind = self._behind(stream, tokens, end)
         complete = behind.rstrip(_INCOMPLETE)
@@ -377,9 +376,9 @@ class TextTracker:
 
 
 class TextOffsets:
-    r"""Where each token of an answer stands in its text, in characters.
+    r"""The offset of each token of an answer in its text, in characters.
 
-    A token that goes on with a character stands where that begins:
+    A token that continues a character has the offset of its start:
 
     # In: " I", "\xf0", "\x9f", "\x98", "\x80", " it"  Out: 0, 2, 2, 2, 2, 3
 
@@ -396,7 +395,7 @@ class TextOffsets:
         self._part, self._begins = b"", 0  # the bytes of an incomplete character, and its place
 
     def add(self, tokens: Iterable[int]) -> list[int]:
-        """Returns the places of the next tokens."""
+        """Returns the offsets of the next tokens."""
         return [self._add(token) for token in tokens]
 
     def _add(self, token: int) -> int:

@@ -1,15 +1,15 @@
-"""`Access`: who may use a server, by API key, by the host it is asked for, and by web page.
+"""`Access`: who may use a server, by API key, by requested host, and by web page.
 
-A web page can have its visitor's browser ask any address that the browser reaches, servers on this
-machine among them. Three things keep strange pages away:
+A web page can make its visitor's browser send requests to any server that the browser reaches, also
+on this machine. Three checks keep foreign pages out:
 
-    Host            is a name of the server. A page whose own name is rebound to this machine ("DNS
-                    rebinding") asks for that name.
-    Origin          is the server's own, or one that is allowed. Browsers send it with every POST
+    Host            must be a name of the server. A page whose own name is rebound to this machine
+                    ("DNS rebinding") sends that name.
+    Origin          must be the server's own, or an allowed one. Browsers send it with every POST
                     from a page.
-    Content-Type    is JSON, which pages may not send to other servers without asking them first.
+    Content-Type    must be JSON, which pages may not send to other servers without a preflight.
 
-IP addresses are always names of the server: nobody can rebind one.
+IP addresses are always allowed as hosts: nobody can rebind one.
 """
 
 import dataclasses

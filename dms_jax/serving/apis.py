@@ -1,4 +1,4 @@
-"""The addresses that are asked with a body, and what reads and answers each."""
+"""The POST endpoints, and the reader and formatter of each."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,17 +17,12 @@ from dms_jax.serving.requests import Asked, GenerationRequest
 from dms_jax.serving.rpc import ServedModel
 
 
-def openai_error(error: RefusalError) -> dict[str, Any]:
-    """Returns OpenAI's form of an error."""
-    return error.body
-
-
 @dataclasses.dataclass(frozen=True)
 class Api:
-    """An address.
+    """An endpoint.
 
     Attributes:
-      read: returns what a body asks for; None if `answer` answers it without the model.
+      read: parses a body; None if `answer` answers it without the model.
       formatter: formats the answers.
       answer: returns the answer to a body.
       error_body: returns the JSON of an error.
@@ -36,7 +31,7 @@ class Api:
     read: Callable[[bytes, ServedModel], Asked] | None = None
     formatter: Callable[[GenerationRequest, ServedModel], Formatter] | None = None
     answer: Callable[[bytes, ServedModel], dict[str, Any]] | None = None
-    error_body: Callable[[RefusalError], dict[str, Any]] = openai_error
+    error_body: Callable[[RefusalError], dict[str, Any]] = RefusalError.openai_body
 
 
 APIS: dict[str, Api] = {

@@ -43,7 +43,7 @@ from dms_jax.errors import (
 from dms_jax.generation import Completion
 from dms_jax.generation.requests import FinishReason
 from dms_jax.serving.access import Access
-from dms_jax.serving.apis import APIS, openai_error
+from dms_jax.serving.apis import APIS
 from dms_jax.serving.fields import check_field, parse_object
 from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.parsing import SMALL_BODY, Parser, RequestBody
@@ -54,8 +54,8 @@ from dms_jax.serving.service import Delta, DrainingError, QueueFullError, Snapsh
 MAX_BODY_BYTES = 2**24
 MAX_BODIES_BYTES = 2**28  # of all bodies that are not parsed yet
 BODY_TIMEOUT = 60.0  # seconds in which a body comes
-RETRY_FULL = 1  # seconds after which a client is to try again where bodies, or memory, are full
-RETRY_DRAINING = 10  # the same of one that ends, and is to be started again
+RETRY_FULL = 1  # seconds after which a client should retry if bodies, or memory, are full
+RETRY_DRAINING = 10  # the same for a server that restarts
 OUT_OF_MEMORY = (
     "The server ran out of device memory. This may not be caused by your request. Try again later; "
     "the server's log says more."
@@ -178,7 +178,7 @@ class _Api:
             return await _whole_response(deltas, formatter)
 
     def _tell_of_unknown(self, names: Iterable[str]) -> None:
-        """Warns once of each name of a field that was left out."""
+        """Warns once of each unknown field."""
         new = sorted(set(names) - self._unknown)
         for name in new[: max(_MOST_NAMES - len(self._unknown), 0)]:
             self._unknown.add(name)
@@ -246,7 +246,7 @@ class _Api:
 
     @contextlib.contextmanager
     def _body_counter(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a body that come, until it is parsed; refuses too many of all."""
+        """Counts the bytes of a body until it is parsed; refuses too many of all bodies."""
         own = 0
 
         def count(size: int) -> None:
@@ -270,7 +270,7 @@ class _DeltaQueue:
     """Queues the deltas of a request, from the engine's listener for the coroutine that answers.
 
     Args:
-      running: answers that have not ended.
+      running: number of unfinished answers.
     """
 
     def __init__(self, running: int):
@@ -283,7 +283,7 @@ class _DeltaQueue:
         self._filled.set()
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
-        """Yields the deltas of all answers, as many as have come, until all answers have ended.
+        """Yields the deltas that have come, until all answers have ended.
 
         Raises:
           Exception: an answer failed, or the end of the server cancelled it.
@@ -311,7 +311,7 @@ class _DeltaQueue:
 def _check_content_type(kind: str | None) -> None:
     """Refuses bodies whose Content-Type is not JSON.
 
-    Web pages may send other types to any server, and JSON only to servers that allow it.
+    Web pages may send other types to any server, but JSON only to servers that allow it.
     """
     if kind is not None and kind.partition(";")[0].strip().lower() != "application/json":
         raise RefusalError(
@@ -322,7 +322,7 @@ def _check_content_type(kind: str | None) -> None:
 
 
 async def _receive_body(request: Request, count: Callable[[int], None]) -> bytes:
-    """Returns the body; `count` is called with the bytes that come, and may refuse them."""
+    """Returns the body; `count` is called with the size of each part, and may refuse it."""
     _check_content_type(request.headers.get("content-type"))
     parts, size = [], 0
     try:
@@ -368,7 +368,7 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(deltas: _DeltaQueue, formatter: Formatter) -> AsyncIterator[str]:
-    """Yields server-sent events; an error after the first of them is the last."""
+    """Yields server-sent events; an error after the first one becomes the last one."""
     completions: list[Completion] = []
     yield "".join(formatter.opening())
     try:
@@ -391,9 +391,9 @@ async def _cancel_on_exit(
     """Ends the request inside when its client disconnects; cancels its answers on exit.
 
     Args:
-      receive: of ASGI, behind the body: says when the client disconnects.
-      deltas: of the request.
-      cancel: cancels the answers that have not ended.
+      receive: ASGI's, after the body: tells when the client disconnects.
+      deltas: the request's.
+      cancel: cancels the unfinished answers.
     """
 
     async def wait_for_disconnect() -> None:
@@ -410,7 +410,7 @@ async def _cancel_on_exit(
 
 
 def _as_refusal(error: Exception) -> RefusalError:
-    """Returns what a client is told of an error."""
+    """Returns the error for the client."""
     match error:
         case RefusalError():
             return error
@@ -439,7 +439,7 @@ def _as_refusal(error: Exception) -> RefusalError:
 
 
 def _error_response(
-    error: Exception, body_of: Callable[[RefusalError], dict[str, Any]] = openai_error
+    error: Exception, body_of: Callable[[RefusalError], dict[str, Any]] = RefusalError.openai_body
 ) -> Response:
     refusal = _as_refusal(error)
     seconds = refusal.retry_after
@@ -448,7 +448,7 @@ def _error_response(
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Returns Starlette's errors, of unknown paths and methods, in the form of the others."""
+    """Formats Starlette's errors of unknown paths and methods like all others."""
     found: Any = error
     what = f"{request.method} {request.url.path}: {found.detail}. There are {ENDPOINTS}."
     response = _error_response(RefusalError(what, status=found.status_code))
@@ -498,7 +498,7 @@ class Metrics:
         self._first.observe(time.monotonic() - start)
 
     def count_answer(self, completion: Completion, start: float) -> None:
-        """Counts an answer that ended, its tokens, reads and seconds."""
+        """Counts a finished answer, its tokens, reads and seconds."""
         self._ended.labels(completion.finish_reason).inc()
         self._prompt.inc(completion.usage.prompt_tokens)
         self._hits.inc(completion.usage.cached_tokens > 0)

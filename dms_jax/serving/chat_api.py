@@ -13,9 +13,9 @@ from dms_jax.generation.call_readers import Arguments, CallStart, Text, Tool
 from dms_jax.serving.chats import (
     Chat,
     call_of,
-    check_variables,
     content_text,
     result_of,
+    template_variables,
     with_leading_system,
 )
 from dms_jax.serving.completions_api import FINISH_REASONS, CompletionFormatter
@@ -56,19 +56,17 @@ def read(body: bytes, served: ServedModel) -> Asked:
     given, unknown = _FIELDS.read(body, served.models)
     output, output_field = output_rule(given)
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    return Asked(
-        model=given["model"],
+    return Asked.of(
+        given,
+        unknown,
         prompts=read_chat(given),
         sampling=sampling_of(given) | {"logprobs": given.get("logprobs", False)},
         max_new_tokens=given.get(name),
         choices=given.get("n", 1),
         output=output,
         output_field=output_field,
-        stream=given.get("stream", False),
-        priority=given.get("priority", 0),
         max_field=name,
         details=include_usage(given),
-        unknown=unknown,
     )
 
 
@@ -80,7 +78,7 @@ def read_chat(given: Mapping[str, Any], *, begins_answer: bool = True) -> Chat:
     checked: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         checked.append(_message(message, f"messages[{place}]", checked))
-    variables = check_variables("chat_template_kwargs", given.get("chat_template_kwargs", {}))
+    variables = template_variables(given)
     effort = given.get("reasoning_effort")
     return Chat(
         with_leading_system(checked),

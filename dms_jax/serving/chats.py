@@ -34,10 +34,10 @@ class Chat:
     Attributes:
       messages: in the form of chat templates, which is OpenAI's: role and content, and where there
         are any reasoning_content, tool_calls, tool_call_id and name.
-      tools: those that the answer may call.
+      tools: the tools that the answer may call.
       variables: other variables of the template.
-      field: the field that has the messages, for errors.
-      begins_answer: whether the prompt ends where an answer begins.
+      field: the field of the messages, for errors.
+      begins_answer: whether the prompt ends with the start of an answer.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -49,16 +49,16 @@ class Chat:
     def encode(
         self, model: Encoder, most: int, call_format: str | None
     ) -> tuple[list[int], AnswerForm]:
-        """Returns the token ids of the prompt, and how the answer to it is read.
+        """Returns the token ids of the prompt, and how the answer to it is parsed.
 
         Args:
-          model: its tokenizer, template and vocabulary are used.
+          model: the model with its tokenizer and template.
           most: the most tokens of a prompt.
-          call_format: name of the form of calls of the model, if it is known.
+          call_format: name of the model's call format, if it is known.
 
         Raises:
-          RefusalError: the template does not take the conversation, or has no place for tools.
-          TooLongError: it is too long.
+          RefusalError: the template rejects the conversation, or ignores tools.
+          TooLongError: the prompt is too long.
         """
         tokenizer, name = model.tokenizer, "The conversation"
         if tokenizer is None:
@@ -95,7 +95,7 @@ class Chat:
         return tokens, form
 
     def _check_rendered(self, text: str) -> None:
-        """Refuses tools and their results if the template leaves them out."""
+        """Refuses tools and tool results that the template ignores."""
         for tool in self.tools.offered:
             if tool.name not in text:
                 raise RefusalError(
@@ -113,18 +113,19 @@ class Chat:
                 )
 
 
-def check_variables(name: str, variables: Any) -> Mapping[str, Any]:
-    """Returns variables for the template that a request gives; raises RefusalError."""
+def template_variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the variables that a request sets in the chat template; raises RefusalError."""
+    name = "chat_template_kwargs"
     with naming(name):
-        checked = check(name, variables, Mapping)
+        checked = check(name, given.get(name, {}), Mapping)
         check_template_variables(name, checked)
     return checked
 
 
 def content_text(content: Any, where: str, field: str = "messages") -> str:
-    """Returns the text of a content, which may be in parts; raises RefusalError.
+    """Returns the text of a content, which may have parts; raises RefusalError.
 
-    Parts of all kinds of text are taken, as each API names them.
+    The text parts of all APIs are accepted, under each of their names.
     """
     if isinstance(content, list):
         content = [_as_text_part(part) for part in content]
@@ -165,9 +166,9 @@ def result_of(id: Any, content: str, messages: Sequence[Mapping[str, Any]]) -> d
     """Returns the message with the result of a call.
 
     Args:
-      id: of the call.
+      id: id of the call.
       content: the result.
-      messages: those before it, of which one has the call; it names the function.
+      messages: the messages before it; the one with the call names the function.
     """
     message = {"role": "tool", "content": content}
     if not isinstance(id, str):
@@ -179,7 +180,7 @@ def result_of(id: Any, content: str, messages: Sequence[Mapping[str, Any]]) -> d
 
 
 def with_leading_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Joins the system messages at the beginning: most templates take one."""
+    """Joins the leading system messages: most templates accept only one."""
     count = next((n for n, each in enumerate(messages) if each["role"] != "system"), len(messages))
     if count < 2:
         return list(messages)
@@ -188,7 +189,7 @@ def with_leading_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[s
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message with ids of calls of nine letters and digits, which Mistral's want."""
+    """Returns a message whose call ids have nine letters and digits, as Mistral requires."""
     changed = dict(message)
     if "tool_call_id" in message:
         changed["tool_call_id"] = _short_id(message["tool_call_id"])
@@ -200,10 +201,10 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_harmony(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns messages as the template of gpt-oss takes them.
+    """Returns messages as the template of gpt-oss expects them.
 
-    Thoughts are `thinking`; what is said before a call is a thought, too; and each message has at
-    most one call, behind which the result is.
+    Thoughts are `thinking`, and so is text before a call. Each message has at most one call, and
+    its result follows.
     """
     found: list[Mapping[str, Any]] = []
     placed = set[int]()

@@ -1,8 +1,8 @@
 """OpenAI's text completions, /v1/completions, in and out.
 
-Besides OpenAI's fields, `usage.kv_cache` of an answer has its use of the cache. With `echo`, the
-answer begins with the prompt, whose tokens are scored one by one, as those of an answer to the
-first of them: what lm-evaluation-harness asks for.
+Besides OpenAI's fields, `usage.kv_cache` has the use of the cache. With `echo`, the answer begins
+with the prompt, whose tokens are scored one by one like an answer to its first token; this is what
+lm-evaluation-harness uses.
 """
 
 import dataclasses
@@ -53,24 +53,22 @@ def read(body: bytes, served: ServedModel) -> Asked:
     prompts, echo = _prompts(given), given.get("echo", False)
     if echo:
         _check_echo(given, prompts, output)
-    return Asked(
-        model=given["model"],
+    return Asked.of(
+        given,
+        unknown,
         prompts=prompts,
         sampling=sampling_of(given) | {"logprobs": "logprobs" in given},
         max_new_tokens=given.get("max_tokens"),
         choices=given.get("n", 1),
         output=output,
         output_field=output_field,
-        stream=given.get("stream", False),
-        priority=given.get("priority", 0),
         details=include_usage(given),
         echo=echo,
-        unknown=unknown,
     )
 
 
 def _check_echo(given: Mapping[str, Any], prompts: Sequence[Any], output: str | None) -> None:
-    """Refuses what is not served with a prompt that is scored."""
+    """Refuses fields that cannot be combined with `echo`."""
     for is_there, what in (
         (given.get("stream", False), "a stream"),
         (len(prompts) > 1, "several prompts in a request"),
@@ -133,7 +131,7 @@ class CompletionFormatter(Formatter):
         return events
 
     def failure(self, error: RefusalError) -> list[str]:
-        return [data_event(to_json(error.body))]
+        return [data_event(to_json(error.openai_body()))]
 
     def whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """Returns a choice of a whole answer."""

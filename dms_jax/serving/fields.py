@@ -1,9 +1,9 @@
-"""The fields of a body: those that are served, that change nothing, and that are refused.
+"""The fields of a request body: supported, ignored, and refused ones.
 
-A field that would change the answer and is not served is refused by name, unless it has a value at
-which it changes nothing (`presence_penalty: 0`). All other fields are taken: clients send many that
-are about themselves or about other servers. A name that is nearly one of a field that is served is
-a slip, and refused: the answer would not be what was asked for.
+An unsupported field that would change the answer is refused by name, unless its value changes
+nothing (`presence_penalty: 0`). All other fields are accepted: clients send many about themselves
+or for other servers. A name that nearly equals a supported one is a typo, and refused: the answer
+would not be what the client asked for.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from dms_jax.serving.refusals import RefusalError, naming, unknown_model, unserv
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
-_SLIP = 0.8  # how much of two names is alike, by `difflib`
+_TYPO = 0.8  # similarity of two names, by `difflib`
 _NEVER: tuple[Any, ...] = ()
 _GIVEN = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
 
-# Of every address that generates.
+# Of every endpoint that generates.
 SAMPLING: dict[str, Any] = {
     "model": str,
     "stream": bool,
@@ -32,7 +32,7 @@ SAMPLING: dict[str, Any] = {
     "seed": Seed,
     "priority": Annotated[int, Range(-(2**31), 2**31 - 1)],
 }
-# Of OpenAI's chat and text completions, and of what servers add to them.
+# Of OpenAI's chat and text completions, with common extensions of other servers.
 COMPLETING: dict[str, Any] = SAMPLING | {
     "stream_options": Any,
     "n": Annotated[int, Range(1, MOST_CHOICES)],
@@ -45,7 +45,7 @@ COMPLETING: dict[str, Any] = SAMPLING | {
     "structured_outputs": Any,
     "response_format": Any,
 }
-# Fields that change answers and are not served, each with the values at which they do not.
+# Unsupported fields that change answers, each with the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -124,13 +124,13 @@ IGNORED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The fields of one address.
+    """The fields of one endpoint.
 
     Attributes:
-      served: name -> kind of those that are served (`dms_jax.checks`).
-      neutral: name -> values of those that change answers and are not served.
-      why: name -> what else is said of one that is refused.
-      ignored: names of those that change nothing, of which nothing is said.
+      served: supported fields, name -> kind (`dms_jax.checks`).
+      neutral: unsupported fields that change answers, name -> values that change nothing.
+      why: name -> addition to the message that refuses it.
+      ignored: fields that change nothing and cause no warning.
     """
 
     served: Mapping[str, Any]
@@ -139,17 +139,17 @@ class Table:
     ignored: frozenset[str] = IGNORED
 
     def read(self, body: bytes, models: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Returns the fields that are served, checked by their kinds, and names of unknown ones.
+        """Returns the checked supported fields, and the names of unknown ones.
 
-        `model` is among the former, the first of all unless it is given.
+        `model` is always there; it defaults to the first of `models`.
 
         Args:
           body: JSON.
           models: names of the models that are served.
 
         Raises:
-          RefusalError: the body is no JSON object, asks for another model, or has a field that is
-            not served or of another kind.
+          RefusalError: the body is no JSON object, names an unknown model, or has an unsupported
+            field or a value of a wrong kind.
         """
         fields = parse_object(body)
         fields.setdefault("model", next(iter(models)))
@@ -160,7 +160,7 @@ class Table:
             if name in self.served or name in self.ignored:
                 continue
             if name not in self.neutral:
-                self._check_slip(name)
+                self._check_typo(name)
                 unknown.append(name)
             elif value not in self.neutral[name]:
                 raise unserved(name, value, self.why.get(name, ""))
@@ -168,8 +168,8 @@ class Table:
         kinds = self.served
         return {n: check_field(n, value, kinds[n]) for n, value in given.items()}, tuple(unknown)
 
-    def _check_slip(self, name: str) -> None:
-        if meant := difflib.get_close_matches(name.lower(), self.served, 1, _SLIP):
+    def _check_typo(self, name: str) -> None:
+        if meant := difflib.get_close_matches(name.lower(), self.served, 1, _TYPO):
             raise RefusalError(
                 f"A request has no field {show(name)} (did you mean {meant[0]}?).",
                 param=name,
@@ -178,7 +178,7 @@ class Table:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Returns the fields of a body, without those that are null; raises RefusalError."""
+    """Returns the fields of a body that are not null; raises RefusalError."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -189,7 +189,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def check_field(name: str, value: Any, kind: Any) -> Any:
-    """Returns a value in plain Python; raises RefusalError if it is of another kind."""
+    """Returns a value in plain Python; raises RefusalError if it has a wrong kind."""
     with naming(name):
         return check(name, value, kind)
 

@@ -1,4 +1,4 @@
-"""What the formatters of all APIs share: `Formatter`, usage, and the JSON of events."""
+"""The base class of all formatters, with usage and the JSON of events."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ _CACHE_FIELDS = (
 class Formatter:
     """Formats the response to one request: one JSON object, or the events of a stream.
 
-    Events are texts as they are sent.
+    Events are strings as they are sent.
 
     Args:
       request: the request.
@@ -44,7 +44,7 @@ class Formatter:
         self._readers: dict[int, AnswerReader] = {}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Returns the response to a request that is not streamed, from its answers in order."""
+        """Returns the response to a request without streaming, from its answers in order."""
         raise NotImplementedError
 
     def opening(self) -> list[str]:
@@ -66,7 +66,7 @@ class Formatter:
     # -- for subclasses ---------------------------------------------------------------------------
 
     def read(self, delta: Delta) -> list[Piece]:
-        """Returns the pieces of an answer that a delta adds."""
+        """Returns the pieces that a delta adds to an answer."""
         if delta.choice not in self._readers:
             self._readers[delta.choice] = AnswerReader(self.request.form)
         reader = self._readers[delta.choice]
@@ -74,7 +74,7 @@ class Formatter:
         return pieces if delta.completion is None else pieces + reader.end()
 
     def answer(self, completion: Completion) -> Answer:
-        """Returns a whole answer in its parts."""
+        """Returns the parts of a whole answer."""
         return Answer.of(self.request.form, completion.text)
 
     def usage(self, completions: Sequence[Completion]) -> "Figures":
@@ -90,7 +90,7 @@ class Formatter:
         )
 
     def _thought_tokens(self, completion: Completion) -> int:
-        """Returns how many tokens of an answer are what the model thinks, markers included."""
+        """Returns how many tokens of an answer are thoughts, markers included."""
         form, tokenizer = self.request.form, self.served.tokenizer
         if form.thinks == "no" or tokenizer is None:
             return 0
@@ -147,7 +147,7 @@ class TokenTexts:
         self._tokenizer, self._last = tokenizer, dict[int, int]()
 
     def of(self, choice: int, prompt: list[int], tokens: Sequence[int]) -> list[str]:
-        """Returns the texts of the next tokens: some begin with a space only behind another one."""
+        """Returns the texts of the next tokens, which may depend on the token before."""
         if self._tokenizer is None:
             return [""] * len(tokens)
         before = [self._last.get(choice, prompt[-1]), *tokens]
@@ -155,7 +155,7 @@ class TokenTexts:
         return [self._decode(*pair)[len(self._decode(*pair[:1])) :] for pair in pairwise(before)]
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """Returns the bytes of a token: a character may be the bytes of several tokens."""
+        """Returns the bytes of a token, perhaps a part of a character."""
         own = None if self._tokenizer is None else self._tokenizer.bytes_of(token)
         return None if own is None else list(own)
 

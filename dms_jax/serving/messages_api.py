@@ -1,10 +1,11 @@
-"""Anthropic's messages, /v1/messages, in and out; Claude Code speaks them.
+"""Anthropic's messages, /v1/messages, in and out; Claude Code uses them.
 
-Tools are those with a schema; other types, which Anthropic's own servers run, are left out. What a
-model thinks before it answers is a thinking block without a signature, and comes back as one.
-`max_tokens` must be given, and is the most that is wanted: where there is less room, there is less.
+Tools have a schema; other types, which Anthropic's own servers run, are ignored with a warning.
+What a model thinks before it answers is a thinking block without a signature, and is accepted as
+one. `max_tokens` is required, and is reduced to what fits.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ from dms_jax.generation.call_readers import Arguments, CallStart, Piece, Text, T
 from dms_jax.serving.chats import (
     Chat,
     call_of,
-    check_variables,
     content_text,
     result_of,
+    template_variables,
     with_leading_system,
 )
 from dms_jax.serving.fields import IGNORED, NEUTRAL, SAMPLING, WHY, Table, sampling_of
@@ -74,7 +75,7 @@ def read_to_count(body: bytes, served: ServedModel) -> Asked:
 def _asked(given: Mapping[str, Any], unknown: tuple[str, ...]) -> Asked:
     tools, left_out = _tools(given.get("tools", []))
     choice = given.get("tool_choice", {"type": "auto" if tools else "none"})
-    variables = check_variables("chat_template_kwargs", given.get("chat_template_kwargs", {}))
+    variables = template_variables(given)
     thinking = given.get("thinking", {}).get("type")
     if thinking in ("enabled", "adaptive", "disabled"):
         variables = {"enable_thinking": thinking != "disabled"} | dict(variables)
@@ -83,22 +84,20 @@ def _asked(given: Mapping[str, Any], unknown: tuple[str, ...]) -> Asked:
         variables = {"reasoning_effort": effort} | dict(variables)
     field = "output_format" if "output_format" in given else "output_config"
     output = given.get("output_format", given.get("output_config", {}).get("format"))
-    return Asked(
-        model=given["model"],
+    return Asked.of(
+        given,
+        (*unknown, *left_out),
         prompts=Chat(_messages(given), _with_choice(tools, choice), variables),
         sampling=sampling_of(given, stop="stop_sequences"),
         max_new_tokens=given.get("max_tokens"),
         output=response_format_rule(output, field),
         output_field=field,
-        stream=given.get("stream", False),
-        priority=given.get("priority", 0),
         cuts_max=True,
-        unknown=(*unknown, *left_out),
     )
 
 
 def _tools(tools: Any) -> tuple[list[Tool], list[str]]:
-    """Returns the tools with a schema, and what is said of types that are left out."""
+    """Returns the tools with a schema, and descriptions of the ignored ones."""
     found, left_out = [], []
     for place, tool in enumerate(check_tools(tools)):
         kind = tool.get("type") or "custom" if isinstance(tool, dict) else "custom"
@@ -140,7 +139,7 @@ def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
-    """Adds a message, whose results of tools are messages of their own."""
+    """Adds a message; its tool results become messages of their own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise RefusalError(
@@ -187,7 +186,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
 
 
 def _bare(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a block without what is for caches and citations."""
+    """Returns a block without cache and citation fields."""
     return {"type": "text", "text": block.get("text")}
 
 
@@ -317,11 +316,9 @@ class MessageFormatter(Formatter):
 
 
 def _parsed(arguments: str) -> Any:
-    import json
-
     try:
         return json.loads(arguments)
-    except ValueError:  # the answer ended before they did
+    except ValueError:  # the answer was truncated
         return {}
 
 

@@ -41,7 +41,7 @@ _START_TIMEOUT = 60.0
 
 _logger = logging.getLogger("dms_jax")
 
-# What a body asks for, or the answer to it.
+# A parsed body, or the answer to it.
 Parsed = GenerationRequest | dict[str, Any]
 
 
@@ -51,8 +51,8 @@ class RequestBody:
 
     Attributes:
       data: its bytes.
-      path: the address that it is for, one of `apis.APIS`.
-      seed: of sampling, if it gives none.
+      path: its endpoint, one of `apis.APIS`.
+      seed: default seed of the sampling.
     """
 
     data: bytes
@@ -78,14 +78,14 @@ class Parser:
         self._parsers = [(parse, asyncio.Lock()) for parse in parsers]
 
     async def parse(self, body: RequestBody, has_left: Callable[[], Awaitable[bool]]) -> Parsed:
-        """Returns what a body asks for, or the answer to it.
+        """Parses a body.
 
         Args:
           body: the body.
-          has_left: whether its client has disconnected; asked when its turn comes.
+          has_left: tells whether its client has disconnected, when its turn comes.
 
         Raises:
-          ClientDisconnect: it has.
+          ClientDisconnect: the client has disconnected.
           RefusalError: parsing takes too long, or the worker has ended.
           DmsJaxError: see `requests.prepare`.
         """
@@ -106,14 +106,14 @@ class Parser:
 
 
 class _Worker:
-    """A process that parses one body at a time."""
+    """A worker process that parses one body at a time."""
 
     def __init__(self, served: ServedModel):
         self._served = served
         self._process: subprocess.Popen[bytes] | None = None
 
     async def parse(self, body: RequestBody) -> Parsed:
-        """Returns what a body asks for; raises the errors of `Parser.parse`."""
+        """Parses a body; raises the errors of `Parser.parse`."""
         try:
             if self._process is None:
                 async with asyncio.timeout(_START_TIMEOUT):
@@ -135,7 +135,7 @@ class _Worker:
                 "Send shorter prompts, or fewer.",
                 status=503,
             ) from None
-        except BaseException:  # its answer may still come
+        except BaseException:  # a late reply would be taken for the next one
             self.close()
             raise
         if isinstance(parsed, Exception):

@@ -43,19 +43,18 @@ class RefusalError(DmsJaxError):
 
     @property
     def message(self) -> str:
-        """What a client is told: it may quote what the client sent, halves of characters too."""
+        """The message for the client; it may quote anything that the client sent."""
         return plain(self, _LONGEST_MESSAGE, lines=True)
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """OpenAI's form of an error."""
+    def openai_body(self) -> dict[str, Any]:
+        """Returns OpenAI's form of the error."""
         param = None if self.param is None else plain(self.param)
         error = {"message": self.message, "type": self.kind, "param": param, "code": self.code}
         return {"error": error}
 
 
 def unknown_model(asked: Any, names: Iterable[str]) -> RefusalError:
-    """Returns the error of a request for another model than those of these names."""
+    """Returns the error for a model that is not in `names`."""
     return RefusalError(
         f"There is no model {show(asked)} here, only {', '.join(map(repr, names))}.",
         status=404,
@@ -65,7 +64,7 @@ def unknown_model(asked: Any, names: Iterable[str]) -> RefusalError:
 
 
 def unserved(name: str, value: Any, why: str = "") -> RefusalError:
-    """Returns the error of a field that would change the answer, at a value that is not served."""
+    """Returns the error for a field value that is not supported."""
     return RefusalError(
         f"{name}={show(value)} is not served{f': {why}' if why else ''}. Leave it out.",
         param=name,
@@ -75,7 +74,7 @@ def unserved(name: str, value: Any, why: str = "") -> RefusalError:
 
 @contextlib.contextmanager
 def naming(param: str | None, where: str = "") -> Iterator[None]:
-    """A context in which errors of arguments and data refuse the request, and name a field.
+    """A context that turns ConfigError and DataError into a RefusalError that names a field.
 
     Args:
       param: the field.

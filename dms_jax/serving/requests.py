@@ -1,10 +1,10 @@
-"""What a request asks for, whatever the API: `Asked`, which becomes a `GenerationRequest`.
+"""What a request asks for in any API: `Asked`, which becomes a `GenerationRequest`.
 
     body --an API's reader--> Asked --prepare--> GenerationRequest --> Service.submit
     deltas --an API's formatter--> events or one JSON object
 
-Each API is a file that translates in and out. Everything between is here, once: prompts become
-token ids, lengths are checked, and the grammar of the answer is made.
+Each API is a file that translates in and out. What they share is here: prompts become token ids,
+lengths are checked, and the grammar of the answer is made.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ class Asked:
     Attributes:
       model: name of the model, one of `ServedModel.models`.
       prompts: texts or token ids, or the one conversation to answer.
-      sampling: fields of `Sampling`, as far as they are given.
+      sampling: the given fields of `Sampling`.
       max_new_tokens: the most tokens of an answer; None for the server's default.
       choices: answers to each prompt.
       output: what an answer must match, as the right side of a rule of a Lark grammar.
-      output_field: the field that says so.
+      output_field: the field of `output`, for errors.
       stream: whether tokens are sent as they are generated.
       max_field: the field of `max_new_tokens`, for errors.
-      cuts_max: whether it is cut to the room that there is, where clients send what is enough for
-        any answer.
-      prompt_field: that of the prompts.
-      echo: whether the one prompt is scored too, behind its first token.
+      cuts_max: whether `max_new_tokens` is reduced to what fits, for clients that always send a
+        large number.
+      prompt_field: the field of the prompts, for errors.
+      echo: whether the only prompt is scored too, after its first token.
       priority: see `Service.submit`.
-      details: what the API's formatter needs besides.
-      unknown: names of fields that were left out.
+      details: anything else that the API's formatter needs.
+      unknown: names of unknown fields.
     """
 
     model: str
@@ -63,18 +63,29 @@ class Asked:
     details: Any = None
     unknown: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any], unknown: tuple[str, ...], **more: Any) -> "Asked":
+        """Returns what the fields of a body ask for; all APIs have model, stream and priority."""
+        return cls(
+            model=given["model"],
+            stream=given.get("stream", False),
+            priority=given.get("priority", 0),
+            unknown=unknown,
+            **more,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
-    """A request that is ready to be generated.
+    """A request that is ready for the engine.
 
     Attributes:
       model: name of the model, one of `ServedModel.models`.
       prompts: token ids, one list for each prompt.
-      choices: answers to each.
+      choices: answers to each prompt.
       sampling: how they are sampled.
       stream: whether tokens are sent as they are generated.
-      form: how the text of an answer is read.
+      form: how the text of an answer is parsed.
       priority, details, unknown: see `Asked`.
     """
 
@@ -95,16 +106,16 @@ class GenerationRequest:
 
 
 def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
-    """Returns what is generated for a request.
+    """Returns the request for the engine.
 
     Args:
-      asked: what it asks for.
-      served: the model; its default `max_new_tokens` applies as far as there is room.
-      seed: of sampling, if it gives none.
+      asked: what the client asks for.
+      served: the model; its default `max_new_tokens` is reduced to what fits.
+      seed: seed of the sampling if the client gives none.
 
     Raises:
-      RefusalError: it cannot be answered.
-      DataError: a prompt cannot be used.
+      RefusalError: the request cannot be answered.
+      DataError: a prompt is invalid.
     """
     chat = asked.prompts if isinstance(asked.prompts, Chat) else None
     field = asked.prompt_field if chat is None else chat.field
@@ -137,7 +148,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
     if asked.echo:
         ((first, *others),) = prompts
         prompts, grammar, most = [[first]], Opening(tuple(others)), most + len(others)
-        given["stop"] = ()  # the server's own too: the prompt may hold one
+        given["stop"] = ()  # also the server's own: the prompt may contain one
     if grammar is not None and given.get("ignore_eos"):
         raise RefusalError(
             "ignore_eos is not for an answer with a grammar or an echo, which an end token ends.",
@@ -171,7 +182,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
 def encode(
     prompts: Sequence[Any] | Chat, served: ServedModel, field: str
 ) -> tuple[list[list[int]], AnswerForm]:
-    """Returns the token ids of prompts, and how their answers are read.
+    """Returns the token ids of prompts, and how their answers are parsed.
 
     Raises:
       RefusalError, DataError: see `prepare`.
@@ -191,7 +202,7 @@ def encode(
 
 
 def _check_answers(prompts: int, choices: int, most: int, field: str) -> None:
-    """Refuses more answers than can run or wait: 16 MB of prompts can ask for a hundred million."""
+    """Refuses more answers than can run or wait: a body of 16 MB can ask for a hundred million."""
     if (asked := prompts * choices) > most:
         raise RefusalError(
             f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are asked "
@@ -204,9 +215,9 @@ def _check_answers(prompts: int, choices: int, most: int, field: str) -> None:
 
 
 def _grammar(asked: Asked, form: AnswerForm) -> Grammar | None:
-    """Returns the grammar of an answer: what it must match, and the calls that it must make.
+    """Returns the grammar of an answer: its format, and the calls that it must make.
 
-    What the model thinks before is free.
+    Thoughts before the answer are free.
     """
     tools = asked.prompts.tools if isinstance(asked.prompts, Chat) else None
     calls = None if form.calls is None else FORMATS[form.calls]
@@ -254,9 +265,9 @@ def _thinking(form: AnswerForm) -> Iterator[str]:
 
 
 def output_rule(given: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Returns what the answer to a completion must match, and the field that says so.
+    """Returns the rule that an answer must match, or None, and the field that sets it.
 
-    Fields are OpenAI's response_format, and those of other servers: guided_json, guided_regex,
+    The fields are OpenAI's response_format, and those of other servers: guided_json, guided_regex,
     guided_choice and structured_outputs, which has one of json, regex and choice.
 
     Raises:
@@ -288,7 +299,7 @@ def output_rule(given: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def response_format_rule(form: Any, field: str) -> str | None:
-    """Returns what an answer in OpenAI's response_format must match; raises RefusalError."""
+    """Returns the rule of OpenAI's response_format, or None; raises RefusalError."""
     kind = form.get("type") if isinstance(form, dict) else None
     match kind:
         case None if form is None:
@@ -298,7 +309,7 @@ def response_format_rule(form: Any, field: str) -> str | None:
         case "json_object":
             return json_rule({"type": "object"})
         case "json_schema":
-            # Chat completions have the schema one level deeper than the Responses API.
+            # Chat completions nest the schema one level deeper than the Responses API.
             described = form.get("json_schema", form)
             schema = described.get("schema") if isinstance(described, dict) else None
             return _rule("json", schema, field)

@@ -1,8 +1,8 @@
-"""OpenAI's Responses API, /v1/responses, in and out; Codex speaks nothing else.
+"""OpenAI's Responses API, /v1/responses, in and out; Codex uses only this one.
 
 Nothing is stored: every request has the whole conversation, and `previous_response_id` is refused.
-Tools are functions, also those of a namespace, whose name the model reads before theirs. Other
-types, which OpenAI's own servers run, are left out.
+Tools are functions; the model sees those of a namespace with its name as a prefix. Other types,
+which OpenAI's own servers run, are ignored with a warning.
 
 An answer is a list of items, and a stream has events of each, in this order:
 
@@ -26,9 +26,9 @@ from dms_jax.serving.chat_api import effort_variables
 from dms_jax.serving.chats import (
     Chat,
     call_of,
-    check_variables,
     content_text,
     result_of,
+    template_variables,
     with_leading_system,
 )
 from dms_jax.serving.fields import IGNORED, NEUTRAL, SAMPLING, WHY, Table, sampling_of
@@ -86,7 +86,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
     tools, left_out = _tools(given.get("tools", []))
     choice, named = _choice(given, bool(tools))
     parallel = given.get("parallel_tool_calls", True)
-    variables = check_variables("chat_template_kwargs", given.get("chat_template_kwargs", {}))
+    variables = template_variables(given)
     effort = given.get("reasoning", {}).get("effort")
     if isinstance(effort, str):
         variables = effort_variables(effort) | dict(variables)
@@ -105,23 +105,21 @@ def read(body: bytes, served: ServedModel) -> Asked:
         "text": given.get("text", {"format": {"type": "text"}}),
         "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
     }
-    return Asked(
-        model=given["model"],
+    return Asked.of(
+        given,
+        (*unknown, *left_out),
         prompts=chat,
         sampling=sampling_of(given),
         max_new_tokens=given.get("max_output_tokens"),
         output=response_format_rule(given.get("text", {}).get("format"), "text.format"),
         output_field="text.format",
-        stream=given.get("stream", False),
-        priority=given.get("priority", 0),
         max_field="max_output_tokens",
         details=echoed,
-        unknown=(*unknown, *left_out),
     )
 
 
 def _tools(tools: Any) -> tuple[list[Tool], list[str]]:
-    """Returns the functions, and what is said of types of tools that are left out."""
+    """Returns the functions, and descriptions of the ignored tools."""
     found, left_out = [], []
     for place, tool in enumerate(check_tools(tools)):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -141,7 +139,7 @@ def _tools(tools: Any) -> tuple[list[Tool], list[str]]:
 
 
 def _in_namespace(namespace: Any, name: Any, where: str) -> str:
-    """Returns the name by which the model knows a function of a namespace."""
+    """Returns the name that the model sees for a function of a namespace."""
     if not isinstance(namespace, str) or not namespace or not isinstance(name, str):
         raise RefusalError(
             f"{where}: a namespace and a function have names, which are texts, got "
@@ -169,7 +167,7 @@ def _choice(given: Mapping[str, Any], offers: bool) -> tuple[Any, str | None]:
 
 
 def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the items of `input` as messages; those of one answer are one message."""
+    """Returns the items of `input` as messages; items of one answer form one message."""
     messages: list[dict[str, Any]] = []
     if "instructions" in given:
         messages.append({"role": "system", "content": given["instructions"]})
@@ -187,7 +185,7 @@ def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
-    """Adds an item to the messages before it."""
+    """Adds an item to the messages."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     match kind:
         case "message":
@@ -227,7 +225,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _answer(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
-    """Returns the message of the assistant at the end, which is begun if there is none."""
+    """Returns the last message if it is the assistant's, else a new one."""
     ends = bool(messages) and messages[-1]["role"] == "assistant"
     if not ends or (new and (messages[-1]["content"] or "tool_calls" in messages[-1])):
         messages.append({"role": "assistant", "content": ""})
@@ -268,7 +266,7 @@ class _Item:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """Its parts, of which there are none before its text begins."""
+        """Its parts; none before its text begins."""
         return [self.part] if self.text else []
 
 
@@ -281,7 +279,7 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
 class ResponseFormatter(Formatter):
-    """Formats responses; `request.details` are the fields that are sent back."""
+    """Formats responses; `request.details` are the fields to echo."""
 
     def __init__(self, request: GenerationRequest, served: ServedModel):
         super().__init__(request, served)
@@ -323,7 +321,7 @@ class ResponseFormatter(Formatter):
     # -- items ------------------------------------------------------------------------------------
 
     def _read(self, delta: Delta, tell: Callable[..., None]) -> None:
-        """Adds a delta to the items, and tells of its events."""
+        """Adds a delta to the items, and calls `tell` with its events."""
         for piece in self.read(delta):
             self._add(piece, tell)
         if delta.completion is not None:

@@ -47,18 +47,17 @@ class ServedModel:
     """What the HTTP process must know of the model behind it.
 
     Attributes:
-      models: the names of models in requests, and the adapter that each stands for; None for the
-        model as it is. The first is that of requests that name none.
+      models: the model names of requests, each with its adapter; None for the plain model. The
+        first is the default.
       policy: name of the cache policy.
       config: of the model.
       tokenizer: of the model, with its chat template; None if it has none.
       max_tokens: the most tokens of a request, prompt and answer.
       max_requests: the most requests that can run or wait; see `Service`.
-      defaults: sampling of requests that give none.
-      seed: of the seeds of requests that give none.
+      defaults: default sampling of requests.
+      seed: seed of the default seeds.
       access: who may use the server.
-      call_format: name of the form in which the model writes calls (`call_formats.FORMATS`); None
-        if it is not known.
+      call_format: name of the model's call format (`call_formats.FORMATS`); None if unknown.
       changes_adapters: whether clients may replace adapters.
     """
 
@@ -86,7 +85,7 @@ class ServedModel:
         *,
         changes_adapters: bool = False,
     ) -> "ServedModel":
-        """Describes the model of a service, of this name, and its adapters."""
+        """Describes the model of a service, called `name`, and its adapters."""
         model = service.engine.model
         return cls(
             models={name if each is None else each: each for each in service.engine.adapters},
@@ -108,7 +107,7 @@ class Submit:
     """Submits prompts; the `Reply` is None, or the error that refuses them.
 
     Attributes:
-      key: a number of the client's, for everything about this submission.
+      key: the client's number for this submission.
       prompts, sampling, adapter, priority: see `Service.submit`.
     """
 
@@ -121,7 +120,7 @@ class Submit:
 
 @dataclasses.dataclass(frozen=True)
 class Cancel:
-    """Cancels what was submitted under a key and has not ended; there is no reply."""
+    """Cancels the unfinished requests of a key; there is no reply."""
 
     key: int
 
@@ -194,7 +193,7 @@ async def receive_async(reader: asyncio.StreamReader) -> Any:
 def portable(error: Exception) -> Exception:
     """Returns an error that another process can unpickle: itself, or else its text.
 
-    Errors of this library always can be.
+    Errors of this library always are.
     """
     if isinstance(error, DmsJaxError):
         return error
@@ -271,7 +270,7 @@ class EngineServer:
                     self._handle(message)
         except OSError:  # the client has disconnected
             pass
-        except BaseException:  # a client that waits for a reply would wait for ever
+        except BaseException:  # else a client would wait forever
             _logger.exception("A message from HTTP cannot be read.")
             self._disconnect()
         self._outbox.put(None)
@@ -281,11 +280,11 @@ class EngineServer:
         match message:
             case Submit(key):
                 self._outbox.put(Reply(key, self._submit(message)))
-            case Cancel(key):  # comes for every submission, and is the last message of its key
+            case Cancel(key):  # the last message of every key
                 self._service.cancel(self._indices.pop(key, ()))
             case GetSnapshot(key):
                 self._outbox.put(Reply(key, self._service.snapshot()))
-            case ReplaceAdapter():  # waits for requests, whose messages are received meanwhile
+            case ReplaceAdapter():  # waits for requests, whose messages must be received
                 threading.Thread(target=self._replace_adapter, args=(message,), daemon=True).start()
 
     def _replace_adapter(self, call: ReplaceAdapter) -> None:
@@ -326,7 +325,7 @@ class EngineServer:
                 self._connection.sendall(pack(message))
         except OSError:  # the client has disconnected, which `_receive` notices
             pass
-        except BaseException:  # it cannot be pickled, say; the client would wait for ever
+        except BaseException:  # e.g. it cannot be pickled; else the client would wait forever
             _logger.exception("A message to HTTP cannot be sent.")
             self._disconnect()
 
@@ -336,7 +335,7 @@ class EngineServer:
 
 
 def _logged(error: Exception) -> Exception:
-    """Returns what HTTP is told of an error; what is none of the library's is logged."""
+    """Returns an error for HTTP; logs it if it is not one of this library."""
     if not isinstance(error, DmsJaxError):
         _logger.error("A request failed.", exc_info=error)
     return portable(error)
@@ -347,7 +346,7 @@ def _logged(error: Exception) -> Exception:
 
 @dataclasses.dataclass
 class _Subscription:
-    """A listener, and how many of its answers have not ended."""
+    """A listener, and the number of its unfinished answers."""
 
     listener: Listener
     running: int
@@ -357,7 +356,7 @@ class EngineClient:
     """Calls an `EngineServer`.
 
     Attributes:
-      on_stop: called in the loop when HTTP is to end: with True if the engine's process says so,
+      on_stop: called in the loop when HTTP must end: with True if the engine's process says so,
         with False if that process has ended.
     """
 
@@ -417,7 +416,7 @@ class EngineClient:
         return key
 
     def cancel(self, key: int) -> None:
-        """Ends the answers that have not ended; their last deltas still come."""
+        """Cancels the unfinished answers; their last deltas still come."""
         if not self._disconnected:
             self._writer.write(pack(Cancel(key)))
 
@@ -430,7 +429,7 @@ class EngineClient:
         return await self._call(GetSnapshot(next(self._keys)))
 
     async def replace_adapter(self, name: str, path: str) -> None:
-        """Replaces an adapter, and waits until it is; raises the errors of the service."""
+        """Replaces an adapter, and waits for it; raises the errors of the service."""
         await self._call(ReplaceAdapter(next(self._keys), name, path))
 
     async def _call(self, message: Submit | GetSnapshot | ReplaceAdapter) -> Any:
@@ -450,7 +449,7 @@ class EngineClient:
                 self._handle(await receive_async(reader))
         except (EOFError, OSError):
             pass
-        except Exception:  # coroutines that wait would wait for ever
+        except Exception:  # else coroutines would wait forever
             _logger.exception("A message from the engine cannot be read.")
         self._disconnected = True
         for reply in self._replies.values():

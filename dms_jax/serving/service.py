@@ -1,7 +1,7 @@
-"""`Service`: a thread that runs one engine for as long as requests come, from any thread.
+"""`Service`: a thread that runs one engine for requests from any thread.
 
-The thread makes a single call, `Engine.serve`, which polls a queue: what is submitted while others
-run joins them at the next chunk. Only this thread touches the engine. Other threads see the queue
+The thread makes a single call, `Engine.serve`, which polls a queue: requests submitted while others
+run join them at the next chunk. Only this thread touches the engine. Other threads see the queue
 and the snapshot that the thread takes at every poll.
 """
 
@@ -43,7 +43,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
 MOST_RETRY_SECONDS = 60  # clients of OpenAI's library wait no longer
-_ENDS = 64  # answers over whose ends a rate is measured
+_ENDS = 64  # answers over which the rate is measured
 
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
 _ENDING = "The server is about to end and takes no more requests."
@@ -71,12 +71,11 @@ class QueueFullError(BusyError):
 
 @dataclasses.dataclass
 class Turnover:
-    """How fast requests end, and so when there is room for those that are refused.
+    """The rate at which requests end, and so when refused clients should retry.
 
-    The rate is that of the last ends since there was work, and one more is counted as if it came
-    now: so something is known before the first, and nothing is expected of answers that hang. Those
-    that are refused one after the other are given times one behind the other, or all of them would
-    come back for the same place.
+    The rate is that of the last ends since there was work, as if one more request ended now: so
+    there is a rate before the first end, and it falls while answers hang. Clients that are refused
+    one after the other get increasing times, or all of them would return for the same place.
 
     Attributes:
       clock: seconds, from any moment.
@@ -89,7 +88,7 @@ class Turnover:
         self._start = self._promised = self.clock()
 
     def start(self) -> None:
-        """Begins anew: there was nothing to do, and now there is."""
+        """Starts over when work comes after an idle time."""
         self._ends.clear()
         self._start = self._promised = self.clock()
 
@@ -100,7 +99,7 @@ class Turnover:
         self._ends.append(self.clock())
 
     def retry_after(self, places: int) -> int:
-        """Returns the seconds after which so many places are likely to be free, from 1 to 60."""
+        """Returns the seconds, from 1 to 60, until `places` requests have probably ended."""
         now = self.clock()
         seconds = places * (now - self._start) / (len(self._ends) + 1)
         promised = max(self._promised, now) + seconds
@@ -110,7 +109,7 @@ class Turnover:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What one answer gained since its last delta.
+    """What is new of one answer since its last delta.
 
     Attributes:
       choice: index of its prompt among those submitted together.
@@ -136,11 +135,10 @@ class Snapshot:
 
     Attributes:
       running: requests in lanes.
-      waiting: requests that wait for a lane; those that have ended but were not notified do not.
+      waiting: requests that wait for a lane.
       live_tokens: live cache entries of running requests, averaged over layers and KV heads.
       pages_in_use, pages_free: pages of the pool; those of cached prefixes alone are free.
       prefixes: the cached prefixes.
-      polls: how often the engine has polled the queue.
       draining: whether no more requests are admitted.
       alive: whether the engine's thread runs.
     """
@@ -151,14 +149,13 @@ class Snapshot:
     pages_in_use: int = 0
     pages_free: int = 0
     prefixes: PrefixCounts = dataclasses.field(default=PrefixCounts())
-    polls: int = 0
     draining: bool = False
     alive: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A request, its listener, what to call after its deltas of a chunk, and its choice."""
+    """A request with its listener, the callback after each chunk, and the index of its choice."""
 
     request: Request
     listener: Listener
@@ -168,14 +165,14 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """Another adapter in the place of one, and when it is there."""
+    """The replacement of an adapter, and a future that is set when it is done."""
 
     adapter: AdapterWeights
     done: concurrent.futures.Future[None]
 
 
 def notify(listener: Callable[..., None], *arguments: Delta | Exception) -> None:
-    """Calls a listener; logs what it raises, which must not end the answers of others."""
+    """Calls a listener; logs what it raises, as that must not end the answers of others."""
     try:
         listener(*arguments)
     except Exception:
@@ -241,23 +238,21 @@ class Service:
         )
         self.engine = Engine(model, policy, adapters=adapters, **dataclasses.asdict(limits))
         runner = self.engine.runner
-        # Once, for all requests to come: page tables keep their widths, and nothing recompiles.
+        # Once for all later requests: page tables keep their widths, and nothing recompiles.
         runner.reservation.allow_length(self.max_tokens)
         self._admission = self.engine.admission
         self._slots = self._admission.slots_alone(self.max_tokens + self.engine.chunk)
         self._pages = runner.reservation.allocator.pages_per_shard * runner.num_shards
-        self._jobs: dict[int, _Job] = {}  # those that have not ended, by index, the oldest first
+        self._jobs: dict[int, _Job] = {}  # unfinished requests by index, oldest first
         self._queue: collections.deque[Request] = collections.deque()  # not polled yet
-        self._to_cancel: set[int] = set()  # indices that the engine has not been given yet
-        self._cancelling: set[int] = set()  # indices given to the engine, until they end
-        self._changes: dict[str, _Change] = {}  # adapters that are to be replaced, by name
-        self._changed = (
-            threading.Condition()
-        )  # of the queue, `_to_cancel`, `_changes` or `draining`
+        self._to_cancel: set[int] = set()  # indices that the engine does not have yet
+        self._cancelling: set[int] = set()  # indices that the engine has, until they end
+        self._changes: dict[str, _Change] = {}  # pending replacements of adapters, by name
+        # Notified when the queue, `_to_cancel`, `_changes` or `draining` change.
+        self._changed = threading.Condition()
         self._indices = itertools.count()
         self._after_chunk: set[Callable[[], None]] = set()
         self._turnover = Turnover()
-        self._polls = 0
         self._snapshot = Snapshot(pages_free=self._pages)
         self.draining = False
         self.failure: BaseException | None = None
@@ -280,25 +275,24 @@ class Service:
         adapter: str | None = None,
         priority: int = 0,
     ) -> list[int]:
-        """Queues requests, which join those that run; returns their indices.
+        """Queues requests, which join the running ones; returns their indices.
 
-        Equal prompts of a submission are prefilled once, and draw differently, as in a call of
-        `generate`.
+        Equal prompts of a submission are prefilled once and draw differently, as in `generate`.
 
         Args:
           prompts: token ids of each.
           sampling: how all of them are sampled.
           listener: called in the engine's thread with each `Delta`, or once with the error that
             ended a request.
-          after_chunk: called there after the deltas of a chunk, once for all requests that gave it.
-          adapter: name of the adapter that they run with; None for the model as it is.
-          priority: see `Request.priority`; those of a lower number come first.
+          after_chunk: called there after the deltas of a chunk, once for all its requests.
+          adapter: name of their adapter; None for the plain model.
+          priority: see `Request.priority`; lower numbers come first.
 
         Raises:
           DrainingError: no more requests are admitted.
           QueueFullError: too many requests run or wait.
-          ConfigError: there are stop strings but no tokenizer, a grammar is not served, or there is
-            no such adapter.
+          ConfigError: there are stop strings but no tokenizer, a grammar is not supported, or
+            there is no such adapter.
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
@@ -339,20 +333,20 @@ class Service:
         return [request.index for request in requests]
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """Ends requests before the next chunk and frees their pages; ended ones are ignored."""
+        """Cancels requests before the next chunk and frees their pages; ignores ended ones."""
         with self._changed:
             self._to_cancel.update(index for index in indices if index in self._jobs)
             self._changed.notify()
 
     def replace_adapter(self, name: str, adapter: GivenAdapter) -> None:
-        """Puts another adapter in the place of one, and waits until it is there.
+        """Replaces an adapter, and waits until that is done.
 
-        Requests of the one that run come to their end with it; those that come later wait for the
-        other. Nobody else does, and nothing is compiled.
+        Its running requests finish with the old adapter; later ones wait for the new one. No other
+        request waits, and nothing is compiled.
 
         Args:
           name: name of the adapter.
-          adapter: see `Engine.update`. It is read in the calling thread.
+          adapter: the new one, see `Engine.update`. It is read in the calling thread.
 
         Raises:
           DrainingError: the service is about to end.
@@ -372,7 +366,7 @@ class Service:
         done.result()
 
     def close(self) -> None:
-        """Admits no more requests; the thread ends when all that were admitted have ended."""
+        """Admits no more requests; the thread ends after the admitted ones."""
         with self._changed:
             self.draining = True
             self._changed.notify()
@@ -381,7 +375,7 @@ class Service:
         """Closes the service and waits until all requests have ended.
 
         Args:
-          seconds: how long; then those that still run are cancelled.
+          seconds: timeout, after which running requests are cancelled.
 
         Returns:
           Whether all of them ended by themselves.
@@ -408,9 +402,9 @@ class Service:
         )
 
     def warm(self) -> int:
-        """Compiles every program that requests can need, so that none waits for it.
+        """Compiles all programs that requests can need.
 
-        Call it before `start`, or not at all: programs are then compiled when they are needed.
+        Call it before `start`. Without it, programs are compiled when they are first needed.
 
         Returns:
           The number of programs.
@@ -421,7 +415,7 @@ class Service:
         return self.engine.warm()
 
     def smoke_test(self) -> None:
-        """Completes a short prompt in the thread, as any request.
+        """Completes a short prompt like any request.
 
         Raises:
           DmsJaxError: the model does not run.
@@ -468,11 +462,11 @@ class Service:
                     self._recover(error)
             self._take_snapshot()
             self._refuse_changes(DrainingError(_ENDING))
-        except BaseException as error:  # clients that wait would wait for ever
+        except BaseException as error:  # else clients would wait forever
             self._fail_all(error)
 
     def _serve(self) -> None:
-        """Makes the call that runs until the service has drained, or a chunk fails."""
+        """Makes the call that runs until the service is drained, or a chunk fails."""
         source = Source(
             [],
             Sampling(),
@@ -486,7 +480,7 @@ class Service:
         """Hands queued requests and cancellations to the engine, between two chunks.
 
         Args:
-          wait: whether to wait until there are some: nothing runs.
+          wait: whether to block until there is something to do, as nothing runs.
 
         Returns:
           The requests that were queued; None when no more will come.
@@ -509,24 +503,23 @@ class Service:
         return None if last else admitted
 
     def _waits_for_adapter(self, request: Request) -> bool:
-        """Whether a request is not to begin before its adapter is replaced."""
+        """Whether a request must not begin before its adapter is replaced."""
         return request.adapter in self._changes and not request.generated
 
     def _replace_adapters(self, queued: Sequence[Request]) -> None:
-        """Replaces adapters with which no request runs, or has run and is queued again."""
+        """Replaces adapters that no unfinished request has begun to use."""
         begun = self._jobs.keys() - {each.index for each in queued if not each.generated}
         in_use = {self._jobs[index].request.adapter for index in begun}
         for name in [name for name in self._changes if name not in in_use]:
             change = self._changes.pop(name)
             try:
                 self.engine.replace(None, {name: change.adapter})
-            except Exception as error:  # it is its caller's
+            except Exception as error:  # raised in the caller's thread
                 change.done.set_exception(error)
             else:
                 change.done.set_result(None)
 
     def _take_snapshot(self) -> None:
-        self._polls += 1
         running, in_use = self.engine.running, self.engine.runner.reservation.allocator.pages_in_use
         live = sum(each.live for each in running)
         rows = self.engine.model.config.num_layers * self.engine.model.config.num_kv_heads
@@ -536,7 +529,6 @@ class Service:
             pages_in_use=in_use,
             pages_free=self._pages - in_use,
             prefixes=self.engine.runner.prefixes.counts,
-            polls=self._polls,
         )
 
     def _notify(self, update: Update) -> None:
@@ -565,22 +557,19 @@ class Service:
     # -- failures, in the engine's thread ---------------------------------------------------------
 
     def _recover(self, error: Exception) -> None:
-        """Ends the requests that an error stopped and queues the others again.
+        """Ends the requests that an error stopped, and queues the others again.
 
-        Requests that were preempted with a part of their answer go on, and so do those that ran
-        beside one whose logits are not numbers: they are recomputed, since the cache may hold what
-        it left. A request that does not fit even alone was the only one that ran, or the first one
-        that waited.
+        Preempted requests go on with the answer that they have. So do those that ran beside one
+        whose logits are not numbers: they are recomputed, as the cache may be damaged. A request
+        that does not fit even alone was the only one that ran, or the first in the queue.
         """
         _logger.warning("A chunk failed: %s", error, exc_info=not isinstance(error, DmsJaxError))
         with self._changed:
             requests = [job.request for job in self._jobs.values()]
             queued = {request.index for request in self._queue}
             ran = {request.index for request in self.engine.running}
-            if isinstance(
-                error, NotNumbersError | GrammarError
-            ):  # also of chains that left their lane meanwhile
-                ran = error.indices
+            if isinstance(error, NotNumbersError | GrammarError):
+                ran = error.indices  # also of chains that have left their lane since
             stopped = [each for each in requests if each.index in ran]
             stopped = stopped or sorted(requests, key=lambda each: each.index in queued)[:1]
             failed = {request.index for request in stopped}
@@ -594,7 +583,7 @@ class Service:
     def _fail(self, request: Request, error: Exception) -> None:
         """Ends a request with an error."""
         if isinstance(error, CapacityError) and not isinstance(error, OutOfMemoryError):
-            # The engine's message has its own indices and options, which mean nothing to a client.
+            # The engine's message names indices and options that mean nothing to a client.
             tokens = len(request.prompt) + len(request.generated)
             error = CapacityError(
                 f"{_describe(request)} does not fit into the cache here, even alone: it was full "
@@ -606,14 +595,14 @@ class Service:
         notify(job.after_chunk)
 
     def _refuse_changes(self, error: Exception) -> None:
-        """Ends the changes of adapters that were not made."""
+        """Fails the pending replacements of adapters."""
         with self._changed:
             changes, self._changes = self._changes, {}
         for change in changes.values():
             change.done.set_exception(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Ends every request because the thread ends, and admits no more."""
+        """Fails every request because the thread ends, and admits no more."""
         _logger.critical("The engine has failed, and the server ends.", exc_info=error)
         with self._changed:
             self.failure, self.draining = error, True
@@ -628,6 +617,6 @@ class Service:
             ):
                 try:
                     call(*arguments)
-                except BaseException:  # perhaps the very error that failed; notify the others
+                except BaseException:  # perhaps the same error again; notify the others
                     _logger.exception("A listener failed.")
         self.on_failure()

@@ -17,10 +17,10 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-      offered: those that the model is told of and may call.
+      offered: the tools in the prompt.
       required: whether the answer must call one.
       parallel: whether it may call several.
-      named: the one that it must call, if only one may be called.
+      named: the only tool that it may call, if the client names one.
     """
 
     offered: tuple[Tool, ...] = ()
@@ -41,7 +41,7 @@ class Tools:
 
         Args:
           tools: its tools.
-          choice: "auto", "required" if it must call one, or "none": the model is told of none.
+          choice: "auto", "required" to force a call, or "none" to hide all tools.
           named: the tool that it must call.
           parallel: whether it may call several.
 
@@ -76,7 +76,7 @@ class Tools:
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Those that the answer may call: the named one, or all."""
+        """The tools that the answer may call: the named one, or all."""
         return tuple(t for t in self.offered if self.named in (None, t.name))
 
 
@@ -87,9 +87,9 @@ def make_tool(function: Any, where: str, *, schema: str = "parameters") -> Tool:
     """Returns the tool that a JSON object describes.
 
     Args:
-      function: its name, description and the schema of its arguments.
-      where: where it stands, for messages.
-      schema: name of the field that has the schema.
+      function: the object: name, description and schema of the arguments.
+      where: its path in the request, for errors.
+      schema: name of the schema's field.
 
     Raises:
       RefusalError: it is malformed.
@@ -114,7 +114,7 @@ def make_tool(function: Any, where: str, *, schema: str = "parameters") -> Tool:
 
 
 def check_tools(tools: Any) -> list[Any]:
-    """Returns the list of tools of a request; raises RefusalError if it is none."""
+    """Returns the list of tools of a request; raises RefusalError if it is not a list."""
     if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
         raise RefusalError(
             f"tools must be a list of at most {MOST_TOOLS}, got {show(tools)}.", param="tools"

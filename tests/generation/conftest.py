@@ -1,4 +1,4 @@
-"""Chunks of eight steps are two programs in all tests of generation; some run on fakes."""
+"""In all tests of generation chunks of eight steps are two programs; some run on fakes."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def two_programs(monkeypatch) -> None:
 
 @pytest.fixture
 def fakes():
-    """Programs compute nothing, and leave no engine with pages in use or steps that run."""
+    """Programs compute nothing; afterwards no engine has pages in use or steps in flight."""
     from tests.generation.support import HOST_ENGINES
     from tests.support.fake_programs import faked
 
@@ -22,3 +22,18 @@ def fakes():
     for engine in HOST_ENGINES:
         assert engine.runner.reservation.allocator.pages_in_use == 0
         assert not engine.runner.reservation.steps_in_flight.any()
+
+
+@pytest.fixture
+def prefilled(monkeypatch) -> list[int]:
+    """The number of tokens of each prefill program, as they are launched."""
+    from dms_jax.generation.runner import Runner
+
+    counts, extend = [], Runner.extend
+
+    def counted(runner, batch):
+        counts.append(sum(map(len, batch.tokens.values())))
+        return extend(runner, batch)
+
+    monkeypatch.setattr(Runner, "extend", counted)
+    return counts

@@ -1,13 +1,13 @@
 """One model under every policy, and engines of one compiled shape, for real programs and for fakes.
 
-Tests of the host run on `host_engine`, whose programs compute nothing (the fixture `fakes`), and
-compare with `answer`, which knows what these answer.
+Tests of the host run on `host_engine`, whose programs compute nothing (fixture `fakes`), and
+compare with `answer`, which predicts their answers.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.generation import Engine
+from dms_jax.generation import Engine, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.prefill import Shape, Shapes
 from dms_jax.generation.requests import Request, make_request
@@ -33,7 +33,7 @@ POLICIES = {
     "tova": dms_jax.TOVA(budget=20, **BY_TOKEN),
     "quest": dms_jax.Quest(budget=32, dense_layers=1),
 }
-# Each way to keep a cache small: these run on the real engine, alone and put back.
+# One policy per mechanism: these run on the real engine, also with preemption.
 MECHANISMS = POLICIES | {
     "snapkv": dms_jax.SnapKV(budget=12, window=4, interval=4),
     "kcache": dms_jax.KCache(top=4, first_layers=1),
@@ -64,7 +64,7 @@ def engine_for(name: str) -> Engine:
     return Engine(model_for(name, ends=False), max_tokens=64, **SHAPE)
 
 
-# What rows of the fakes come to: all tokens, some, a budget, and a prompt that is cut.
+# How rows of the fakes grow: all tokens, some, up to a budget, and with a cut prompt.
 ROWS_OF = {
     "keeps": dms_jax.Vanilla(),
     "evicts": dms_jax.RandomEviction(window=10, rate=0.6),
@@ -73,7 +73,7 @@ ROWS_OF = {
     "large budget": dms_jax.TOVA(budget=28, **BY_TOKEN),
     "cuts": dms_jax.SnapKV(budget=8, window=4),
     "cuts often": dms_jax.SnapKV(budget=8, window=4, interval=4),
-    # It might evict, as far as admission knows, and keeps every token.
+    # Admission assumes that it may evict, but it keeps every token.
     "might evict": dms_jax.RandomEviction(window=10, rate=0.0),
 }
 HOST_ENGINES: list[Engine] = []
@@ -129,9 +129,9 @@ def _answer(prompt: tuple[int, ...], sampling: Sampling, name: str, **given) -> 
 def requests_of(
     prompts: Sequence[list[int]], samplings: Sequence[Sampling] | Sampling, *, copies: bool = False
 ) -> list[Request]:
-    """Returns requests that come, each with its own sampling and the index of its place.
+    """Returns requests with their own samplings, indexed by position.
 
-    With `copies` each is a copy of its own, so that equal prompts draw differently.
+    With `copies` equal prompts draw differently.
     """
     given = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
     return [
@@ -141,14 +141,14 @@ def requests_of(
 
 
 def serve_arrivals(engine: Engine, looks: Sequence[list[Request]], on_tokens=None) -> None:
-    """Serves requests that come at the first looks for more, and none after them."""
+    """Serves requests that come at the first polls, and none later."""
     left = iter(looks)
     engine.serve(Source([], GREEDY, on_tokens=on_tokens, incoming=lambda wait: next(left, None)))
 
 
 @contextlib.contextmanager
 def squeezed(engine: Engine, pages: int) -> Iterator[None]:
-    """The idle engine's pool has so many pages for a while: a smaller one has other programs."""
+    """A context in which the idle engine's pool has fewer pages, without other programs."""
     runner, restart = engine.runner, engine.runner.restart
     runner.recover()
     whole = runner.reservation.allocator._free[0]
@@ -169,6 +169,29 @@ def squeezed(engine: Engine, pages: int) -> Iterator[None]:
     finally:
         del runner.restart
         runner.reservation.allocator._free[0] = whole
+
+
+def on_launch(monkeypatch, note: Callable[[programs.Program, tuple[Any, ...]], Any]) -> None:
+    """Calls `note(program, arguments)` before each launch of a program."""
+    call = programs.Program.__call__
+
+    def launch(program, *arguments):
+        note(program, arguments)
+        return call(program, *arguments)
+
+    monkeypatch.setattr(programs.Program, "__call__", launch)
+
+
+def results_of(monkeypatch, owner: Any, name: str) -> list[Any]:
+    """Returns a list to which each call of a method adds its result."""
+    method, results = getattr(owner, name), []
+
+    def noted(*arguments, **options):
+        results.append(method(*arguments, **options))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, noted)
+    return results
 
 
 def every_shape(shapes: Shapes) -> list[Shape]:
@@ -192,7 +215,7 @@ def prompts(lengths=LENGTHS) -> list[list[int]]:
 
 
 def text_behind(prompt: list[int], tokens: list[int]) -> str:
-    """Returns the text of tokens as it goes on behind that of a prompt."""
+    """Returns the text of tokens as it continues that of a prompt."""
     decode = stories().tokenizer.decode
     return decode([*prompt, *tokens]).removeprefix(decode(prompt))
 

@@ -46,14 +46,14 @@ def slots_of(model: LanguageModel, policy: Policy | None, **adapters) -> tuple[P
     return policy, slots
 
 
-def test_the_policy_is_that_of_the_adapters_and_the_base_runs_under_it():
+def test_engine_takes_policy_of_adapters():
     policy, slots = slots_of(BASE, None, a=tiny(), b=tiny(size=LowRank(3)))
     assert (policy, slots.names, slots.ranks) == (HEAD, (None, "a", "b"), (0, 0, 3))
     own = tiny(size=LowRank(2))
     assert slots_of(own, None, a=tiny())[1].ranks == (2, 0)  # the model has an adapter of its own
 
 
-def test_a_base_that_the_policy_would_evict_from_is_not_served():
+def test_base_is_not_served_under_evicting_policy():
     """Only a head of zeros that evicts nothing can stand for none."""
     for policy in (
         dataclasses.replace(HEAD, alpha_offset=-1.0),
@@ -63,7 +63,7 @@ def test_a_base_that_the_policy_would_evict_from_is_not_served():
         assert slots_of(BASE, None, a=tiny(policy))[1].names == ("a",)
 
 
-def test_a_policy_that_is_given_runs_all_and_heads_that_it_does_not_read_are_left_out():
+def test_given_policy_runs_all_adapters_without_unused_heads():
     window = dataclasses.replace(HEAD, window=9)
     assert slots_of(BASE, window, a=tiny(), b=tiny(window))[0] == window
     tova = dms_jax.TOVA(budget=8)
@@ -88,13 +88,13 @@ def test_a_policy_that_is_given_runs_all_and_heads_that_it_does_not_read_are_lef
         ),
     ],
 )
-def test_adapters_that_do_not_fit_are_refused(error, adapters, said):
+def test_mismatched_adapters_are_refused(error, adapters, said):
     with pytest.raises(error, match=said) as raised:
         choose(BASE, None, adapters)
     assert "\n" not in str(raised.value)
 
 
-def test_adapters_of_several_types_are_stacked_in_the_widest():
+def test_adapters_are_stacked_in_widest_dtype():
     half = tiny(size=LowRank(1))
     half = dataclasses.replace(
         half, transformer=jax.tree.map(lambda x: x.astype("bfloat16"), half.transformer)
@@ -106,19 +106,19 @@ def test_adapters_of_several_types_are_stacked_in_the_widest():
         assert heads.each.proj.kernel.dtype == of_heads
 
 
-def test_an_adapter_on_disk_is_of_the_models_checkpoint(tmp_path):
+def test_adapter_of_another_checkpoint_is_refused(tmp_path):
     shipped = dms_jax.assets.path("smollm2-135m-instruct-dms")
     for place, said in ((shipped, "trained on another base"), (tmp_path / "x", "no directory")):
         with pytest.raises(CheckpointError, match=f"adapter 'a': .*{said}"):
             choose(stories(), None, {"a": place})
 
 
-def test_an_adapter_under_a_policy_that_reads_another_head_is_refused():
+def test_adapter_with_another_head_is_refused():
     with pytest.raises(ConfigError, match=r"Adapter 'a': .*reads its decisions from"):
         choose(BASE, HEAD, {"a": tiny(KVzap())})
 
 
-def test_an_engine_without_adapters_runs_the_model_as_it_is():
+def test_engine_without_adapters_runs_plain_model():
     """Its programs take what they took: the arrays of the model, and a cache without a slot."""
     engine = Engine(stories(), num_lanes=1, max_tokens=32, page_size=16, chunk=8)
     assert engine.adapters == (None,)
@@ -129,7 +129,7 @@ def test_an_engine_without_adapters_runs_the_model_as_it_is():
 
 
 @pytest.mark.usefixtures("fakes")
-def test_requests_name_an_adapter_that_there_is():
+def test_unknown_adapter_is_refused():
     engine, (prompt,) = adapted_engine(), prompts((5,))
     for adapter, said in (
         ("c", "There is no adapter 'c': there are a, b"),
@@ -143,7 +143,7 @@ def test_requests_name_an_adapter_that_there_is():
 
 
 @pytest.mark.usefixtures("fakes")
-def test_equal_prompts_of_several_adapters_are_no_copies():
+def test_equal_prompts_of_different_adapters_are_no_copies():
     """Each draws as the first of its adapter does."""
     engine, (prompt,) = adapted_engine(), prompts((5,))
     sampling = dataclasses.replace(SHORT, temperature=1.0)
@@ -153,7 +153,7 @@ def test_equal_prompts_of_several_adapters_are_no_copies():
 
 
 @pytest.mark.usefixtures("fakes")
-def test_an_update_that_does_not_fit_changes_nothing():
+def test_mismatched_update_changes_nothing():
     engine, (prompt,) = adapted_engine(), prompts((5,))
     model, joined = engine.model, engine.runner.model
     small = random_model(tiny_config(), dtype="float32")
@@ -187,7 +187,7 @@ def test_an_update_that_does_not_fit_changes_nothing():
     assert engine.model is model
 
 
-def test_low_rank_updates_of_a_checkpoint_are_read_without_its_weights(tmp_path):
+def test_low_rank_adapter_is_read_without_base_weights(tmp_path):
     """From its directory an adapter is what the model that was saved has."""
     path = dms_jax.assets.path("stories260k")
     base = dms_jax.load(path)

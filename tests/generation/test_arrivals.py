@@ -1,6 +1,5 @@
-"""Requests that come while a call runs, each with its own sampling."""
+"""Requests that join a running call."""
 
-import collections
 import dataclasses
 
 import pytest
@@ -9,7 +8,6 @@ import dms_jax
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Sampling
 from tests.generation.support import (
     GREEDY,
     SHAPE,
@@ -19,7 +17,6 @@ from tests.generation.support import (
     requests_of,
     serve_arrivals,
     squeezed,
-    stories,
     story_tokens,
 )
 from tests.support.fake_programs import ENDS
@@ -36,20 +33,12 @@ SETTINGS = [
 
 
 def check(requests, name="keeps", **given):
-    """Compares requests with what they are to be answered."""
+    """Compares requests with the expected answers."""
     for each in requests:
         answer(each.prompt, each.sampling, name, **given).check(each)
 
 
-def test_a_shared_prompt_is_cut_while_steps_of_others_are_in_flight():
-    """Its pages behind the cut are freed at once; the host knows of the cut only later."""
-    engine, long = host_engine("cuts often", 4), story_tokens()[:30]
-    requests = requests_of([long[:5], long, long], GREEDY)
-    serve_arrivals(engine, [requests[:1], [], requests[1:]])
-    check(requests, "cuts often")
-
-
-def test_requests_join_those_that_run_and_draw_as_they_do_alone():
+def test_requests_join_running_call():
     engine = host_engine()
     requests = requests_of(prompts()[: len(SETTINGS)], SETTINGS)
     coming, waited, together, ended = list(requests), [], [], []
@@ -71,33 +60,7 @@ def test_requests_join_those_that_run_and_draw_as_they_do_alone():
     assert not engine.running
 
 
-def test_what_a_lane_asks_is_looked_at_once(monkeypatch):
-    """With 256 lanes it took half a millisecond a program, for which the device waited."""
-    looked, own = collections.Counter(), Sampling.filter.func
-
-    def counted(self):
-        looked[self.seed] += 1
-        return own(self)
-
-    monkeypatch.setattr(Sampling, "filter", property(counted))
-    samplings = [dataclasses.replace(GREEDY, seed=100 + each) for each in range(3)]
-    joined_while_it_decodes(host_engine(), prompts()[:3], samplings)
-    assert [looked[each.seed] for each in samplings] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("listens", [True, False], ids=["told", "untold"])
-def test_a_stop_string_in_a_first_token_ends_an_answer_before_the_next_chunk(listens):
-    """Whether or not anybody is told."""
-    given = prompts((5, 13))
-    stop = stories().tokenizer.decode(answer(given[1]).tokens[:1]).strip()
-    samplings = [GREEDY, dataclasses.replace(GREEDY, stop=stop)]
-    requests, *_ = joined_while_it_decodes(host_engine(), given, samplings, listens=listens)
-    check(requests)
-    assert [len(each.generated) for each in requests] == [20, 1]
-    assert requests[1].totals() == ([], [])  # no step ran for it
-
-
-def test_requests_are_looked_for_between_chunks_of_those_that_nobody_listens_to():
+def test_requests_are_polled_between_chunks():
     """An answer of 20 tokens takes chunks of 8, 8 and 3 steps."""
     engine, looked = host_engine("evicts"), []
     coming = make_requests(engine.model.config, prompts((5,)), GREEDY)
@@ -111,8 +74,8 @@ def test_requests_are_looked_for_between_chunks_of_those_that_nobody_listens_to(
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_what_an_answer_holds_that_its_first_token_ends_is_without_the_steps_that_run(name):
-    """They were launched before the token was read, and their pages are reserved for its lane."""
+def test_usage_after_one_token_excludes_steps_in_flight(name):
+    """They were launched before the token was known, and their pages belong to its lane."""
     text = story_tokens()
     prompt = next(
         text[at : at + 13]
@@ -132,7 +95,7 @@ def test_what_an_answer_holds_that_its_first_token_ends_is_without_the_steps_tha
 
 
 @pytest.mark.parametrize("lengths", [(5, 30, 1), (5, 7, 1)], ids=["alone", "steps-run"])
-def test_what_is_cancelled_while_it_waits_is_never_read(lengths):
+def test_cancelled_queued_request_is_never_prefilled(lengths):
     """A lane is free for it at the moment when it is cancelled, while steps of another may run."""
     engine, told = host_engine(), []
     short = dataclasses.replace(GREEDY, max_new_tokens=5)
@@ -154,29 +117,9 @@ def test_what_is_cancelled_while_it_waits_is_never_read(lengths):
     assert [each.finished for each in told if each.index == 2] == [True]
 
 
-def test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk():
-    """Half of a chunk still runs at the look at which the request is cancelled."""
-    engine = host_engine()
-    (request,) = requests_of(prompts((5,)), GREEDY)
-    coming, running_on = [[request]], []
-
-    def incoming(wait):
-        if coming:
-            return coming.pop()
-        if request.generated:
-            running_on.append(bool(engine.runner.reservation.steps_in_flight.any()))
-            engine.cancel([0])
-        return None
-
-    engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
-    assert running_on[0]
-    assert request.finish_reason == "cancelled"
-    assert request.generated == answer(request.prompt).tokens[: 1 + CHUNK]
-
-
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("listens", [False, True], ids=["incoming", "told"])
-def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens, copies):
+def test_usage_of_cancelled_prefill(listens, copies):
     """It is cancelled when its first part was launched behind steps that nobody has read."""
     engine, (short, long) = host_engine(lanes=4, **BY_CHUNK), prompts((5, 30))
     first, other, *copied = requests_of([short, *[long] * copies], GREEDY, copies=True)
@@ -206,53 +149,6 @@ def test_what_a_cancelled_prompt_took_counts_where_steps_ran_meanwhile(listens, 
     check([first])
 
 
-def cancelled_while_it_is_read(engine, prompts, *indices, listens=True):
-    """Serves prompts together; some are cancelled after their first chunk of tokens."""
-    requests = requests_of(prompts, GREEDY, copies=True)
-    coming = [requests]
-
-    def incoming(wait):
-        if coming:
-            return coming.pop()
-        if engine.runner.seen.any():
-            engine.cancel(indices)
-        return None
-
-    told = []
-    engine.serve(Source([], GREEDY, on_tokens=told.append if listens else None, incoming=incoming))
-    ended = range(len(prompts)) if listens else ()
-    assert sorted(each.index for each in told if each.finished) == list(ended)
-    return requests
-
-
-@pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_a_prompt_that_is_cancelled_is_not_read_to_its_end(name):
-    long, other = cancelled_while_it_is_read(host_engine(name), prompts((30, 13)), 0)
-    assert (long.finish_reason, long.generated) == ("cancelled", [])
-    assert long.usage.prefilled_tokens == long.usage.live_tokens == WIDTH
-    assert long.usage.compression_ratio == 1  # of what was read: the window evicts nothing yet
-    check([other], name)
-
-
-def test_a_prompt_that_another_request_shares_is_read_to_its_end():
-    (prompt,) = prompts((30,))
-    first, second = cancelled_while_it_is_read(host_engine("evicts"), [prompt, prompt], 0)
-    assert first.finish_reason == "cancelled"
-    assert first.usage.prefilled_tokens == len(prompt)
-    check([second], "evicts")
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_a_prompt_whose_sharers_are_all_cancelled_is_not_read_to_its_end(listens):
-    """As when a client that asked for several answers goes away."""
-    engine, (prompt, after) = host_engine("evicts"), prompts((30, 13))
-    for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1, listens=listens):
-        assert (request.finish_reason, request.generated) == ("cancelled", [])
-        assert request.usage.prefilled_tokens <= WIDTH
-        assert request.usage.compression_ratio == 1  # of what was read, not of the whole prompt
-    answer(after, name="evicts").check(*engine.generate([after], sampling=GREEDY))
-
-
 def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
     """Serves the first prompt, and the others from when it has `after` tokens.
 
@@ -275,71 +171,8 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
     return [first, *others], told, looks
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts", "cuts often"])
-def test_an_answer_goes_on_while_the_prompt_of_another_is_read(name):
-    engine = host_engine(name, **BY_CHUNK)
-    requests, _, looks = joined_while_it_decodes(engine, prompts((5, 30)), [GREEDY] * 2)
-    check(requests, name)
-    # A step of the answer after each chunk of the prompt, as long as there is one; at the first of
-    # these looks half a chunk still runs.
-    read = 1 + CHUNK // 2
-    at = looks.index((read, 0))
-    there = read + CHUNK // 2
-    assert looks[at : at + 3] == [(read, 0), (there, WIDTH), (there + 1, 2 * WIDTH)]
-
-
-def test_a_request_joins_a_prompt_that_is_half_read():
-    first, prompt = prompts((5, 30))
-    one, two, three = requests = requests_of([first, prompt, prompt], GREEDY)
-    engine = host_engine(lanes=4, **BY_CHUNK)
-    serve_arrivals(engine, [[one], [two], [], [three]], lambda update: None)
-    check(requests)
-    assert (two.usage.prefilled_tokens, three.usage.prefilled_tokens) == (30, 0)
-
-
-def test_a_prompt_that_an_answer_leaves_no_room_is_read_again():
-    """The answer grows while the prompt is read, and the pool does not hold both to the end."""
-    engine, given = host_engine(**BY_CHUNK), prompts((5, 58))
-    samplings = [dataclasses.replace(GREEDY, max_new_tokens=most) for most in (58, 4)]
-    with squeezed(engine, 6 * 20):
-        requests, *_ = joined_while_it_decodes(engine, given, samplings, after=9)
-    check(requests)
-    assert requests[1].usage.prefilled_tokens > 58
-
-
-@pytest.mark.parametrize("reason", ["end", "length"])
-def test_an_answer_of_one_token_makes_room_before_anything_is_put_back(reason):
-    """Neither it nor the younger one leaves a full pool, and is read again."""
-    ends = ENDS if reason == "end" else ()
-    samplings = [dataclasses.replace(GREEDY, max_new_tokens=50), GREEDY, GREEDY]
-
-    def found(length, sampling, count, start=0):
-        """Returns a prompt whose answer has so many tokens."""
-        text = story_tokens()
-        given = (text[at : at + length] for at in range(start, 700))
-        return next(
-            each for each in given if len(answer(each, sampling, ends=ends).tokens) == count
-        )
-
-    one = found(30, GREEDY, 1 if ends else 20)
-    given = [found(5, samplings[0], 50), one, found(30, GREEDY, 20, start=40)]
-    if reason == "length":
-        samplings[1] = ONE
-    engine = host_engine(lanes=4, ends=ends)
-    # The oldest has 21 tokens in the cache when the others come, and 45 when their prompts have
-    # been read. Its next chunk takes four pages then, that of the youngest three, and the prompt of
-    # the one that has ended two: nine, of eight.
-    with squeezed(engine, 8 * 20):
-        requests, told, _ = joined_while_it_decodes(engine, given, samplings, after=2 * CHUNK)
-    check(requests, ends=ends)
-    assert [each.finish_reason for each in requests] == ["length", reason, "length"]
-    assert [each.usage.prefilled_tokens for each in requests] == [5, 30, 30]
-    assert requests[1].usage.live_tokens == 30
-    assert next(each.index for each in told if each.finished) == 1
-
-
-def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
-    """Two come together, and the pool holds one of them beside the answer that grows."""
+def test_prefill_continues_in_turn_of_preemption(monkeypatch):
+    """Two prompts come together, and the pool holds one of them beside the growing answer."""
     shape = dict(page_size=8, chunk=4, prefill_chunk=16, prefill_tokens=32, max_tokens=96)
     engine = host_engine("evicts", 3, **shape)
     given = prompts((5, 70, 70))
@@ -360,14 +193,14 @@ def test_a_prompt_is_read_on_when_another_one_is_put_back(monkeypatch):
     with squeezed(engine, 234):
         engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
     check(requests, "evicts")
-    # A program of prompts at each look, until the older one is read; its last two in one turn.
+    # One prefill program per poll until the older one is complete; its last two in one turn.
     assert looks == list(range(5))
-    assert others[1].usage.prefilled_tokens > len(given[2])  # the younger one was put back
+    assert others[1].usage.prefilled_tokens > len(given[2])  # the younger one was preempted
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["no room", "a prefix is read"])
-def test_who_ran_when_a_call_failed_waits_in_the_next_one(shared, monkeypatch):
-    """As the others do: a server queues them again, perhaps behind more urgent requests."""
+def test_requests_of_failed_call_are_served_by_next_call(shared, monkeypatch):
+    """A server queues them again, perhaps behind more urgent requests."""
     engine = host_engine("keeps", 2, page_size=8, prefix_cache=0)
     first, second = prompts((30, 20))
     requests = requests_of([first, first[:24] + second if shared else second], GREEDY)

@@ -1,4 +1,4 @@
-"""Requests of two priorities that come and are cancelled at random moments, in pools too small."""
+"""Requests that come, are cancelled, preempted and fail at random are answered as each alone."""
 
 import collections
 import random
@@ -6,10 +6,9 @@ import random
 import pytest
 
 from dms_jax.generation import Sampling
-from dms_jax.generation.engine import Source
-from dms_jax.generation.requests import make_request
-from dms_jax.generation.scheduler import Scheduler
-from tests.generation.support import GREEDY, answer, host_engine, prompts, squeezed
+from dms_jax.generation.requests import Request, make_request
+from tests.generation.schedules import MODES, check_alone, serve_at_random
+from tests.generation.support import host_engine, prompts, squeezed
 from tests.support.fake_programs import ENDS
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -18,107 +17,76 @@ PROMPTS = prompts((5, 30, 40))
 CHOICES = (0, 0, 1, 1, 1, 1, 2)
 # Letters that answers come to at any place; most requests stop at none.
 STOPS = ((), (), ("e",), (" a", "ck"))
-ROUNDS = 12
+ROUNDS = 14
 
 
-def settings(random_number, new_tokens, stop=()):
-    """Greedy, or drawn from one of two seeds."""
-    temperature = 0.0 if random_number == 0 else 1.0
+def drawn_sampling(choose: random.Random, ends: tuple[int, ...]) -> Sampling:
+    """Returns greedy sampling, or one with either of two seeds; some ignore end tokens."""
+    seed = choose.choice((0, 0, 1, 2))
     return Sampling(
-        temperature=temperature, seed=random_number, max_new_tokens=new_tokens, stop=stop
+        temperature=min(seed, 1.0),
+        seed=seed,
+        top_k=choose.choice((0, 0, 4)),
+        max_new_tokens=24,
+        stop=choose.choice(STOPS),
+        ignore_eos=bool(ends) and choose.random() < 0.2,
+        logprobs=True,
     )
 
 
+def drawn_requests(config, choose: random.Random, mode: str, ends) -> list[Request]:
+    """Returns four to ten requests; those of a list have one sampling."""
+    requests, one = [], drawn_sampling(choose, ends)
+    for index in range(choose.randint(4, 10)):
+        sampling = drawn_sampling(choose, ends) if mode == "open" else one
+        request = make_request(
+            config,
+            PROMPTS[choose.choice(CHOICES)],
+            sampling,
+            index=index,
+            seed=sampling.seed,
+            copy=choose.choice((0, 0, index)),
+            priority=choose.choice((0, 0, 0, 1)),
+        )
+        request.max_new_tokens = choose.choice((1, 1, 2, 20, 24, 24))
+        requests.append(request)
+    return requests
+
+
 @pytest.mark.parametrize(
-    ("name", "pages", "chunk", "ends"),
+    ("name", "pages", "ends", "options"),
     [
-        ("might evict", 200, 4, ()),
-        ("evicts", 110, 4, ENDS),
-        ("might evict", 200, 8, ENDS),
-        ("keeps", 180, 8, ()),
-        ("evicts", 640, 8, ENDS),
-        ("cuts often", 130, 4, ENDS),
+        ("might evict", 200, (), dict(chunk=4)),
+        ("evicts", 110, ENDS, dict(chunk=4)),
+        ("might evict", 200, ENDS, dict(chunk=8, prefill_tokens=8)),
+        ("keeps", 180, (), dict(chunk=8)),
+        ("evicts", 640, ENDS, dict(chunk=8)),
+        ("cuts often", 130, ENDS, dict(chunk=4)),
+        ("cuts", 130, (), dict(chunk=8)),
     ],
 )
-def test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone(
-    name, pages, chunk, ends, monkeypatch
-):
-    """Among them are requests whose first token ends them before their copy of a prompt fits.
+def test_each_answer_is_that_of_the_request_alone(name, pages, ends, options):
+    """Some first tokens end a request before its copy of a shared prompt fits.
 
     Of chunks of 8 steps the second half may run while lanes are given away, also those of answers
     that a stop string ended, of which the device does not know.
     """
-    preempt, ended = Scheduler.preempt, collections.Counter()
-
-    def checked(scheduler):
-        # Steps that may end an answer and make room.
-        assert not scheduler.runner.reservation.steps_in_flight.any()
-        ended["put back"] += 1
-        return preempt(scheduler)
-
-    monkeypatch.setattr(Scheduler, "preempt", checked)
-    engine = host_engine(name, 4, chunk=chunk, ends=ends, page_size=8)
-    config = engine.model.config
+    engine, reached = host_engine(name, 4, ends=ends, page_size=8, **options), collections.Counter()
     for seed in range(ROUNDS):
         choose = random.Random(seed)
-        drawn = [
-            (
-                choose.choice(CHOICES),
-                choose.choice((0, 0, 1, 2)),
-                choose.choice((1, 1, 2, 20, 24, 24)),
-                choose.choice(STOPS),
-                choose.choice((0, 0, 0, 1)),
-            )
-            for _ in range(choose.randint(4, 10))
-        ]
-        requests = [
-            make_request(
-                config,
-                PROMPTS[prompt],
-                settings(*given),
-                index=index,
-                seed=given[0],
-                priority=priority,
-            )
-            for index, (prompt, *given, priority) in enumerate(drawn)
-        ]
+        mode = choose.choice(("open", *MODES))
+        requests = drawn_requests(engine.model.config, choose, mode, ends)
         with squeezed(engine, pages):
-            serve_at_random(engine, list(requests), choose)
+            events = serve_at_random(engine, requests, choose, mode=mode, fails=True)
         for request in requests:
-            want = answer(request.prompt, request.sampling, name, ends=ends)
-            ended[request.finish_reason] += 1
-            if request.finish_reason == "cancelled":
-                assert request.generated == want.tokens[: len(request.generated)]
-            else:
-                want.check(request)
-        assert not engine.runner.reservation.steps_in_flight.any()
-    assert min(ended["stop"], ended["length"]) > 10
-    assert ended["end"] > 5 or not ends
-    # What will be cut is let in when its whole prompt fits, and grows no more.
-    assert ended["put back"] or pages == 640 or name == "cuts often", ended
-
-
-def serve_at_random(engine, pending, choose):
-    """Serves requests, of which some come at each look; sometimes others are cancelled."""
-    indices, known = range(len(pending)), list(pending)
-    share = choose.choice((0, 0, 0.05, 0.2))
-
-    def perhaps_cancel():
-        if choose.random() < share:
-            engine.cancel(choose.choices(indices, k=2))
-
-    def incoming(wait):
-        perhaps_cancel()
-        if not pending:
-            return None
-        count = choose.randint(1 if wait else 0, min(3, len(pending)))
-        came, pending[:count] = pending[:count], []
-        return came
-
-    def hear(update):
-        """An update has the newest tokens of its request, where a server finds their logprobs."""
-        generated = known[update.index].generated
-        assert generated[len(generated) - len(update.tokens) :] == update.tokens
-        perhaps_cancel()
-
-    engine.serve(Source([], GREEDY, on_tokens=hear, incoming=incoming))
+            check_alone(request, name, events, ends)
+            reached[request.finish_reason] += 1
+        reached["preempted"] += len(events.preempted)
+        reached["released"] += events.released
+        reached["failures"] += events.failures
+    assert min(reached["stop"], reached["length"]) > 10, reached
+    assert min(reached["cancelled"], reached["failures"]) > 0, reached
+    assert reached["end"] > 5 or not ends
+    assert reached["released"] or options["chunk"] == 4, reached
+    # What will be cut is admitted when its whole prompt fits, and grows no more.
+    assert reached["preempted"] or pages == 640 or name.startswith("cuts"), reached

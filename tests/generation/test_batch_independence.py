@@ -38,7 +38,7 @@ def answers(model: LanguageModel, sampling: Sampling, **options) -> list:
     ],
     ids=["Vanilla", "DMS"],
 )
-def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype, arrangements):
+def test_answers_do_not_depend_on_batch(policy, dtype, arrangements):
     with jax.enable_x64(dtype == "float64"):
         transformer = random_model(tiny_config(), adapter=True, dtype=jnp.dtype(dtype))
         model = LanguageModel(transformer, policy=policy)
@@ -63,7 +63,7 @@ def test_neither_answers_nor_draws_depend_on_the_batch(policy, dtype, arrangemen
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
-def test_what_is_rounded_to_bfloat16_does_not_depend_on_how_many_prompts_there_are():
+def test_bfloat16_roundings_do_not_depend_on_batch():
     """XLA may keep more bits in a fusion: it did for the weights of one prompt, not of four."""
     length, window, slots, dim = 128, 16, 64, 64
     keys = jax.random.split(jax.random.key(0), 3)

@@ -1,4 +1,4 @@
-"""Budgets as a share of the request: each sequence of a batch has its own."""
+"""Budgets relative to the request: each sequence of a batch has its own."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def answers(policy, prompts):
     nightly_but([READS["kcache"]], (KINDS | READS).values()),
     ids=KINDS | READS,
 )
-def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
+def test_budget_is_share_of_request(kind):
     """In company and alone the same, which for one of them is that of a budget in tokens."""
     policy, (one, other) = kind(compression_ratio=2), PROMPTS[1:]
     together = answers(policy, [one, other])
@@ -68,7 +68,7 @@ def test_each_request_has_its_share_of_prompt_and_longest_answer(kind):
 
 @pytest.mark.nightly
 @every_kind
-def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
+def test_shared_budget_fits_its_pool(kind):
     """Chunks longer than the budget, in the pool that `generate` makes."""
     made = dms_jax.generate(
         stories(),
@@ -82,7 +82,7 @@ def test_a_share_fits_the_pool_that_was_sized_for_it(kind):
 
 @pytest.mark.nightly
 @every_share
-def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
+def test_recomputed_conversation_keeps_budgets(kind):
     def converse(interrupted):
         chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), **TURNS)
         chat.say(PROMPTS[0], sampling=SAMPLING)
@@ -103,7 +103,7 @@ def test_a_conversation_that_is_recomputed_keeps_the_budgets_of_its_turns(kind):
 
 
 @pytest.mark.nightly
-def test_a_window_that_grows_with_the_turns_keeps_the_sinks_and_the_most_recent():
+def test_growing_window_keeps_sinks_and_recent():
     """The second turn has a larger budget: nothing is evicted before it is full."""
     policy = dms_jax.StreamingLLM(compression_ratio=2, sinks=2)
     chat = dms_jax.Conversation(stories(), policy, **TURNS)
@@ -113,7 +113,7 @@ def test_a_window_that_grows_with_the_turns_keeps_the_sinks_and_the_most_recent(
     assert second.usage.live_tokens == (24 + 16 + 7 + 16) // 2
 
 
-def test_a_share_needs_a_policy_whose_tokens_come_in_one_pass_to_select_from():
+def test_share_over_windowed_policy_is_refused():
     over = dms_jax.StreamingLLM(compression_ratio=2)
     with pytest.raises(dms_jax.ConfigError, match="StreamingLLM with a budget in tokens"):
         dms_jax.Quest(over=over)
@@ -121,7 +121,7 @@ def test_a_share_needs_a_policy_whose_tokens_come_in_one_pass_to_select_from():
     assert rows.for_length(100) == dms_jax.Quest(budget=25, over=dms_jax.StreamingLLM(budget=16))
 
 
-def test_what_comes_from_the_host_is_a_fixed_number():
+def test_kcache_fetches_fixed_number():
     with pytest.raises(dms_jax.ConfigError, match="give top, or values='device'"):
         dms_jax.KCache(compression_ratio=4)
     share = dms_jax.KCache(compression_ratio=4, values="device", over=dms_jax.DMS(window=3))
@@ -132,7 +132,7 @@ def test_what_comes_from_the_host_is_a_fixed_number():
 
 
 @pytest.mark.nightly
-def test_scores_have_the_share_of_the_whole_sequence():
+def test_scores_use_budget_of_whole_sequence():
     """In company and alone the same, which for one of them is that of a budget in tokens."""
     one, other = list(range(3, 19)), list(range(3, 15))
     share = dms_jax.H2O(compression_ratio=2)
@@ -146,7 +146,7 @@ def test_scores_have_the_share_of_the_whole_sequence():
 
 
 @pytest.mark.nightly
-def test_scores_have_the_share_of_a_max_length_that_is_given():
+def test_scores_use_given_max_length():
     tokens = [list(range(3, 35)), list(range(3, 15))]
     share = dms_jax.H2O(compression_ratio=2)
     got = dms_jax.score(stories(), tokens, policy=share, chunk=8, max_length=16)
@@ -164,7 +164,7 @@ def test_scores_have_the_share_of_a_max_length_that_is_given():
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "left"), [("cuts", 8), ("bounded", 20)])
-def test_what_is_left_after_a_cut_is_what_counts(name, left):
+def test_usage_counts_what_a_cut_leaves(name, left):
     """An answer of one token: no token was run after the eviction."""
     one, (prompt,) = dataclasses.replace(GREEDY, max_new_tokens=1), prompts([40])
     (made,) = host_engine(name, 1).generate([prompt], sampling=one)
@@ -173,14 +173,14 @@ def test_what_is_left_after_a_cut_is_what_counts(name, left):
 
 
 @pytest.mark.nightly
-def test_a_score_that_ends_with_a_cut_says_what_is_left():
+def test_usage_of_score_that_ends_with_cut():
     policy = dms_jax.Knorm(budget=16, interval=8)
     (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
     assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_prompt_that_is_cut_gives_its_pages_back():
+def test_cut_prompt_frees_pages():
     """In a pool that is sized for it: the prompt is in it in full."""
     engine, held = host_engine("cuts often", 1), []
     engine.generate(
@@ -191,7 +191,7 @@ def test_a_prompt_that_is_cut_gives_its_pages_back():
     assert set(held) == {20, 0}  # 8 of 50 tokens, and 4 more, until it has ended
 
 
-def test_the_pool_is_sized_by_what_a_share_can_come_to():
+def test_pool_size_follows_shared_budget():
     sized = functools.partial(
         pool_pages, stories(), num_lanes=2, max_tokens=128, page_size=8, memory=None
     )

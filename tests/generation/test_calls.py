@@ -50,7 +50,7 @@ class Enough(Exception):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Enough, SystemExit])
-def test_an_interrupt_carries_the_completions_that_had_ended(error):
+def test_interrupt_carries_finished_completions(error):
     given, engine = prompts(), host_engine()
 
     def interrupt(update):
@@ -70,7 +70,7 @@ def test_an_interrupt_carries_the_completions_that_had_ended(error):
 
 
 @pytest.mark.parametrize("place", ["decode", "extend", "reserve"])
-def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
+def test_interrupt_inside_engine_leaves_it_usable(place, monkeypatch):
     engine, given = host_engine(), prompts()
     owner = engine.runner.reservation if place == "reserve" else engine.runner
     original, calls = getattr(owner, place), []
@@ -89,7 +89,7 @@ def test_an_interrupt_from_within_leaves_the_engine_whole(place, monkeypatch):
     check(engine.generate(given, sampling=GREEDY), given, GREEDY)
 
 
-def test_a_callback_that_raises_loses_nothing_of_its_chunk():
+def test_raising_callback_loses_nothing_of_its_chunk():
     """Two answers end in the same chunk, and the first of their updates is interrupted."""
     given = prompts((5, 5))
 
@@ -103,8 +103,8 @@ def test_a_callback_that_raises_loses_nothing_of_its_chunk():
 
 
 @pytest.mark.parametrize("nth", [0, 1])
-def test_an_interrupt_while_texts_are_made_leaves_none_of_them_cut(nth, monkeypatch):
-    """Two answers end in one chunk; it comes before the text of the first or of the second."""
+def test_interrupt_during_decoding_truncates_no_text(nth, monkeypatch):
+    """Two answers end in one chunk; the interrupt precedes the text of the first or second."""
     given, update, ends = prompts((5, 13)), TextTracker.update, itertools.count()
 
     def interrupted(self, request):
@@ -124,7 +124,7 @@ def test_an_interrupt_while_texts_are_made_leaves_none_of_them_cut(nth, monkeypa
     assert told == [answer(prompt, SHORT).text for prompt in given]
 
 
-def test_a_second_interrupt_carries_them_too(monkeypatch):
+def test_second_interrupt_carries_finished_completions(monkeypatch):
     given, engine = prompts((5, 13, 9)), host_engine()
     check(engine.generate(given, sampling=SHORT), given)  # there is a cache from here on
 
@@ -144,8 +144,8 @@ def test_a_second_interrupt_carries_them_too(monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["add", "finish", "usage"])
-def test_an_interrupt_while_a_use_is_accounted_for_loses_nothing(place, monkeypatch):
-    """It comes before, in the middle of and behind what changes the figures; they are the same."""
+def test_interrupt_during_usage_accounting_loses_nothing(place, monkeypatch):
+    """It comes before, during and after the change of the figures."""
     given, engine, real, left = prompts((5, 13)), host_engine(), getattr(Meter, place), ["first"]
 
     def interrupted(meter, *arguments, **options):
@@ -162,8 +162,8 @@ def test_an_interrupt_while_a_use_is_accounted_for_loses_nothing(place, monkeypa
     check(engine.generate(given, sampling=SHORT), given)
 
 
-def test_running_out_of_memory_carries_them():
-    """It might evict, so it is not known in advance that the last does not fit."""
+def test_capacity_error_carries_finished_completions():
+    """The policy might evict, so it is not known in advance that the last one does not fit."""
     given, engine = [*prompts((5, 9, 13)), prompts((55,))[0]], host_engine("might evict", 1)
     with squeezed(engine, SMALL):
         with pytest.raises(CapacityError, match=r"cannot hold .* of prompt 3") as caught:
@@ -174,7 +174,7 @@ def test_running_out_of_memory_carries_them():
         assert engine.generate(given[:3], sampling=SHORT) == done
 
 
-def test_an_error_that_takes_no_attributes_passes_as_it_is():
+def test_error_without_attributes_passes_unchanged():
     class Closed(Exception):
         def __setattr__(self, name, value):
             if name == "finished":
@@ -187,7 +187,7 @@ def test_an_error_that_takes_no_attributes_passes_as_it_is():
 
 
 @pytest.mark.nightly
-def test_scores_of_earlier_sequences_are_carried(monkeypatch):
+def test_interrupt_carries_finished_scores(monkeypatch):
     given, follow, calls = prompts((13, 13, 13)), Runner.decode, []
     model = model_for("vanilla", ends=False)
     expected = dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
@@ -220,7 +220,7 @@ def evaluated(task=None):
     )
 
 
-def test_an_evaluation_carries_the_answers_that_had_ended(monkeypatch):
+def test_interrupted_evaluation_carries_finished_answers(monkeypatch):
     """Six answers of 9 tokens in two lanes, by two programs of steps: the first four have ended."""
     whole, decode, chunks = evaluated(), Runner.decode, []
 
@@ -246,16 +246,15 @@ class Unjust(Continue):
         raise Enough
 
 
-def test_an_evaluation_carries_the_answers_that_could_not_be_judged():
+def test_failed_judgement_carries_answers():
     with pytest.raises(Enough) as caught:
         evaluated(Unjust())
     assert sorted(caught.value.finished) == list(range(6))
 
 
-@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("turns", [1, 2, 3])
-def test_a_call_that_its_caller_leaves_early_leaves_nothing_behind(turns):
-    """Steps in flight, lanes and pages; the next call is served as by a new engine."""
+def test_abandoned_call_leaves_nothing_behind(turns):
+    """No steps in flight, lanes or pages: the next call is served as by a new engine."""
     engine, given = host_engine(), prompts((5, 9, 13))
     requests = make_requests(engine.model.config, given, GREEDY)
     with engine.open(Source(requests, GREEDY)) as call:
@@ -271,56 +270,43 @@ def test_a_call_that_its_caller_leaves_early_leaves_nothing_behind(turns):
 # -- what is known not to fit is refused -------------------------------------------------------
 
 
-@pytest.fixture
-def ran(monkeypatch) -> list[int]:
-    """Counts the compiled programs that ran over prompts."""
-    calls, extend = [], Runner.extend
-
-    def counted(self, batch):
-        calls.append(len(batch.tokens))
-        return extend(self, batch)
-
-    monkeypatch.setattr(Runner, "extend", counted)
-    return calls
-
-
 @pytest.mark.parametrize("name", ["keeps", "cuts"])
-def test_a_prompt_that_cannot_fit_is_refused_before_anything_runs(name, ran):
+def test_prompt_that_cannot_fit_is_refused_up_front(name, prefilled):
     engine = host_engine(name, 1, ends=ENDS)
     given = [*prompts((5, 9)), prompts((60,))[0]]
     with squeezed(engine, SMALL):
         with pytest.raises(CapacityError, match=r"cannot hold the prompt of prompt 2 \(60 tokens"):
             engine.generate(given, sampling=SHORT)
-        assert ran == []
+        assert prefilled == []
         check(engine.generate(given[:2], sampling=SHORT), given[:2], name=name, ends=ENDS)
 
 
-def test_a_first_chunk_that_cannot_fit_is_refused_before_anything_runs(ran):
-    """This holds under any policy, here one that does not declare how much it keeps."""
+def test_first_chunk_that_cannot_fit_is_refused_up_front(prefilled):
+    """Under any policy, here one that does not declare how much it keeps."""
     engine = host_engine("evicts", 1, prefill_chunk=64)
     with (
         squeezed(engine, SMALL),
         pytest.raises(CapacityError, match="cannot hold the first chunk of prompt 1"),
     ):
         engine.generate([*prompts((5,)), prompts((60,))[0]], sampling=SHORT)
-    assert ran == []
+    assert prefilled == []
 
 
-def test_an_answer_that_cannot_fit_is_refused_where_nothing_ends_it_early(ran):
+def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(prefilled):
     given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
     exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
     engine, ending = host_engine(lanes=1), host_engine(lanes=1, ends=ENDS)
     with squeezed(engine, SMALL):
         with pytest.raises(CapacityError, match="the sequence to its end of prompt 1"):
             engine.generate(given, sampling=long)
-        assert ran == []
+        assert prefilled == []
         (completion,) = engine.generate(given[1:], sampling=exact)  # to the last slot
         answer(given[1], exact).check(completion)
         # An end token or a stop string may come first, so it is tried.
         stop = dataclasses.replace(long, stop=completion.text[:4])
         (completion,) = engine.generate(given[1:], sampling=stop)
         answer(given[1], stop).check(completion)
-    ran.clear()
+    prefilled.clear()
     drawn = next(
         sampling
         for sampling in (dataclasses.replace(long, temperature=1.0, seed=s) for s in range(99))
@@ -328,11 +314,11 @@ def test_an_answer_that_cannot_fit_is_refused_where_nothing_ends_it_early(ran):
     )
     with squeezed(ending, SMALL), pytest.raises(CapacityError):
         ending.generate(given[1:], sampling=drawn)
-    assert ran
+    assert prefilled
 
 
-def test_an_answer_that_its_first_token_ends_needs_no_room():
-    """The pool holds the prompt and not a chunk of steps, of which none is taken."""
+def test_answer_of_one_token_needs_no_room():
+    """The pool holds the prompt but no chunk of steps, and needs none."""
     (prompt,) = prompts((16 * (PAGES - 1),))
     engine = host_engine("might evict", 1, ends=ENDS)
 
@@ -358,7 +344,7 @@ def test_an_answer_that_its_first_token_ends_needs_no_room():
         )
 
 
-def test_an_evaluation_refuses_before_anything_runs(ran):
+def test_evaluation_refuses_up_front(prefilled):
     """Of three problems, one lane at a time, the first prompt is not the longest."""
     task, model = Continue(), model_for("vanilla")
     lengths = [len(model.tokenizer.encode(each.prompt)) for each in task.problems("test", 3)]
@@ -369,13 +355,13 @@ def test_an_evaluation_refuses_before_anything_runs(ran):
     serving = Serving(lanes=1, page_size=1, memory=memory)
     with pytest.raises(CapacityError, match="cannot hold the prompt"):
         evaluate(model, task, problems=3, serving=serving, **options)
-    assert ran == []
+    assert prefilled == []
 
 
 # -- calls that overlap ------------------------------------------------------------------------
 
 
-def test_a_call_from_inside_a_callback_is_refused_and_harms_nothing():
+def test_reentrant_call_is_refused():
     given, engine, refused = prompts(), host_engine(), []
 
     def call_again(update):
@@ -394,7 +380,7 @@ def test_a_call_from_inside_a_callback_is_refused_and_harms_nothing():
     check(engine.generate(given, sampling=GREEDY), given, GREEDY)
 
 
-def test_a_turn_from_inside_a_turn_is_refused_and_harms_nothing():
+def test_reentrant_turn_is_refused():
     turns = prompts((9, 4))
     shape = {name: each for name, each in SHAPE.items() if name != "num_lanes"}
 
@@ -414,7 +400,7 @@ def test_a_turn_from_inside_a_turn_is_refused_and_harms_nothing():
     answer(turns[0], SHORT).check(expected[0])
 
 
-def test_threads_are_refused_or_answered_rightly():
+def test_concurrent_calls_are_refused_or_answered():
     """Eight threads share one engine, and each call is answered whole or not at all."""
     given = [prompts((5, 13)), prompts((9, 30)), prompts((1, 4)), prompts((13, 2))]
     engine, want = host_engine(), [[answer(p, SHORT).tokens for p in each] for each in given]

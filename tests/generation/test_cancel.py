@@ -1,4 +1,4 @@
-"""Requests that are cancelled end before the next chunk, and the others are as without them."""
+"""Cancelled requests end before the next chunk; `test_arrivals_at_random` checks the others."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import pytest
 
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Update
+from dms_jax.generation.engine import Source
 from dms_jax.generation.reservation import Reservation
 from tests.generation.support import (
     GREEDY,
@@ -19,7 +20,7 @@ from tests.generation.support import (
 from tests.generation.test_streaming import Listener
 
 pytestmark = pytest.mark.usefixtures("fakes")
-CHUNK = SHAPE["chunk"]
+CHUNK, WIDTH = SHAPE["chunk"], SHAPE["prefill_chunk"]
 
 
 class Cancel(Listener):
@@ -36,7 +37,7 @@ class Cancel(Listener):
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_running_and_waiting_requests_end(name):
+def test_cancel_running_and_queued_requests(name):
     """Four prompts over two lanes: the second runs and the third waits when the first reports."""
     engine, given = host_engine(name), prompts()
     listener = Cancel(engine, 4, at=0, indices=[1, 2], nth=2)
@@ -54,18 +55,8 @@ def test_running_and_waiting_requests_end(name):
     assert (never.usage.kv_reads, never.usage.peak_tokens, never.usage.cache_bytes) == (0, 0, 0)
 
 
-def test_a_request_that_came_ends_though_steps_run_on():
-    """While others may come the last program of a chunk is not waited for; for these ends it is."""
-    engine = host_engine()
-    requests = requests_of(prompts((5, 9)), dataclasses.replace(GREEDY, max_new_tokens=50))
-    serve_arrivals(engine, [requests], Cancel(engine, 2, at=1, indices=[0]))
-    assert requests[0].finish_reason == "cancelled"
-    assert len(requests[0].generated) <= 1 + 2 * CHUNK
-    answer(requests[1].prompt, requests[1].sampling).check(requests[1])
-
-
-def test_a_request_whose_first_token_was_not_read_is_not_ended_without_it(monkeypatch):
-    """Another thread cancels it as steps that ran on have been read, behind which it was drawn."""
+def test_cancel_waits_for_first_token_in_flight(monkeypatch):
+    """Another thread cancels while the token is in flight behind collected steps."""
     engine, sampling = host_engine(), dataclasses.replace(GREEDY, max_new_tokens=30)
     requests = requests_of(prompts((5, 9)), sampling)
     listener, trim = Listener(2), Reservation.trim
@@ -89,8 +80,8 @@ def test_a_request_whose_first_token_was_not_read_is_not_ended_without_it(monkey
     assert one.usage.prefilled_tokens == len(one.prompt)
 
 
-def test_it_takes_effect_before_the_next_chunk():
-    """After the tokens that the prompts gave, no chunk runs for what is cancelled."""
+def test_cancel_takes_effect_before_next_chunk():
+    """No chunk runs for a request that is cancelled at its first token."""
     engine, given = host_engine(), prompts()
     listener = Cancel(engine, 4, at=0, indices=range(4))
     completions = engine.generate(given, sampling=GREEDY, on_tokens=listener)
@@ -101,39 +92,73 @@ def test_it_takes_effect_before_the_next_chunk():
     assert engine.generate(given, sampling=GREEDY)[0].finish_reason == "length"
 
 
-def test_a_request_that_ends_by_itself_ends_so():
-    engine, given = host_engine(), prompts((5, 13))
-    short = dataclasses.replace(GREEDY, max_new_tokens=1 + CHUNK)
-    listener = Cancel(engine, 2, at=1, indices=[0, 1, 7], nth=2)
-    for prompt, one in zip(
-        given, engine.generate(given, sampling=short, on_tokens=listener), strict=True
-    ):
-        answer(prompt, short).check(one)
-
-
-def test_a_preempted_request_keeps_what_it_generated(monkeypatch):
-    """It was put back in the queue with a chunk of its answer, and is cancelled there."""
-    engine, given = host_engine(), prompts((13, 13))
-    put_back, fits = [], engine.runner.reservation.fits
-
-    def full(extra, **options):
-        if len(engine.running) == 2 and (engine.runner.seen > 20).all():
-            put_back.append(extra)
-            return False
-        return fits(extra, **options)
-
-    monkeypatch.setattr(engine.runner.reservation, "fits", full)
-    listener = Cancel(engine, 2, at=0, indices=[1], nth=3)
-    completions = engine.generate(given, sampling=GREEDY, on_tokens=listener)
-    listener.check(completions)
-    answer(given[0]).check(completions[0])
-    assert put_back
-    kept = len(completions[1].tokens)
-    assert 1 + CHUNK <= kept < GREEDY.max_new_tokens
-    want = answer(given[1], dataclasses.replace(GREEDY, max_new_tokens=kept))
-    dataclasses.replace(want, finish_reason="cancelled").check(completions[1])
-
-
-def test_what_is_no_index_is_refused():
+def test_cancel_refuses_invalid_index():
     with pytest.raises(ConfigError, match="cancel: index"):
         host_engine().cancel([-1])
+
+
+def test_cancel_while_steps_run_takes_effect_before_next_chunk():
+    """Half of a chunk is in flight when the request is cancelled."""
+    engine = host_engine()
+    (request,) = requests_of(prompts((5,)), GREEDY)
+    coming, running_on = [[request]], []
+
+    def incoming(wait):
+        if coming:
+            return coming.pop()
+        if request.generated:
+            running_on.append(bool(engine.runner.reservation.steps_in_flight.any()))
+            engine.cancel([0])
+        return None
+
+    engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
+    assert running_on[0]
+    assert request.finish_reason == "cancelled"
+    assert request.generated == answer(request.prompt).tokens[: 1 + CHUNK]
+
+
+def cancelled_while_it_is_read(engine, prompts, *indices, listens=True):
+    """Serves prompts together; cancels some after their first prefill chunk."""
+    requests = requests_of(prompts, GREEDY, copies=True)
+    coming = [requests]
+
+    def incoming(wait):
+        if coming:
+            return coming.pop()
+        if engine.runner.seen.any():
+            engine.cancel(indices)
+        return None
+
+    told = []
+    engine.serve(Source([], GREEDY, on_tokens=told.append if listens else None, incoming=incoming))
+    ended = range(len(prompts)) if listens else ()
+    assert sorted(each.index for each in told if each.finished) == list(ended)
+    return requests
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
+def test_cancel_stops_prefill(name):
+    long, other = cancelled_while_it_is_read(host_engine(name), prompts((30, 13)), 0)
+    assert (long.finish_reason, long.generated) == ("cancelled", [])
+    assert long.usage.prefilled_tokens == long.usage.live_tokens == WIDTH
+    assert long.usage.compression_ratio == 1  # of the prefilled part: the window evicts nothing yet
+    answer(other.prompt, GREEDY, name).check(other)
+
+
+def test_cancelled_prompt_is_completed_for_its_sharer():
+    (prompt,) = prompts((30,))
+    first, second = cancelled_while_it_is_read(host_engine("evicts"), [prompt, prompt], 0)
+    assert first.finish_reason == "cancelled"
+    assert first.usage.prefilled_tokens == len(prompt)
+    answer(second.prompt, GREEDY, "evicts").check(second)
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_cancel_of_all_sharers_stops_prefill(listens):
+    """As when a client that asked for several answers disconnects."""
+    engine, (prompt, after) = host_engine("evicts"), prompts((30, 13))
+    for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1, listens=listens):
+        assert (request.finish_reason, request.generated) == ("cancelled", [])
+        assert request.usage.prefilled_tokens <= WIDTH
+        assert request.usage.compression_ratio == 1  # of the prefilled part
+    answer(after, name="evicts").check(*engine.generate([after], sampling=GREEDY))

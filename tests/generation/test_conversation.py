@@ -1,4 +1,4 @@
-"""Turns that share a cache equal one run over all tokens, and recompute nothing."""
+"""Turns over one cache equal one run over all tokens, and recompute nothing."""
 
 import dataclasses
 import shutil
@@ -11,7 +11,6 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
 from dms_jax.generation.reservation import Reservation
-from dms_jax.generation.runner import Runner
 from tests.generation.support import (
     GREEDY,
     MECHANISMS,
@@ -31,27 +30,13 @@ on_fakes = pytest.mark.usefixtures("fakes")
 every_row = pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
 
 
-@pytest.fixture
-def fed(monkeypatch) -> list[int]:
-    """Records the number of tokens of each call of Runner.extend."""
-    counts = []
-    extend = Runner.extend
-
-    def counted(self, batch):
-        counts.append(sum(map(len, batch.tokens.values())))
-        return extend(self, batch)
-
-    monkeypatch.setattr(Runner, "extend", counted)
-    return counts
-
-
 def begun(name="keeps", **options):
     """Returns a conversation on the plain model."""
     return dms_jax.Conversation(model_for("vanilla", ends=False), ROWS_OF[name], **options)
 
 
 def check_turn(completion, past, turn, name="keeps", sampling=SHORT) -> None:
-    """Compares a turn with the answer to all of its conversation, of which it reads its part."""
+    """Compares a turn with the answer to the whole conversation; it prefills only its part."""
     want = answer([*past, *turn], sampling, name)
     own = dict(prompt_tokens=len(turn) + bool(past))  # the last token of an answer had not been run
     dataclasses.replace(want, usage=want.usage | own).check(completion)
@@ -59,28 +44,28 @@ def check_turn(completion, past, turn, name="keeps", sampling=SHORT) -> None:
 
 @on_fakes
 @every_row
-def test_turns_equal_one_run_over_all_tokens(name, fed):
+def test_turns_equal_one_run_over_all_tokens(name, prefilled):
     conversation, past = begun(name, **BRANCHES), []
     for turn in prompts([9, 4, 11]):
         completion = conversation.say(turn, sampling=SHORT)
-        assert sum(fed) == len(turn) + bool(past)
+        assert sum(prefilled) == len(turn) + bool(past)
         check_turn(completion, past, turn, name)
         past += turn + completion.tokens
-        fed.clear()
+        prefilled.clear()
     assert [len(turn.tokens) for turn in conversation.turns] == [9, 9, 9]
 
 
 @on_fakes
 @every_row
-def test_a_conversation_that_is_cleared_begins_anew(name, fed):
+def test_cleared_conversation_starts_over(name, prefilled):
     conversation = begun(name, **BRANCHES)
     first, turn = prompts([9, 4])
     conversation.say(first, sampling=SHORT)
     conversation.clear()
     assert conversation.turns == []
-    fed.clear()
+    prefilled.clear()
     completion = conversation.say(turn, sampling=SHORT)
-    assert sum(fed) == len(turn)
+    assert sum(prefilled) == len(turn)
     check_turn(completion, [], turn, name)
 
 
@@ -109,22 +94,22 @@ def test_quest_turns_keep_their_prompts_dense():
 
 
 @on_fakes
-def test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached(fed):
+def test_stop_string_ends_turn_and_caches_nothing_after_it(prefilled):
     prompt, turn = prompts([9, 3])
     sampling = dataclasses.replace(SHORT, stop=answer(prompt).text[9:12], max_new_tokens=20)
     conversation = begun(**SHAPE)
     first = conversation.say(prompt, sampling=sampling)
     assert first.finish_reason == "stop"
     answer(prompt, sampling).check(first)
-    fed.clear()
+    prefilled.clear()
     second = conversation.say(turn, sampling=SHORT)
-    assert sum(fed) == 1 + 3  # the turn before it is not read again
+    assert sum(prefilled) == 1 + 3  # the previous turn is not recomputed
     check_turn(second, prompt + first.tokens, turn)
 
 
 @on_fakes
 @pytest.mark.parametrize("name", ["evicts", "bounded"])
-def test_an_interrupted_turn_leaves_the_conversation_as_it_was(name, fed):
+def test_interrupted_turn_leaves_conversation_unchanged(name, prefilled):
     turns, past = prompts([9, 4, 11]), []
 
     def interrupt(update):
@@ -134,16 +119,16 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(name, fed):
     for turn in turns:
         with pytest.raises(KeyboardInterrupt):
             conversation.say([5, 6, 7], sampling=SHORT, on_tokens=interrupt)
-        fed.clear()
+        prefilled.clear()
         completion = conversation.say(turn, sampling=SHORT)
-        assert sum(fed) == len(past) + len(turn)  # the past was recomputed, once
+        assert sum(prefilled) == len(past) + len(turn)  # the past was recomputed, once
         check_turn(completion, past, turn, name)
         past += turn + completion.tokens
     assert len(conversation.turns) == 3
 
 
 @on_fakes
-def test_when_the_positions_run_out():
+def test_conversation_runs_out_of_positions():
     conversation = begun("bounded", page_size=16, chunk=8, prefill_chunk=512)
     conversation.say(prompts([480])[0], sampling=SHORT)
     with pytest.raises(DataError, match=r"has 489 tokens and the new prompt 30.* at most 22"):
@@ -156,7 +141,7 @@ def test_when_the_positions_run_out():
 
 
 @on_fakes
-def test_when_the_memory_runs_out():
+def test_conversation_runs_out_of_memory():
     conversation, (prompt, long) = with_pages(begun(**SHAPE), 3 * 20), prompts([9, 29])
     first = conversation.say(prompt, sampling=SHORT)
     with pytest.raises(CapacityError, match="cannot hold the sequence to its end"):
@@ -166,7 +151,7 @@ def test_when_the_memory_runs_out():
 
 
 @on_fakes
-def test_text_goes_on_without_a_beginning_token():
+def test_later_turns_have_no_beginning_token():
     tokenizer, conversation = stories().tokenizer, begun(**SHAPE)
     first = conversation.say("Once upon a time", sampling=SHORT)
     second = conversation.say(" and then", sampling=SHORT)
@@ -198,33 +183,33 @@ def user(text: str) -> list[dict]:
 
 
 @on_fakes
-def test_chat_turns_are_written_once(chatting, fed):
+def test_chat_template_renders_each_turn_once(chatting, prefilled):
     encode = chatting.tokenizer.encode
     conversation = dms_jax.Conversation(chatting, **(SHAPE | {"max_tokens": 128}))
     first = conversation.say(user("A cat"), sampling=SHORT)
     opening = encode("<s>[user] A cat[assistant] ", False)
-    assert sum(fed) == len(opening)
-    fed.clear()
+    assert sum(prefilled) == len(opening)
+    prefilled.clear()
     second = conversation.say(user("sat"), sampling=SHORT)
     # The template closes the truncated answer; neither <s> nor the first turn is repeated.
     more = encode("</s>[user] sat[assistant] ", False)
-    assert sum(fed) == 1 + len(more)
+    assert sum(prefilled) == 1 + len(more)
     check_turn(second, opening + first.tokens, more)
     third = conversation.say(user("on it"), sampling=dataclasses.replace(SHORT, max_new_tokens=2))
     assert third.usage.prompt_tokens == 1 + len(encode("</s>[user] on it[assistant] ", False))
 
 
 @on_fakes
-def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed):
+def test_template_variables_apply_wherever_messages_are_rendered(chatting, prefilled):
     """Prompts, every turn of a conversation, and documents to train on."""
     chatting.tokenizer.chat_template = TEMPLATE + "{{ thinking | default('') }}"
     thinking = chatting.with_template(thinking="hm")
     encode = chatting.tokenizer.encode
 
     def text_of(model):
-        fed.clear()
+        prefilled.clear()
         dms_jax.generate(model, [user("A cat")], sampling=SHORT, chunk=8, prefill_chunk=8)
-        return sum(fed)
+        return sum(prefilled)
 
     assert text_of(thinking) == len(encode("<s>[user] A cat[assistant] hm", False))
     assert text_of(chatting) == len(encode("<s>[user] A cat[assistant] ", False))
@@ -235,7 +220,7 @@ def test_variables_of_the_template_reach_all_that_writes_messages(chatting, fed)
     assert list(trained) == encode("<s>[user] A cat" + "hm", False)
 
 
-def test_variables_that_no_template_takes_are_refused(chatting):
+def test_invalid_template_variables_are_refused(chatting):
     with pytest.raises(ConfigError, match="with_template: messages cannot be given"):
         chatting.with_template(messages=[])
     chatting.tokenizer.chat_template = None
@@ -244,7 +229,7 @@ def test_variables_that_no_template_takes_are_refused(chatting):
 
 
 @on_fakes
-def test_an_answer_that_ended_is_not_ended_twice(chatting):
+def test_end_token_is_not_repeated_by_template(chatting):
     generation = dataclasses.replace(
         chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
     )
@@ -282,12 +267,12 @@ def test_several_seeds_for_one_conversation_are_refused():
 
 @on_fakes
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_questions_about_one_context_read_it_once(name, fed):
+def test_questions_prefill_their_context_once(name, prefilled):
     """Three questions in two branches equal three conversations, and the context stays."""
     context, *questions = prompts([17, 4, 9, 6])
     conversation = begun(name, **BRANCHES)
     conversation.read(context)
-    fed.clear()
+    prefilled.clear()
 
     def check(found, past, question):
         want = answer([*past, *question], SHORT, name)
@@ -298,7 +283,7 @@ def test_questions_about_one_context_read_it_once(name, fed):
         answers = conversation.ask(questions, sampling=SHORT)
         for found, question in zip(answers, questions, strict=True):
             check(found, context, question)
-    assert sum(fed) == 2 * sum(map(len, questions))
+    assert sum(prefilled) == 2 * sum(map(len, questions))
     assert conversation.turns == []
     turn = conversation.say(questions[0], sampling=SHORT)
     check(turn, context, questions[0])
@@ -309,7 +294,7 @@ def test_questions_about_one_context_read_it_once(name, fed):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "quest", "snapkv", "kcache"])
-def test_questions_about_one_context_are_answered_as_alone_with_real_programs(name):
+def test_questions_are_answered_as_alone_with_real_programs(name):
     model, policy = model_for("vanilla", ends=False), MECHANISMS[name]
     context, *questions = prompts([17, 4, 9, 6])
     conversation = dms_jax.Conversation(model, policy, **BRANCHES)
@@ -326,14 +311,14 @@ def test_questions_about_one_context_are_answered_as_alone_with_real_programs(na
 
 
 @on_fakes
-def test_chains_of_one_question_read_it_once(fed):
+def test_chains_prefill_their_question_once(prefilled):
     conversation = begun("evicts", **BRANCHES)
     context, question = prompts([17, 6])
     conversation.read(context)
-    fed.clear()
+    prefilled.clear()
     sampling = dataclasses.replace(SHORT, temperature=1.0)
     answers = conversation.ask([question] * 2, sampling=sampling)
-    assert sum(fed) == len(question)
+    assert sum(prefilled) == len(question)
     assert [each.usage.prefilled_tokens for each in answers] == [6, 0]
     for copy, found in enumerate(answers):
         want = answer(context + question, sampling, "evicts", copy=copy)
@@ -364,7 +349,7 @@ def test_questions_that_do_not_fit_together_wait():
 
 
 @on_fakes
-def test_an_interrupted_question_leaves_the_conversation_as_it_was():
+def test_interrupted_question_leaves_conversation_unchanged():
     def interrupt(update):
         raise KeyboardInterrupt
 
@@ -377,7 +362,7 @@ def test_an_interrupted_question_leaves_the_conversation_as_it_was():
 
 
 @on_fakes
-def test_what_cannot_be_asked_or_read(chatting):
+def test_invalid_questions_and_contexts_are_refused(chatting):
     conversation = dms_jax.Conversation(chatting, **SHAPE)
     with pytest.raises(ConfigError, match="branches="):
         conversation.ask([[5]], sampling=SHORT)
@@ -393,8 +378,8 @@ def test_what_cannot_be_asked_or_read(chatting):
 
 
 @on_fakes
-def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
-    """A text is read when `read` returns: its errors are not those of the next turn."""
+def test_interrupt_during_read_loses_nothing(monkeypatch):
+    """`read` waits for its prefill: errors do not appear in the next turn."""
     context, question = prompts([7, 6])
 
     def refuse(runner, *_):
@@ -410,8 +395,8 @@ def test_an_interrupt_while_a_text_is_awaited_loses_nothing(monkeypatch):
     assert found.tokens == answer(context + question, SHORT, "evicts").tokens
 
 
-def test_a_text_may_fill_the_whole_pool():
-    """Nothing can be answered then, which the next turn says."""
+def test_context_may_fill_pool():
+    """The next turn fails, as there is no room for an answer."""
     conversation = dms_jax.Conversation(
         model_for("vanilla", ends=False), max_tokens=32, page_size=16, chunk=8, prefill_chunk=16
     )

@@ -1,6 +1,7 @@
-"""The overhead of a call: compilations, and work on the host."""
+"""The overhead of a call: compilations and host work."""
 
 import collections
+import dataclasses
 import time
 
 import chex
@@ -17,7 +18,14 @@ from dms_jax.generation.programs import request_keys
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
 from dms_jax.generation.text import TextTracker
-from tests.generation.support import host_engine, model_for, prompts
+from tests.generation.support import (
+    GREEDY,
+    host_engine,
+    model_for,
+    prompts,
+    requests_of,
+    serve_arrivals,
+)
 from tests.support.compilations import Compilations
 
 fakes = pytest.mark.usefixtures("fakes")
@@ -79,7 +87,7 @@ def test_growing_sequences_compile_few_programs():
 
 
 @fakes
-def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
+def test_steps_after_cut_have_narrow_page_tables(monkeypatch):
     """A step scores, and gathers before a cut, as many slots as its table has."""
     compilations = Compilations()
     policy = dms_jax.SnapKV(budget=8, window=4, interval=4, kernel=3)
@@ -108,8 +116,8 @@ def test_steps_have_tables_for_what_the_cut_of_a_prompt_leaves(monkeypatch):
 
 
 @fakes
-def test_traffic_of_any_kind_compiles_a_handful_of_programs():
-    """Prompts of all lengths, together and one by one, answers of all lengths, refilled lanes."""
+def test_mixed_traffic_compiles_few_programs():
+    """Prompts and answers of all lengths, together and alone, with refilled lanes."""
     compilations = Compilations()
     sampling = dms_jax.Sampling(top_p=0.9, max_new_tokens=12)
     engine = dms_jax.Engine(
@@ -138,8 +146,24 @@ def test_traffic_of_any_kind_compiles_a_handful_of_programs():
     assert compilations.of(lambda: [traffic(*each) for each in ((23, 120), (2, 30), (9, 5))]) <= 1
 
 
-def test_chains_of_one_prompt_are_looked_at_once(monkeypatch):
-    """Nothing but their lanes stands between sixteen chains and their first tokens."""
+@fakes
+def test_filter_of_request_is_made_once(monkeypatch):
+    """With 256 lanes it took half a millisecond a program, for which the device waited."""
+    made, own = collections.Counter(), dms_jax.Sampling.filter.func
+
+    def counted(self):
+        made[self.seed] += 1
+        return own(self)
+
+    monkeypatch.setattr(dms_jax.Sampling, "filter", property(counted))
+    samplings = [dataclasses.replace(GREEDY, seed=100 + each) for each in range(3)]
+    requests = requests_of(prompts((5, 30, 1)), samplings)
+    serve_arrivals(host_engine(), [requests[:1], [], requests[1:]])
+    assert [made[each.seed] for each in samplings] == [1, 1, 1]
+
+
+def test_chains_are_encoded_once(monkeypatch):
+    """Sixteen chains wait only for lanes."""
     encoded = []
     monkeypatch.setattr(
         given_requests, "check_tokens", lambda tokens, config: encoded.append(len(tokens))
@@ -153,8 +177,8 @@ def test_chains_of_one_prompt_are_looked_at_once(monkeypatch):
     assert [request.copy for request in requests] == [0, 1, 0, 2, 3]
 
 
-def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
-    """Thousands may wait, and the device waits while a chunk is finished."""
+def test_chunk_does_not_scan_queue():
+    """Thousands may wait, and the device idles while a chunk is finished."""
     looked: list[object] = []
 
     class Queue(collections.deque):
@@ -180,14 +204,14 @@ def test_a_chunk_looks_at_none_of_the_prompts_that_wait_for_their_turn():
     assert len(looked) < 20  # type checks of the tests look at some
 
 
-def test_rows_of_an_array_are_prompts_of_their_own():
-    """They are made anew whenever they are looked at, and may then stand in the same place."""
+def test_rows_of_array_are_distinct_prompts():
+    """Each access makes a new object, perhaps at the same address."""
     rows = np.arange(1, 41).reshape(10, 4)
     found = given_requests.encode_prompts(model_for("vanilla", ends=False), rows)
     assert found == rows.tolist()
 
 
-def test_keys_are_of_a_seed_and_of_its_copy_whatever_lanes_are_beside_it():
+def test_keys_depend_on_seed_and_copy_alone():
     seeds = np.array([[2**32 - 1, 0], [2**32 - 1, 2], [0, 0], [7, 1], [7, 1]], np.uint32)
     keys = jax.random.key_data(jax.jit(request_keys)(seeds))
     for key, (seed, copy) in zip(keys, seeds, strict=True):
@@ -223,7 +247,7 @@ def best_of(call, count: int = 5) -> float:
     return min(seconds)
 
 
-def test_pages_of_a_large_batch_are_handed_out_quickly(large):
+def test_page_allocation_is_fast(large):
     """The bookkeeping of a chunk, with generous bounds because the machine has other work."""
     slots = lengths()
 
@@ -236,8 +260,8 @@ def test_pages_of_a_large_batch_are_handed_out_quickly(large):
     assert best_of(lambda: large.trim(slots)) < 0.02
 
 
-def test_prompts_of_plain_numbers_are_checked_quickly():
-    """As many as 16 chains of 2,048 tokens have: a fraction of what reading one of them takes."""
+def test_token_ids_are_checked_fast():
+    """For 16 chains of 2,048 tokens, a fraction of the prefill of one."""
     prompt = list(range(2048))
 
     def seconds() -> float:

@@ -22,7 +22,7 @@ def chooses(equation) -> bool:
     return equation.primitive.name == "cond" and "branches_platforms" not in equation.params
 
 
-def test_nothing_is_sorted():
+def test_sampling_sorts_nothing():
     """Sorting a vocabulary of 152K took more than half of a step of a small model on a GPU."""
     rule = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01).filter
     arguments = (jnp.zeros((2, 300)), jax.random.split(jax.random.key(0), 2), jnp.zeros(2, int))
@@ -49,7 +49,7 @@ def passes_over_the_vocabulary(rule: Sampling, size: int = 300) -> tuple[int, in
 
 
 @pytest.mark.nightly
-def test_a_common_top_p_searches_for_nothing():
+def test_common_top_p_needs_no_search():
     """A search reads the vocabulary eight times, with 15 sums each, in every step."""
     plain, _ = passes_over_the_vocabulary(Sampling())
     searched, loops = passes_over_the_vocabulary(Sampling(top_p=0.5))
@@ -61,7 +61,7 @@ def test_a_common_top_p_searches_for_nothing():
     assert reductions <= plain + 5 + 14
 
 
-def test_what_the_device_chooses_to_run_has_no_loop():
+def test_conditional_branches_have_no_loop():
     """XLA has the host wait for each choice otherwise, and launch nothing behind it."""
     asked = (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(temperature=0))
     rule = LanesFilter(3).of(dict(enumerate(asked)))

@@ -1,4 +1,4 @@
-"""What prompts cost answers that others wait for, and who comes first: in counted tokens."""
+"""Fairness in counted tokens: how long prefill delays answers, and priorities."""
 
 import dataclasses
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from dms_jax.generation.engine import Engine, Source
-from dms_jax.generation.requests import State, make_request, make_requests
+from dms_jax.generation.requests import State, make_request
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     GREEDY,
@@ -28,12 +28,11 @@ BY_CHUNK = dict(prefill_tokens=WIDTH)
 
 @dataclasses.dataclass
 class Watch:
-    """What an engine launches between two chunks of steps.
+    """Prefill between two chunks of steps.
 
     Attributes:
-      turns: prompt tokens of each program that was launched behind the last chunk of steps, which
-        answers wait for: of every such pause.
-      paused: whether answers wait now.
+      turns: prompt tokens of each prefill program, for every pause between two chunks.
+      paused: whether a chunk has been launched.
     """
 
     turns: list[list[int]] = dataclasses.field(default_factory=list)
@@ -69,7 +68,7 @@ def check(requests, name="keeps"):
 
 
 def arrivals_at_random(choose, count):
-    """Returns requests, some of them long, and how many come at each look."""
+    """Returns random requests, some of them long."""
     requests = []
     for index in range(count):
         length = choose.choice((3, 9, 20, 40, 150))
@@ -86,7 +85,7 @@ def arrivals_at_random(choose, count):
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
 @pytest.mark.parametrize("bound", [8, 16, 40])
-def test_no_answer_pauses_for_more_prompt_tokens_than_it_is_told(name, bound, monkeypatch):
+def test_pauses_are_bounded_by_prefill_tokens(name, bound, monkeypatch):
     engine = host_engine(name, 6, prefill_tokens=bound, **SHAPE)
     watch = Watch.over(engine, monkeypatch)
     for seed in range(6):
@@ -108,8 +107,8 @@ def test_no_answer_pauses_for_more_prompt_tokens_than_it_is_told(name, bound, mo
     assert max(map(len, watch.turns)) == bound // WIDTH  # by one long prompt, too
 
 
-def test_a_list_is_read_as_fast_as_programs_are_large(monkeypatch):
-    """Nobody's answer waits, and a turn of the loop is a program, however large the pause is."""
+def test_closed_list_prefills_before_decoding(monkeypatch):
+    """No answer waits, so programs are as large as possible."""
     engine = host_engine(lanes=6, prefill_tokens=40, **SHAPE)
     watch = Watch.over(engine, monkeypatch)
     given = [story_tokens()[start : start + 40] for start in range(6)]
@@ -118,8 +117,8 @@ def test_a_list_is_read_as_fast_as_programs_are_large(monkeypatch):
     assert not any(watch.pauses)
 
 
-def test_while_nobody_decodes_a_prompt_is_read_by_one_program_at_each_look(monkeypatch):
-    """So that those that come meanwhile share the next one."""
+def test_one_prefill_program_per_turn_without_decoding(monkeypatch):
+    """Requests that come meanwhile share the next program."""
     engine, looks, programs = host_engine(lanes=6, prefill_tokens=40, **SHAPE), [], []
     extend = engine.runner.extend
     monkeypatch.setattr(engine.runner, "extend", lambda batch: programs.append(1) or extend(batch))
@@ -136,8 +135,8 @@ def test_while_nobody_decodes_a_prompt_is_read_by_one_program_at_each_look(monke
     assert looks == [0, 1, 2, 3, 4]
 
 
-def test_a_short_prompt_behind_a_long_one_is_answered_first(monkeypatch):
-    """It needs two programs, of 8 tokens as the pause, and the long one has every other."""
+def test_short_prompt_overtakes_long_one(monkeypatch):
+    """It needs two programs of 8 tokens, and alternates with the long one."""
     engine = host_engine(lanes=6, **SHAPE, **BY_CHUNK)
     watch = Watch.over(engine, monkeypatch)
     text = story_tokens()
@@ -155,7 +154,7 @@ def test_a_short_prompt_behind_a_long_one_is_answered_first(monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "steps"), [(BY_CHUNK, 1), ({}, CHUNK)])
-def test_while_prompts_wait_a_chunk_is_one_step(options, steps, monkeypatch):
+def test_chunk_is_one_step_while_prompts_wait(options, steps, monkeypatch):
     engine = host_engine(lanes=6, **SHAPE, **options)
     assert engine.steps_between_prompts == steps  # by whether prompts can wait at all
     decode, sizes = engine.runner.decode, {True: set(), False: set()}
@@ -189,31 +188,15 @@ def ends_of(engine, looks):
     return ended
 
 
-def test_requests_are_admitted_by_priority_and_then_as_they_come():
+def test_requests_are_admitted_by_priority_then_arrival():
     engine, given = host_engine(lanes=1), prompts((5, 6, 7, 8, 9, 4))
     requests = with_priorities(given, 1, 5, 0, 5, -2, 0)
     assert ends_of(engine, [requests[:5], requests[5:]]) == [4, 2, 5, 0, 1, 3]
     check(requests)
 
 
-def test_a_list_may_have_priorities():
-    engine = host_engine(lanes=1)
-    requests, ended = with_priorities(prompts((5, 6, 7)), 2, 0, 1), []
-    engine.serve(Source(requests, GREEDY, on_tokens=lambda each: ended.append(each.index)))
-    assert list(dict.fromkeys(ended)) == [1, 2, 0]
-    check(requests)
-
-
-def test_all_requests_of_a_call_have_the_priority_that_is_given():
-    made = make_requests(stories().config, prompts((5, 6)), GREEDY, priority=7)
-    assert [each.priority for each in made] == [7, 7]
-    assert [each.priority for each in requests_of(prompts((5,)), GREEDY)] == [0]
-
-
 @pytest.mark.parametrize("priorities", [(1, 0, 0), (0, 0, 0), (0, 0, 1), (1, 1, 0)])
-def test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first(
-    priorities, monkeypatch
-):
+def test_youngest_of_lowest_priority_is_preempted_and_returns_first(priorities, monkeypatch):
     """Three answers grow, and the pool does not hold them all."""
     engine, left = host_engine(lanes=3), []
     preempt = Scheduler.preempt
@@ -241,8 +224,8 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first(
     assert left[0] == {(1, 0, 0): 0, (0, 0, 0): 2, (0, 0, 1): 2, (1, 1, 0): 1}[priorities]
 
 
-def test_a_shared_prompt_is_read_anew_for_a_request_of_another_priority():
-    """Who reads it for others would be preempted before them, and they would wait for nobody."""
+def test_prompt_is_not_shared_across_priorities():
+    """The request that prefills for others would be preempted before them."""
     (prompt,) = prompts((30,))
     requests = with_priorities([prompt] * 3, 1, 0, 0)
     serve_arrivals(host_engine(lanes=4), [requests])
@@ -251,8 +234,8 @@ def test_a_shared_prompt_is_read_anew_for_a_request_of_another_priority():
 
 
 @pytest.mark.parametrize("urgent", [True, False])
-def test_nobody_waits_for_a_prefix_that_is_read_for_less_urgent_requests(urgent):
-    """It would be read behind all that are urgent. Equals wait, and read the rest alone."""
+def test_urgent_request_does_not_wait_for_less_urgent_prefix(urgent):
+    """Requests of equal priority wait, and prefill only the rest."""
     text, engine = story_tokens(), host_engine(lanes=4, prefix_cache=0, **SHAPE, **BY_CHUNK)
     shared = text[200:264] if urgent else text[:64]
     given = [shared + text[start : start + 5] for start in (300, 310, 320)]
@@ -263,8 +246,8 @@ def test_nobody_waits_for_a_prefix_that_is_read_for_less_urgent_requests(urgent)
     assert [each.usage.cached_tokens for each in requests] == [0, 64, 0 if urgent else 64]
 
 
-def test_each_priority_is_served_in_the_order_in_which_its_requests_come():
-    """As many urgent ones as there are lanes come at every look, and then no more."""
+def test_order_of_arrival_within_priority():
+    """As many urgent requests as there are lanes come at every poll, and then no more."""
     short = dataclasses.replace(GREEDY, max_new_tokens=3)
     urgent, others = (requests_of(prompts([length] * 12), short) for length in (5, 6))
     for each in others:

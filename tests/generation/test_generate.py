@@ -1,4 +1,4 @@
-"""The real engine under each mechanism: the argmax of the logits, also of what was put back."""
+"""The real engine under each mechanism: answers are the argmax of the logits."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Completion, Engine
+from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import (
@@ -24,10 +25,13 @@ from tests.generation.support import (
     log_softmax,
     model_for,
     prompts,
+    requests_of,
+    results_of,
+    serve_arrivals,
     stories,
     text_behind,
 )
-from tests.generation.test_ahead import in_order, spelled
+from tests.generation.test_overlap import in_order, spelled
 
 # These depend on chunks, pages and preemption.
 COSTS = ("cache_bytes", "peak_cache_bytes", "host_bytes", "peak_held_tokens", "prefilled_tokens")
@@ -73,11 +77,11 @@ def test_answers_are_the_argmax_of_the_logits(name):
 
 
 @pytest.mark.parametrize("name", [*MECHANISMS, "float8"])
-def test_what_is_put_back_answers_as_if_nothing_had_happened(name, monkeypatch):
+def test_preemption_changes_no_answer(name, monkeypatch):
     """The pool is full once both lanes have a chunk of their answers: the younger one leaves."""
     expected = undisturbed(name)
     engine = in_float8() if name == "float8" else engine_for(name)
-    fits, preempt, left = engine.runner.reservation.fits, Scheduler.preempt, []
+    fits, left = engine.runner.reservation.fits, results_of(monkeypatch, Scheduler, "preempt")
 
     def full_once(extra, **options):
         both = [len(each.generated) for each in engine.running]
@@ -85,12 +89,7 @@ def test_what_is_put_back_answers_as_if_nothing_had_happened(name, monkeypatch):
             extra, **options
         )
 
-    def counted(scheduler):
-        left.append(preempt(scheduler))
-        return left[-1]
-
     monkeypatch.setattr(engine.runner.reservation, "fits", full_once)
-    monkeypatch.setattr(Scheduler, "preempt", counted)
     found = engine.generate(prompts(), sampling=GREEDY)
     assert len(left) == 1
     for one, other in zip(found, expected, strict=True):
@@ -103,8 +102,8 @@ def test_what_is_put_back_answers_as_if_nothing_had_happened(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["dms", "dmc", "quest", "kcache"])
-def test_chains_of_one_prompt_answer_as_it_does_alone(name):
-    """It is read once: pages, what a policy keeps of rows and pages, and host values are copied."""
+def test_chains_answer_as_prompt_alone(name):
+    """It is prefilled once: pages, policy states and host values are copied."""
     engine, prompt, alone = engine_for(name), prompts()[1], undisturbed(name)[1]
     found = engine.generate([prompt] * 2, sampling=GREEDY)
     assert [one.usage.prefilled_tokens for one in found] == [len(prompt), 0]
@@ -115,15 +114,15 @@ def test_chains_of_one_prompt_answer_as_it_does_alone(name):
 
 
 def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
-    """The next steps would read them before they are there."""
+    """The next steps must not read them before they are there."""
     engine = engine_for("kcache")
     _, order = in_order(monkeypatch, engine, prompts((5, 13)))
-    assert order == spelled("LR LR LR")
+    assert order == spelled("LC LC LC")
     _, order = in_order(monkeypatch, engine, prompts((5, 9, 13, 7)))  # of which two wait
-    assert order == spelled("LR LR LR" * 2)
+    assert order == spelled("LC LC LC" * 2)
 
 
-def test_usage_of_a_plain_cache_is_counted_by_hand():
+def test_usage_of_plain_cache():
     completions = undisturbed("vanilla")
     config = model_for("vanilla").config
     row_bytes = 2 * 16 * config.head_dim * 4  # one page of keys and values in float32
@@ -144,8 +143,8 @@ def test_usage_of_a_plain_cache_is_counted_by_hand():
     assert out.usage.compression_ratio == 1
 
 
-def test_a_first_token_can_end_a_request():
-    """It is read when the steps after it have been launched, and they must not run."""
+def test_first_token_ends_request():
+    """It is collected after the next steps were launched, and they must not run."""
     free = undisturbed("vanilla")
     end = free[1].tokens[0]
     model = dataclasses.replace(
@@ -159,6 +158,25 @@ def test_a_first_token_can_end_a_request():
     assert (found[1].tokens, found[1].text) == ([end], "")
     assert found[1].usage.kv_reads == 0
     assert found[1].usage.live_tokens == LENGTHS[1]
+
+
+def test_ignore_eos():
+    """Alone, and beside an answer with a grammar, where each step is drawn under masks."""
+    (prompt, *_), (whole, *_) = prompts(), undisturbed("vanilla")
+    end = whole.tokens[5]
+    model = dataclasses.replace(
+        model_for("vanilla"), generation=GenerationDefaults(eos_token_ids=(end,))
+    )
+    engine = Engine(model, max_tokens=64, **SHAPE)
+    (ended,) = engine.generate([prompt], sampling=GREEDY)
+    assert ended.tokens == whole.tokens[: whole.tokens.index(end) + 1]
+    endless = dataclasses.replace(GREEDY, ignore_eos=True)
+    (alone,) = engine.generate([prompt], sampling=endless)
+    assert alone.tokens == whole.tokens
+    masked = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z ]+"))
+    requests = requests_of([prompt] * 2, [endless, masked])
+    serve_arrivals(engine, [requests])
+    assert (requests[0].generated, requests[0].finish_reason) == (whole.tokens, "length")
 
 
 # -- what the host alone decides ---------------------------------------------------------------
@@ -176,7 +194,7 @@ def test_ends_at_the_last_position():
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_single_sequence_that_cannot_fit():
+def test_sequence_that_cannot_fit_is_refused():
     page = 2 * 16 * 8 * 4
     engine = Engine(host_engine().model, memory=2 * 20 * page, max_tokens=64, **SHAPE)
     with pytest.raises(CapacityError, match=r"prompt 0 .* even alone: it has 40 pages of 16"):
@@ -196,7 +214,7 @@ def test_a_single_sequence_that_cannot_fit():
 
 
 @pytest.mark.usefixtures("fakes")
-def test_strings_and_token_lists_are_the_same_prompts():
+def test_strings_and_token_lists_are_equivalent():
     texts = ["Once upon a time", "Lily and Tom went"]
     tokens = [stories().tokenizer.encode(text) for text in texts]
     out = host_engine().generate([texts[0], np.array(tokens[1])], sampling=GREEDY)
@@ -206,8 +224,8 @@ def test_strings_and_token_lists_are_the_same_prompts():
 
 
 @pytest.mark.usefixtures("fakes")
-def test_numbers_that_only_bound_something_may_be_as_large_as_they_like():
-    """The largest accepted options: a chunk is no longer than an answer can be."""
+def test_limits_may_be_arbitrarily_large():
+    """The largest accepted options: a chunk is no longer than the longest answer."""
     given, most, model = prompts([5]), 2**31 - 1, host_engine().model
     out = dms_jax.generate(
         model, given, sampling=GREEDY, chunk=most, prefill_chunk=most, page_size=16

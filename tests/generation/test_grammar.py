@@ -1,4 +1,4 @@
-"""Answers that match a grammar, beside others that are free."""
+"""Answers that match a grammar, beside free ones."""
 
 import collections
 import contextlib
@@ -28,8 +28,10 @@ from tests.generation.support import (
     MECHANISMS,
     SHAPE,
     model_for,
+    on_launch,
     prompts,
     requests_of,
+    results_of,
     serve_arrivals,
     stories,
 )
@@ -84,7 +86,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "lanes"])
-def test_only_allowed_tokens_are_drawn_and_log_probabilities_are_those_of_all(together):
+def test_only_allowed_tokens_are_drawn(together):
     size, rows = 150, 64
     random = np.random.default_rng(0)
     logits = random.normal(size=(rows, size)).astype(np.float32) * 3
@@ -116,7 +118,7 @@ def test_only_allowed_tokens_are_drawn_and_log_probabilities_are_those_of_all(to
 # -- the engine ----------------------------------------------------------------------------------
 
 
-def test_a_greedy_answer_takes_the_likeliest_of_the_tokens_that_its_grammar_allows(engine):
+def test_greedy_answer_takes_likeliest_allowed_token(engine):
     """The oracle is one pass over the whole sequence, and a matcher of its own."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON), logprobs=True)
     found = engine.generate(PROMPTS[:2], sampling=sampling)
@@ -138,8 +140,8 @@ def test_a_greedy_answer_takes_the_likeliest_of_the_tokens_that_its_grammar_allo
             assert matcher.consume_token(token)
 
 
-def test_lanes_with_grammars_and_free_ones_answer_as_each_alone(engine):
-    """Each joins when the others run, with a sampling of its own; a chunk has four steps."""
+def test_lanes_with_and_without_grammars_answer_as_alone(engine):
+    """Each joins while others run, with its own sampling; a chunk has four steps."""
     hot = Sampling(temperature=0.9, top_p=0.9, max_new_tokens=40, seed=3, logprobs=True)
     samplings = [
         hot,
@@ -161,7 +163,7 @@ def test_lanes_with_grammars_and_free_ones_answer_as_each_alone(engine):
 
 
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
-    """Requests without one pay nothing: their programs are those of always."""
+    """Requests without a grammar use the ordinary programs."""
     chunks, runner = [], engine.runner
     decode, masked = runner.decode, runner.decode_masked
     monkeypatch.setattr(
@@ -180,8 +182,8 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     assert chunks == ["step"] + ["whole"] * 4  # of four steps each
 
 
-def test_values_on_the_host_are_written_by_chunks_beside_a_grammar_that_has_ended(monkeypatch):
-    """A first token that was all that was asked for leaves no step with a mask."""
+def test_kcache_runs_whole_chunks_after_grammar_ended(monkeypatch):
+    """After a request of one token no step has a mask."""
     engine, sizes = Engine(model_for("kcache"), max_tokens=64, **SHAPE), []
     decode = engine.runner.decode
     monkeypatch.setattr(
@@ -198,12 +200,11 @@ def test_values_on_the_host_are_written_by_chunks_beside_a_grammar_that_has_ende
 
 
 @pytest.mark.nightly
-def test_an_answer_that_is_put_back_goes_on_in_its_grammar(engine, monkeypatch):
-    """In a pool that holds one of them whole, of a policy that keeps every token."""
+def test_preempted_answer_continues_its_grammar(engine, monkeypatch):
+    """In a pool for one whole answer, under a policy that keeps every token."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     want = engine.generate(PROMPTS, sampling=sampling)
-    preempted, preempt = [], Scheduler.preempt
-    monkeypatch.setattr(Scheduler, "preempt", lambda self: preempted.append(1) or preempt(self))
+    preempted = results_of(monkeypatch, Scheduler, "preempt")
     runner = engine.runner
     rows = runner.model.config.num_layers * runner.model.config.num_kv_heads
     small = Engine(
@@ -221,8 +222,8 @@ def test_an_answer_that_is_put_back_goes_on_in_its_grammar(engine, monkeypatch):
     assert [each.tokens for each in found] == [each.tokens for each in want]
 
 
-def test_after_an_error_a_grammar_goes_on_from_the_tokens_that_were_recorded(engine, monkeypatch):
-    """Its matcher has read others, which the error lost."""
+def test_grammar_resumes_from_recorded_tokens_after_error(engine, monkeypatch):
+    """Its matcher has consumed other tokens, which the error lost."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     want = engine.generate(PROMPTS[:2], sampling=sampling)
     requests = requests_of(PROMPTS[:2], sampling)
@@ -243,7 +244,7 @@ def test_after_an_error_a_grammar_goes_on_from_the_tokens_that_were_recorded(eng
     assert [each.generated for each in requests] == [each.tokens for each in want]
 
 
-def test_a_grammar_that_becomes_too_complex_ends_its_request_by_name(engine, monkeypatch):
+def test_too_complex_grammar_names_its_request(engine, monkeypatch):
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
     requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
     after = TokenMasks.after
@@ -287,8 +288,8 @@ def told(engine, looks):
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("chunk", [2, 8, 32])
 @pytest.mark.parametrize("lanes", [2, 6])
-def test_answers_and_updates_do_not_depend_on_the_steps_between_two_looks(chunk, lanes):
-    """In chunks of one step every answer reads its tokens as soon as each is drawn."""
+def test_grammar_answers_do_not_depend_on_chunk(chunk, lanes):
+    """With chunks of one step each token is consumed as soon as it is drawn."""
     samplings = host_grammars()
     lengths = prompts((5, 9, 4, 7, 3, 8))
 
@@ -312,17 +313,11 @@ def test_answers_and_updates_do_not_depend_on_the_steps_between_two_looks(chunk,
 
 
 @pytest.mark.usefixtures("fakes")
-def test_no_step_runs_behind_the_last_token_that_any_answer_may_have(monkeypatch):
+def test_no_step_runs_after_last_possible_token(monkeypatch):
     options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
     engine = Engine(stories(), dms_jax.Vanilla(), **options)
-    call, steps = programs.Program.__call__, []
-
-    def launched(program, *arguments):
-        if program is programs.advance:
-            steps.append(program)
-        return call(program, *arguments)
-
-    monkeypatch.setattr(programs.Program, "__call__", launched)
+    steps = []
+    on_launch(monkeypatch, lambda program, _: program is programs.advance and steps.append(1))
     held = dataclasses.replace(GREEDY, max_new_tokens=3, grammar=Grammar.regex("[a-z ]*"))
     requests = requests_of(PROMPTS[:2], [held, dataclasses.replace(held, max_new_tokens=2)])
     serve_arrivals(engine, [requests])
@@ -331,8 +326,8 @@ def test_no_step_runs_behind_the_last_token_that_any_answer_may_have(monkeypatch
 
 
 @pytest.mark.usefixtures("fakes")
-def test_what_is_queued_when_a_grammar_fails_is_sent_before_answers_grow(monkeypatch):
-    """The other request is told of every token that was recorded, in order and once."""
+def test_queued_updates_are_sent_when_grammar_fails(monkeypatch):
+    """The other request receives every recorded token, in order and once."""
     options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
     engine = Engine(stories(), dms_jax.Vanilla(), **options)
     held = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z ]*"))
@@ -371,19 +366,19 @@ def test_what_is_queued_when_a_grammar_fails_is_sent_before_answers_grow(monkeyp
         (lambda: Grammar.lark("start: nowhere"), "nowhere"),
     ],
 )
-def test_a_grammar_that_cannot_be_compiled_is_refused(make, said):
+def test_invalid_grammar_is_refused(make, said):
     with pytest.raises(ConfigError, match=said):
         make()
 
 
-def test_a_schema_cannot_switch_keywords_off():
+def test_schema_cannot_disable_keywords():
     """`x-guidance` is llguidance's own keyword of options."""
     schema = {"unevaluatedProperties": False, "x-guidance": {"lenient": True}}
     with pytest.raises(ConfigError, match="unevaluatedProperties"):
         Grammar.json_schema(schema)
 
 
-def test_models_without_end_tokens_or_a_tokenizer_take_no_grammar(engine):
+def test_grammar_needs_end_token_and_tokenizer(engine):
     given = [(PROMPTS[0], dataclasses.replace(GREEDY, grammar=Grammar.regex("a")))]
     for change, said in (
         ({"generation": type(stories().generation)()}, "this model has none"),
@@ -397,14 +392,14 @@ def test_models_without_end_tokens_or_a_tokenizer_take_no_grammar(engine):
     assert grammar.is_served(stories())
 
 
-def test_without_llguidance_the_extra_is_named(monkeypatch):
+def test_missing_llguidance_names_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'dms-jax\[grammar\]'"):
         Grammar.regex("a")
     assert not grammar.is_served(stories())
 
 
-def test_an_opening_allows_its_next_token_alone_and_then_every_one():
+def test_opening_forces_its_tokens():
     tokens = (33, 69, 31)
     masks, matcher = TokenMasks(2, 70), grammar.OpeningMatcher(grammar.Opening(tokens))
     request, found = types.SimpleNamespace(matcher=matcher), masks.next({1: matcher})
@@ -419,7 +414,7 @@ def test_an_opening_allows_its_next_token_alone_and_then_every_one():
 
 
 @pytest.mark.parametrize("reused", [True, False])
-def test_masks_of_a_step_are_overwritten_only_where_one_device_reads_them(reused):
+def test_masks_are_reused_only_on_one_device(reused):
     masks, opening = TokenMasks(1, 70, reused=reused), grammar.Opening((9, 5))
     request = {0: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening))}
     first = masks.after(request, np.array([9]), np.array([2]), end_tokens=())
@@ -429,8 +424,8 @@ def test_masks_of_a_step_are_overwritten_only_where_one_device_reads_them(reused
     assert (first is second, (first == before).all()) == (reused, not reused)
 
 
-def test_a_lane_that_has_ended_reads_nothing_more_and_is_not_masked():
-    """Its newest token stays as it is; the next request in the lane is another one."""
+def test_ended_lane_is_not_masked():
+    """Its newest token does not change until the lane has another request."""
     masks, opening = TokenMasks(2, 70), grammar.Opening((9, 5, 7))
     requests = {
         lane: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening)) for lane in (0, 1)
@@ -443,17 +438,12 @@ def test_a_lane_that_has_ended_reads_nothing_more_and_is_not_masked():
     assert [each.matcher.only for each in requests.values()] == [7, 5]
 
 
-def test_masks_of_lanes_without_a_grammar_allow_everything():
-    assert (TokenMasks(3, 70).next({}) == -1).all()
-    assert TokenMasks(3, 70).everything().shape == (3, 3)
-
-
 # -- every policy ----------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_a_grammar_that_allows_every_text_changes_no_answer(name):
+def test_grammar_of_any_text_changes_no_answer(name):
     """Steps in two programs are those of a chunk, whatever a policy does in them."""
     engine = Engine(model_for(name), max_tokens=64, **SHAPE)
     free = Sampling(temperature=0, max_new_tokens=20, logprobs=True)
@@ -488,7 +478,7 @@ def lowerings():
 
 
 @pytest.mark.nightly
-def test_a_grammar_is_kept_on_a_mesh():
+def test_grammar_on_mesh():
     """Lanes and heads are shared out over four devices, and no program is compiled twice."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     expected = Engine(model_for("vanilla"), max_tokens=64, **SHAPE).generate(

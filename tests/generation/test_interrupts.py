@@ -1,9 +1,9 @@
 """A second Ctrl-C at every line of the cleanup after the first: later answers are correct.
 
-CPython handles signals after calls and at the end of loop iterations. The tests raise more often:
-at every line of this library that runs while an interrupt propagates. They leave out lines that
-release a lock, because a signal cannot arrive at such a line before it has run. Every line is
-struck at night, and every few of them before.
+CPython handles signals after calls and at the end of loop iterations. These tests raise more often:
+at every line of this library that runs while an interrupt propagates, except lines that release a
+lock, where no signal can arrive before they have run. The night strikes every line, the gate every
+few.
 """
 
 import dataclasses
@@ -119,21 +119,21 @@ def struck_while_it_cleans_up(engine, lines):
 
 @fakes
 @every_few_lines
-def test_answers_after_an_interrupted_cleaning(step):
+def test_answers_after_interrupted_cleanup(step):
     assert struck_while_it_cleans_up(host_engine("evicts"), itertools.count(1, step)) > 40
 
 
 @pytest.mark.nightly
-def test_answers_with_values_in_host_memory_after_an_interrupted_cleaning():
-    """Their lines are those of no other cache."""
+def test_kcache_answers_after_interrupted_cleanup():
+    """KCache has cleanup code of its own."""
     engine = Engine(model(), MECHANISMS["kcache"], max_tokens=64, **SHAPE)
     assert struck_while_it_cleans_up(engine, itertools.count(1, 2)) > 40
 
 
 @fakes
 @every_few_lines
-def test_a_conversation_after_an_interrupted_cleaning(step, monkeypatch):
-    """The turn is interrupted before it reaches the cache, which then equals the history."""
+def test_conversation_after_interrupted_cleanup(step, monkeypatch):
+    """The turn is interrupted before it changes the cache, which still equals the history."""
     turns, policy = prompts((9, 4)), ROWS_OF["evicts"]
     undisturbed = dms_jax.Conversation(model(), policy, **TALK)
     expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
@@ -162,8 +162,8 @@ def test_a_conversation_after_an_interrupted_cleaning(step, monkeypatch):
 
 @fakes
 @every_few_lines
-def test_starting_over_before_the_next_call_may_be_interrupted_too(step):
-    """A restart is interrupted at every line: the cache counts as valid only once it is."""
+def test_interrupted_restart_before_next_call(step):
+    """The cache counts as valid only after the whole restart."""
     given, engine = prompts((5, 13)), host_engine("evicts")
     expected = engine.generate(given, sampling=SHORT)
     for nth in itertools.count(1, step):
@@ -194,7 +194,7 @@ def test_starting_over_before_the_next_call_may_be_interrupted_too(step):
 
 @fakes
 @every_few_lines
-def test_a_turn_is_there_or_not(step):
+def test_turn_is_recorded_atomically(step):
     """Interrupts at the lines that record a turn, after its answer."""
     turns = prompts((9, 4))
     undisturbed = dms_jax.Conversation(model(), **TALK)
@@ -224,7 +224,7 @@ def test_a_turn_is_there_or_not(step):
 
 
 @fakes
-def test_no_room_for_a_new_cache_does_not_hide_what_went_wrong(monkeypatch):
+def test_failed_restart_does_not_hide_first_error(monkeypatch):
     given, engine = prompts((5, 13)), host_engine()
     expected = engine.generate(given, sampling=SHORT)
 

@@ -11,7 +11,7 @@ MOST = 10 + 1
 
 
 @pytest.mark.nightly
-def test_a_layer_is_few_launches_and_copies_nothing_large():
+def test_layer_has_few_launches_and_no_large_copies():
     found = told_by("tests/generation/launches.py")
     assert [each["copies"] for each in found.values()] == [0, 0, 0, 0]
     launches = [found[name]["launches"] for name in ("Vanilla", "DMS")]

@@ -74,7 +74,7 @@ def test_llama_8b_under_dms_by_hand():
     assert busy.step_seconds == pytest.approx(512 * operations / 1e12)
 
 
-def test_what_other_policies_keep_and_read():
+def test_estimates_of_other_policies():
     def live(policy, **options):
         return dms_jax.estimate(LLAMA_8B, policy, tokens=8192, **options).live_tokens
 
@@ -121,7 +121,7 @@ def test_eight_bits_and_values_on_the_host():
         dms_jax.estimate(LLAMA_8B, tokens=8192, kv_dtype="int8")
 
 
-def test_tied_embeddings_are_read_whole():
+def test_tied_embeddings_are_read_in_full():
     tied = dataclasses.replace(LLAMA_8B, tie_embeddings=True)
     guess = dms_jax.estimate(tied, tokens=64, batch=1)
     assert guess.weight_bytes == 2 * (PARAMETERS - 128_256 * 4096)
@@ -188,7 +188,7 @@ def test_pools_come_in_few_sizes():
     assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
 
 
-def test_errors_of_the_estimate():
+def test_estimate_errors():
     with pytest.raises(CapacityError, match=r"16\.06 GB of weights do not fit 16 GB"):
         dms_jax.estimate(LLAMA_8B, tokens=64, device="t4")
     with pytest.raises(CapacityError, match=r"100 sequences of 1\.074 GB do not fit .*; 59 would"):
@@ -205,7 +205,7 @@ def test_errors_of_the_estimate():
             dms_jax.estimate(LLAMA_8B, dms_jax.DMS(), tokens=64, compression_ratio=ratio)
 
 
-def test_only_the_devices_refusal_is_out_of_memory():
+def test_out_of_memory_is_told_from_other_errors():
     assert out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes"))
     assert not out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: 5 bytes"))
     assert not out_of_memory(MemoryError())
@@ -229,7 +229,7 @@ RUNNING = {  # everything that runs sequences through the cache
 
 
 @pytest.mark.parametrize("call", RUNNING)
-def test_running_out_of_memory_while_it_runs(call, monkeypatch):
+def test_out_of_memory_while_running(call, monkeypatch):
     """Whatever program the device refuses to run or to compile."""
     model = model_for("vanilla")
 
@@ -247,7 +247,7 @@ def test_running_out_of_memory_while_it_runs(call, monkeypatch):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), Strange()])
-def test_what_failed_leaves_no_memory_taken(error, monkeypatch):
+def test_failure_frees_memory(error, monkeypatch):
     """Neither while the error is kept, as a notebook keeps it, nor until cycles are collected."""
     model, others = model_for("vanilla"), jax.live_arrays()  # of engines that other tests share
     others = {id(each): each for each in others}
@@ -300,7 +300,7 @@ def test_lanes_are_counted_beside_their_pages(monkeypatch):
             sized(num_lanes=most + 1, memory=given)
 
 
-def test_processes_that_find_about_as_much_free_share_their_programs(monkeypatch):
+def test_pool_size_is_rounded_so_processes_share_programs(monkeypatch):
     """Programs are compiled for the number of pages."""
     model = model_for("vanilla")
     sized = functools.partial(
@@ -332,7 +332,7 @@ def test_processes_that_find_about_as_much_free_share_their_programs(monkeypatch
         ({"largest_free_block_bytes": 0, "pool_bytes": 0}, 72_000),
     ],
 )
-def test_a_cache_takes_no_more_than_is_free_in_one_piece(stats, most):
+def test_cache_fits_largest_free_block(stats, most):
     """A pool of two arrays, of keys and of values, did not fit beside what lay in the middle."""
 
     free = memory.free_memory({"bytes_limit": 100_000, "bytes_in_use": 20_000, **stats})
@@ -340,7 +340,7 @@ def test_a_cache_takes_no_more_than_is_free_in_one_piece(stats, most):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_cache_that_does_not_fit_is_refused_when_it_is_made(monkeypatch):
+def test_cache_that_does_not_fit_is_refused_on_creation(monkeypatch):
     """A device allocates behind the call that asks for it."""
     engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64, page_size=16)
 
@@ -356,7 +356,7 @@ def test_a_cache_that_does_not_fit_is_refused_when_it_is_made(monkeypatch):
     assert engine.generate(prompts([5]), sampling=SHORT)
 
 
-def test_the_next_state_of_a_policy_is_beside_the_last_one(monkeypatch):
+def test_pool_leaves_room_for_two_policy_states(monkeypatch):
     """A cache by default leaves room for it: SmolLM2's ExpectedAttention has 4.4 MB a sequence."""
     model, free, lanes = model_for("vanilla"), 20_000_000, 100
     policy = dms_jax.ExpectedAttention(budget=30, interval=8)

@@ -51,7 +51,7 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("branches", [1, 3])
-def test_questions_are_answered_on_the_devices_of_their_conversation(branches):
+def test_questions_stay_on_devices_of_their_conversation(branches):
     """So many lanes as divide over two devices: copies stay on one, so they must not be split."""
     model = model_for("vanilla", ends=False)
     mesh = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 2))

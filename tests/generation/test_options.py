@@ -14,7 +14,7 @@ from tests.generation.support import model_for
 SHORT = dms_jax.Sampling(max_new_tokens=1)
 
 
-def test_the_names_for_type_checkers_are_fields_of_the_same_type():
+def test_keyword_types_match_option_fields():
     fields = typing.get_type_hints(EngineOptions)
     names = typing.get_type_hints(EngineKeywords)
     assert names
@@ -37,7 +37,7 @@ def test_help_shows_the_options_with_their_defaults(call):
     assert "options" not in shown
 
 
-def test_an_engine_keeps_what_it_was_given():
+def test_engine_keeps_its_options():
     engine = Engine(model_for("vanilla"), num_lanes=2, max_tokens=16, page_size=4, chunk=4)
     assert engine.options == EngineOptions(2, 16, None, 4, page_size=4)
     assert engine.runner.page_size == 4
@@ -65,6 +65,6 @@ def test_an_engine_keeps_what_it_was_given():
         ({"kv_dtype": "int8"}, "kv_dtype must be"),
     ],
 )
-def test_a_wrong_option_is_answered_by_name_wherever_it_is_given(call, options, says):
+def test_invalid_option_is_named(call, options, says):
     with pytest.raises(dms_jax.ConfigError, match=says):
         call(model_for("vanilla"), **options)

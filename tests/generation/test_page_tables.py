@@ -1,4 +1,4 @@
-"""The page table of steps stays on the device, and changes of it are sent."""
+"""The page table of steps stays on the device, and its changes are sent."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 
 from dms_jax.cache import pages
 from dms_jax.generation import programs, runner
-from tests.generation.support import GREEDY, answer, host_engine, prompts, squeezed
+from tests.generation.support import GREEDY, answer, host_engine, on_launch, prompts, squeezed
 
 pytestmark = pytest.mark.usefixtures("fakes")
 GIVEN = prompts((5, 30, 13, 1, 40, 9, 9, 22))
@@ -17,7 +17,7 @@ GIVEN = prompts((5, 30, 13, 1, 40, 9, 9, 22))
 
 @pytest.fixture
 def few_cells(monkeypatch):
-    """Changes are sent four at a time, however many there are of the small tables of tests."""
+    """Changes are sent four at a time, also of small tables."""
     monkeypatch.setattr(runner, "CELLS", 4)
     monkeypatch.setattr(pages, "_CELL_NUMBERS", 0.1)
 
@@ -25,12 +25,12 @@ def few_cells(monkeypatch):
 @pytest.mark.usefixtures("few_cells")
 @pytest.mark.parametrize("most", [640, 300], ids=["roomy", "full"])
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
-def test_steps_have_the_table_of_the_host(name, most, monkeypatch):
-    """Whatever grew, was freed, shared with a prefix or copied since the last steps."""
+def test_device_page_table_equals_host_table(name, most, monkeypatch):
+    """After growth, releases, shared prefixes and copies since the last steps."""
     engine = host_engine(name, 4, page_size=8, table_width=8, prefix_cache=0)
-    call, given, updates = programs.Program.__call__, [], []
+    given, updates = [], []
 
-    def launched(program, *arguments):
+    def launched(program, arguments):
         if program is programs.decode:
             table, stepping = arguments[3], arguments[5] % programs.ENDLESS > 0
             assert isinstance(table, jax.Array)
@@ -39,9 +39,8 @@ def test_steps_have_the_table_of_the_host(name, most, monkeypatch):
             given.append(table)
         if program is programs.update_table:
             updates.append(arguments[0])
-        return call(program, *arguments)
 
-    monkeypatch.setattr(programs.Program, "__call__", launched)
+    on_launch(monkeypatch, launched)
     asked = [*GIVEN, GIVEN[1], GIVEN[1] + GIVEN[2]]
     with squeezed(engine, most):
         for _ in range(2):
@@ -55,16 +54,14 @@ def test_steps_have_the_table_of_the_host(name, most, monkeypatch):
 
 
 @pytest.mark.usefixtures("few_cells")
-def test_a_table_that_has_not_changed_is_not_sent_again(monkeypatch):
-    engine = host_engine("keeps", 2, page_size=16, table_width=8)
-    call, given = programs.Program.__call__, []
+def test_unchanged_page_table_is_not_resent(monkeypatch):
+    engine, given = host_engine("keeps", 2, page_size=16, table_width=8), []
 
-    def launched(program, *arguments):
+    def launched(program, arguments):
         if program is programs.decode:
             given.append(arguments[3])
-        return call(program, *arguments)
 
-    monkeypatch.setattr(programs.Program, "__call__", launched)
+    on_launch(monkeypatch, launched)
     sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
     engine.generate(prompts((3, 5)), sampling=sampling)  # two programs of four steps
     assert len(given) == 2
@@ -72,7 +69,7 @@ def test_a_table_that_has_not_changed_is_not_sent_again(monkeypatch):
     assert all(isinstance(each, jax.Array) for each in given)
 
 
-def test_changes_of_a_small_table_are_not_sent():
-    """It takes no longer to send whole, and no program is compiled for it."""
+def test_small_page_table_is_sent_whole():
+    """Sending it whole is as fast, and needs no program."""
     assert not runner.sends_changes(28 * 8 * 2 * 16)
     assert runner.sends_changes(28 * 256 * 2 * 192)

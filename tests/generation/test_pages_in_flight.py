@@ -1,8 +1,7 @@
-"""Chunks run with the pages that they were launched with, also behind others that were not read.
+"""Chunks run with the page tables of their launch, also while others are in flight.
 
-On a GPU a kernel that is given a page outside the pool, or a row longer than its table, reads or
-writes what is not its own; XLA on a CPU would clamp the number and say nothing. So the tables are
-looked at: at the launch of every chunk, and again when it is read.
+On a GPU a page number outside the pool, or a row longer than its table, reads or writes foreign
+memory; XLA on a CPU silently clamps. So the tables are checked at every launch and collection.
 """
 
 import numpy as np
@@ -21,7 +20,7 @@ PAGE, CHUNK = 4, 8
 
 
 class Watch:
-    """Looks at what chunks are launched with, and at what became of it when they are read."""
+    """Checks the page tables of chunks at launch and at collection."""
 
     def __init__(self, monkeypatch, pages: int):
         self.pages = pages  # of the pool
@@ -52,7 +51,7 @@ class Watch:
             ran = np.flatnonzero(steps.ran.any(0))
             covered = -(-np.asarray(steps.lengths)[:, ran] // PAGE)
             live = np.arange(table.shape[-1]) < covered[..., None]
-            # No page that it wrote to was given to anybody meanwhile.
+            # No page that it wrote to was given away meanwhile.
             width = min(table.shape[-1], runner.reservation.allocator.table.shape[-1])
             assert not live[..., width:].any()
             own = runner.reservation.allocator.table[:, ran, :, :width]
@@ -87,7 +86,7 @@ def engine_with_ends(name: str) -> Engine:
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
-def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
+def test_chunk_touches_only_its_own_pages(name, monkeypatch):
     """More requests than lanes, of very different lengths; then in a pool that is too small."""
     rng, text, engine = np.random.default_rng(0), story_tokens(), engine_with_ends(name)
     prompts = [text[at : at + int(rng.choice([1, 2, 8, 17]))] for at in range(0, 380, 20)]
@@ -102,8 +101,8 @@ def test_every_page_that_a_chunk_can_touch_is_its_rows_own(name, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_steps_are_counted_in_a_lane_that_was_idle_behind_the_end_of_an_answer(seed, monkeypatch):
-    """It is given the end token again in steps that still run when it is taken."""
+def test_steps_in_flight_are_counted_in_reused_idle_lane(seed, monkeypatch):
+    """It repeats the end token in steps in flight when a new request takes it."""
     engine, text, rng = engine_with_ends("keeps"), story_tokens(), np.random.default_rng(seed)
     starts, sizes = rng.integers(0, 200, 24), rng.choice([1, 8, 17, 28], 24)
     prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
@@ -128,8 +127,8 @@ def check_answers(engine, name, pages, prompts, lengths) -> None:
         answer(each.prompt, sampling, name, **given).check(each)
 
 
-def test_an_idle_lane_that_is_taken_behind_a_chunk_keeps_its_unread_steps():
-    """The chunk ends in the last token of the lane's old answer, which is an end token."""
+def test_reused_idle_lane_keeps_its_steps_in_flight():
+    """The chunk repeats the end token of the lane's old answer."""
     runner = host_engine("keeps", 2, ends=ENDS).runner
     rule, seeds = LanesFilter(2).of({}), np.zeros((2, 2), np.uint32)
     runner.recover()

@@ -1,4 +1,4 @@
-"""Answers for which the model has no positions are told of before anything runs."""
+"""Warnings about answers that exceed the model's positions."""
 
 import warnings
 
@@ -12,7 +12,7 @@ CONFIG = tiny_config()
 POSITIONS = CONFIG.max_position_embeddings
 
 
-def test_longer_answers_than_positions_are_told_of():
+def test_warns_if_answers_exceed_positions():
     prompts = [[1] * 2, [1] * 12, [1] * 3]
     sampling = Sampling(max_new_tokens=POSITIONS - 3)
     says = (
@@ -28,7 +28,7 @@ def test_longer_answers_than_positions_are_told_of():
     ]
 
 
-def test_answers_that_fit_are_not():
+def test_no_warning_if_answers_fit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_requests(CONFIG, [[1] * 3], Sampling(max_new_tokens=POSITIONS - 3))

@@ -1,4 +1,4 @@
-"""The radix tree against a list of what was put into it."""
+"""The radix tree against a list of its sequences."""
 
 import random
 
@@ -20,8 +20,8 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_sequences(seed):
-    """Few different tokens, so that most sequences part from others behind some."""
+def test_tree_equals_list_of_sequences(seed):
+    """Few different tokens, so that most sequences share a prefix with others."""
     choose, tree, known = random.Random(seed), PrefixTree(), {}
     for number in range(60):
         tokens = [choose.randint(0, 2) for _ in range(choose.randint(1, 9))]
@@ -44,7 +44,7 @@ def test_random_sequences(seed):
             if node.state and common(list(each), asked) == found
         }
         depth = choose.randint(0, 9)
-        state = last.state_behind(depth)
+        state = last.state_below(depth)
         deep = {known[each].state for each in known if len(each) >= depth}
         assert state in (behind & deep if behind & deep else {None}) or found == 0
     size = sum(len(node.tokens) for node in nodes_of(tree))
@@ -60,7 +60,7 @@ def nodes_of(tree: PrefixTree) -> list:
     return found
 
 
-def test_what_leads_to_no_state_is_cut_off_the_oldest_first(monkeypatch):
+def test_least_recently_used_leaves_are_pruned(monkeypatch):
     monkeypatch.setattr(prefix_tree, "MOST_TOKENS", 20)
     tree = PrefixTree()
     kept = tree.insert(array([1, 2, 3, 4]))
@@ -76,8 +76,8 @@ def test_what_leads_to_no_state_is_cut_off_the_oldest_first(monkeypatch):
     assert [tree.walk(array([first] * 4))[1] for first in range(6, 9)] == [0, 0, 0]
 
 
-def test_prompts_that_wait_are_not_cut_off(monkeypatch):
-    """They are found again when they are read, and those that begin as they do share a state."""
+def test_queued_prompts_are_not_pruned(monkeypatch):
+    """Their prefill finds their nodes again, and requests with the same prefix share a state."""
     monkeypatch.setattr(prefix_tree, "MOST_TOKENS", 10)
     tree = PrefixTree()
     waiting = [tree.insert(array([first] * 4)) for first in range(2)]

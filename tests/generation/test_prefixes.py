@@ -1,12 +1,12 @@
-"""Cached prefixes: requests continue what was read before, and answers are those of each alone.
+"""Cached prefixes: requests continue earlier sequences, and are answered as each alone.
 
 The programs are fakes whose answers depend on every page, length and number of a policy's state.
 `tests/laws/test_prefixes.py` has real ones.
 """
 
 import collections
+import contextlib
 import dataclasses
-import itertools
 import random
 from unittest import mock
 
@@ -17,24 +17,24 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling, programs
+from dms_jax.generation import Engine, Sampling
 from dms_jax.generation import prefixes as prefixes_module
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
 from dms_jax.generation.scheduler import Scheduler
+from tests.generation.schedules import serve_at_random
 from tests.generation.support import (
     GREEDY,
     ROWS_OF,
-    SHAPE,
     adapted,
     adapted_engine,
     answer,
     host_engine,
-    model_for,
     prompts,
     requests_of,
+    results_of,
     serve_arrivals,
     squeezed,
     stories,
@@ -76,8 +76,8 @@ def cached(completions) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "of a call"])
-def test_questions_on_one_document_read_it_once(name, keeps):
-    """Whole pages of it; each question is alone with its first tokens."""
+def test_questions_prefill_shared_document_once(name, keeps):
+    """Whole pages are shared; the other tokens belong to each question."""
     engine = engine_of(name, 4, prefix_cache=1e6 if keeps else None)
     given = [DOCUMENT + question for question in QUESTIONS]
     assert cached(ask(engine, name, given)) == [0, 24, 24, 24]
@@ -86,7 +86,7 @@ def test_questions_on_one_document_read_it_once(name, keeps):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_again_reads_what_is_behind_its_last_whole_page(name):
+def test_repeated_prompt_prefills_after_last_whole_page(name):
     engine, (prompt, other) = engine_of(name), prompts((29, 17))
     assert cached(ask(engine, name, [prompt, other])) == [0, 0]
     assert cached(ask(engine, name, [prompt])) == [24]
@@ -97,16 +97,16 @@ def test_a_prompt_again_reads_what_is_behind_its_last_whole_page(name):
 @pytest.mark.parametrize(
     ("name", "expected"), [("keeps", 32), ("evicts", 35), ("bounded", 35), ("cuts", 24)]
 )
-def test_an_answer_continues(name, expected):
-    """All of what is in the cache, if the policy reads prompts as it does answers."""
+def test_next_turn_continues_answer(name, expected):
+    """All cached tokens are used if the policy treats prompts and answers alike."""
     engine, (prompt,) = engine_of(name), prompts((30,))
     (first,) = ask(engine, name, [prompt])
     (second,) = ask(engine, name, [prompt + first.tokens + [5, 6, 7]])
     assert second.usage.cached_tokens == expected
 
 
-def test_what_fits_a_budget_continues_although_prompts_are_cut():
-    """TOVA, H2O and others with dense prompts, as long as nothing can have been evicted."""
+def test_prompt_below_budget_continues_although_policy_cuts():
+    """TOVA, H2O and others with dense prompts, as long as nothing was evicted."""
     policy = dms_jax.TOVA(budget=24)
     assert policy.shrinks
     with mock.patch.dict(ROWS_OF, {"dense": policy}):
@@ -118,8 +118,8 @@ def test_what_fits_a_budget_continues_although_prompts_are_cut():
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_no_prefix_is_shared_between_adapters(name):
-    """Not in one call, where equal prompts are read once each, nor in later ones."""
+def test_adapters_share_no_prefixes(name):
+    """Neither in one call, with one prefill per adapter, nor in later ones."""
     engine, (prompt,) = adapted_engine(name, 4, page_size=PAGE, prefix_cache=1e6), prompts((29,))
     engine.runner.recover()
     engine.runner.prefixes.clear()
@@ -144,7 +144,7 @@ def test_no_prefix_is_shared_between_adapters(name):
     assert engine.runner.reservation.allocator.pages_of_prefixes == 0
 
 
-def test_prefixes_in_host_memory_are_dropped_with_their_adapter():
+def test_host_prefixes_are_dropped_with_adapter():
     engine, given = adapted_engine("evicts", 2, page_size=PAGE, prefix_cache=1e6), prompts((29,))
     engine.runner.recover()
     engine.runner.prefixes.clear()
@@ -158,7 +158,7 @@ def test_prefixes_in_host_memory_are_dropped_with_their_adapter():
     assert 0 < prefixes.counts.host_bytes < before.host_bytes
 
 
-def test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes(monkeypatch):
+def test_prefixes_depend_on_longest_length_if_budget_does(monkeypatch):
     engine, (prompt,) = engine_of("bounded", 4), prompts((29,))
     monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())
     longer = dataclasses.replace(SHORT, max_new_tokens=7)
@@ -166,16 +166,9 @@ def test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes(mon
     assert list(map(cached, asked)) == [[0], [0], [24]]
 
 
-def test_equal_prompts_do_not_wait_for_each_other():
-    engine, (prompt,) = engine_of("evicts", 4), prompts((30,))
-    (first, *others) = engine.generate([prompt] * 4, sampling=SHORT)
-    assert first.usage.prefilled_tokens == 30
-    assert {each.usage.prefilled_tokens for each in others} == {0}
-
-
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
-def test_chains_that_have_no_lane_yet_find_their_prompt(name):
-    """Five chains in two lanes: the first two read it, and the others what is behind its pages."""
+def test_queued_chains_find_their_prompt(name):
+    """Five chains in two lanes: the first two prefill it, the others what follows its pages."""
     engine, (prompt,) = engine_of(name, prefix_cache=None), prompts((30,))
     sampling = dataclasses.replace(SHORT, temperature=1.0)
     found = engine.generate([prompt] * 5, sampling=sampling)
@@ -186,8 +179,8 @@ def test_chains_that_have_no_lane_yet_find_their_prompt(name):
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_later_requests_pass_those_that_wait_for_a_prefix(name):
-    """Lanes are not left idle for them, and they come next."""
+def test_requests_overtake_those_that_wait_for_prefix(name):
+    """No lane idles for the waiting request, and it comes next."""
     engine, other = engine_of(name, 4), story_tokens()[200:211]
     given = [DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1], other]
     order, start = [], Scheduler._start
@@ -202,8 +195,8 @@ def test_later_requests_pass_those_that_wait_for_a_prefix(name):
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_who_comes_while_a_prefix_is_read_waits_for_it(name):
-    """A server: the document is known, but was evicted, and one request reads it again."""
+def test_request_waits_for_prefix_in_prefill(name):
+    """The document is known, but was evicted, and one request prefills it again."""
     engine = engine_of(name, 4, prefix_cache=0)
     given = [DOCUMENT + question for question in QUESTIONS]
     ask(engine, name, given[:2])
@@ -219,8 +212,8 @@ def test_who_comes_while_a_prefix_is_read_waits_for_it(name):
     assert [each.usage.cached_tokens for each in requests[2:]] == [0, 24]
 
 
-def test_a_server_that_keeps_no_prefixes_has_none():
-    """It is one call that never ends, and what it knows of it would grow."""
+def test_open_stream_without_prefix_cache_keeps_no_tree():
+    """A server is one call that never ends: its tree would grow forever."""
     engine = engine_of("evicts", 4, prefix_cache=None)
     requests = [
         make_request(engine.model.config, DOCUMENT + question, SHORT, index=index)
@@ -231,21 +224,10 @@ def test_a_server_that_keeps_no_prefixes_has_none():
     assert not engine.runner.prefixes._trees
 
 
-def test_a_conversation_takes_no_prefix():
-    """Its sequence is in its lane, and continues behind what was cut."""
-    engine = engine_of("cuts")
-    past = make_request(engine.model.config, [5, 6], SHORT)
-    prefixes = engine.runner.prefixes
-    assert prefixes.serves(past)
-    assert not prefixes.serves(dataclasses.replace(past, seen=3))
-    assert not prefixes.serves(dataclasses.replace(past, before=[3]))
-    assert not prefixes.serves(dataclasses.replace(past, base=0))
-
-
 # -- where they are ------------------------------------------------------------------------------
 
 
-def test_sequences_that_only_grow_share_pages():
+def test_appending_policy_shares_pages():
     """The document is in the pool once, and five requests run at a time where two would fit."""
     engine = engine_of("keeps", 4)
     given = [DOCUMENT[:24] + question for question in QUESTIONS[:4]]
@@ -264,26 +246,21 @@ def test_sequences_that_only_grow_share_pages():
     assert max(running) == 4
 
 
+@contextlib.contextmanager
 def squeezed_with_prefixes(engine: Engine, pages: int):
-    """The pool has so many pages, and no prefix when it is left."""
+    """A context in which the pool has fewer pages; it begins and ends without prefixes."""
     engine.runner.prefixes.clear()
-    context = squeezed(engine, pages)
-
-    class Cleared:
-        def __enter__(self):
-            context.__enter__()
-
-        def __exit__(self, *error):
+    with squeezed(engine, pages):
+        try:
+            yield
+        finally:
             if not engine.runner.dirty:
                 engine.runner.prefixes.clear()
-            return context.__exit__(*error)
-
-    return Cleared()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prefixes_that_leave_the_pool_come_back_from_the_host(name):
-    """Three prompts in a pool for one: each is found on the host, where all have room."""
+def test_prefixes_return_from_host_memory(name):
+    """Three prompts in a pool for one: each returns from the host, where all fit."""
     engine, given = engine_of(name), prompts((29, 27, 26))
     with squeezed_with_prefixes(engine, 5 * 20):
         for prompt in given:
@@ -296,7 +273,7 @@ def test_prefixes_that_leave_the_pool_come_back_from_the_host(name):
                 assert cached(ask(engine, name, [prompt])) == [24]
 
 
-def test_the_host_has_its_bound_too():
+def test_host_memory_is_bounded():
     engine, given = engine_of("evicts", prefix_cache=64_000), prompts((29, 27, 26, 25, 28))
     with squeezed_with_prefixes(engine, 5 * 20):
         for prompt in given * 2:
@@ -306,7 +283,7 @@ def test_the_host_has_its_bound_too():
         assert cached(ask(engine, "evicts", given[-1:])) == [24]
 
 
-def test_a_page_that_prefixes_share_is_copied_to_the_host_once():
+def test_shared_page_is_copied_to_host_once():
     engine = engine_of("keeps")
     given = [DOCUMENT + question for question in QUESTIONS]
     ask(engine, "keeps", given)
@@ -320,7 +297,7 @@ def test_a_page_that_prefixes_share_is_copied_to_the_host_once():
 
 
 @pytest.mark.parametrize("name", ["evicts", "bounded"])
-def test_the_least_recently_used_prefix_goes_first(name):
+def test_least_recently_used_prefix_is_dropped_first(name):
     engine, (first, second) = engine_of(name, 4, prefix_cache=0), prompts((29, 27))
     for prompt in (first, second, first):
         ask(engine, name, [prompt])
@@ -349,29 +326,27 @@ def turns(engine: Engine, sessions: int, count: int, *, thinks: bool) -> list[in
 @pytest.mark.parametrize(
     ("thinks", "pages", "expected"), [(False, 14, (19, 28, 37)), (True, 22, (16, 24, 32))]
 )
-def test_a_session_holds_its_last_state(thinks, pages, expected):
+@pytest.mark.parametrize("host", [0, 1e6])
+def test_session_holds_only_its_last_state(thinks, pages, expected, host):
     """Three sessions in a pool for little more than their last states: every turn is a hit.
 
-    Where a template leaves out what was thought, a last one is that of a prompt. With all states of
-    the last turn in its place, the pools would have to hold 17 and 24 pages a row.
+    If a template leaves out thoughts, the last state is that of a prompt. With all states of the
+    last turn, the pools would need 17 and 24 pages per row. What is superseded is dropped, and not
+    copied to the host.
     """
-    engine = engine_of("evicts", 4, prefix_cache=0)
+    engine = engine_of("evicts", 4, prefix_cache=host)
     with squeezed_with_prefixes(engine, pages * 20):
         assert turns(engine, 3, 4, thinks=thinks) == [0, 0, 0, *np.repeat(expected, 3)]
+        assert not any(each.superseded for each in engine.runner.prefixes._on_host)
 
 
 @pytest.mark.parametrize("name", ["keeps", "might evict"])
-def test_who_was_put_back_continues_where_it_was(name):
-    """Nothing of it is read again: it went to the host."""
+def test_preempted_request_continues_from_its_prefix(name, monkeypatch):
+    """It is not prefilled again: its state went to the host."""
     engine, given = engine_of(name), prompts((30, 29))
     longer = dataclasses.replace(GREEDY, max_new_tokens=24)
-    preempted, preempt = [], Scheduler.preempt
-
-    def noted(scheduler):
-        preempted.append(preempt(scheduler))
-        return preempted[-1]
-
-    with mock.patch.object(Scheduler, "preempt", noted), squeezed_with_prefixes(engine, 10 * 20):
+    preempted = results_of(monkeypatch, Scheduler, "preempt")
+    with squeezed_with_prefixes(engine, 10 * 20):
         found = engine.generate(given, sampling=longer)
     for one, prompt in zip(found, given, strict=True):
         answer(prompt, longer, name).check(one)
@@ -393,45 +368,6 @@ def test_prefixes_are_forgotten_with_the_cache():
     engine.runner.release()
     assert engine.runner.prefixes.counts.states == 0
     assert cached(ask(engine, "evicts", [prompt])) == [0]
-
-
-def test_an_answer_that_a_stop_string_ends_is_kept_only_where_nothing_came_behind_it():
-    engine, (prompt,) = engine_of("evicts"), prompts((30,))
-    free = answer(prompt, GREEDY, "evicts")
-    sampling = dataclasses.replace(GREEDY, stop=(free.text[10:13],))
-    found = engine.generate([prompt], sampling=sampling)[0]
-    assert found.finish_reason == "stop"
-    (again,) = ask(engine, "evicts", [prompt + found.tokens + [5]])
-    assert again.usage.cached_tokens in (24, 30 + len(found.tokens) - 1)
-
-
-@pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
-def test_the_pool_is_copied_nowhere(name, optimized):
-    """Programs of prefixes take the cache over, and need little besides."""
-    del optimized
-
-    def of_pool(max_tokens):
-        engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
-        cache, runner = engine.runner.cache, engine.runner
-        rows, pages = runner.read_lane(0), np.zeros(16, np.int32)
-        contents = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((len(pages), *x.shape[1:]), x.dtype),
-            runner.page_block(),
-        )
-        lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
-        lowered = {
-            "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
-            "write": programs.write_pages.lower(cache, pages, contents),
-            "load": programs.load_lane.lower(cache, np.int32(0), lengths, np.int32(0), rows),
-        }
-        pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
-        return {key: each.compile().memory_analysis() for key, each in lowered.items()}, pool
-
-    (small, pool), (large, four_pools) = of_pool(64), of_pool(256)
-    assert four_pools == 4 * pool
-    for key, each in large.items():
-        assert each.alias_size_in_bytes >= four_pools
-        assert each.temp_size_in_bytes - small[key].temp_size_in_bytes < pool / 50
 
 
 # -- at random -----------------------------------------------------------------------------------
@@ -467,8 +403,8 @@ def tree_of_prompts(choose: random.Random) -> list[list[int]]:
     [range(6, 14), *further(*(range(start, start + 125) for start in range(0, 625, 125)))],
     ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
 )
-def test_random_trees_of_prompts_in_small_pools(name, pages, ends, host, seeds):
-    """Whatever is evicted, cancelled or put back, each answer is that of the request alone.
+def test_random_prompt_trees_in_small_pools(name, pages, ends, host, seeds):
+    """With evictions, cancellations and preemptions each answer is that of the request alone.
 
     At night 5,000 trees.
     """
@@ -496,10 +432,11 @@ def test_random_trees_of_prompts_in_small_pools(name, pages, ends, host, seeds):
             for index, which in enumerate(order)
             for sampling in [samplings[which]]
         ]
-        pending = None if host is None else list(requests)
+        mode = "heard" if host is None else "open"
         with squeezed_with_prefixes(engine, pages * 20):
-            told["preempted"] += serve_at_random(engine, requests, pending, choose)
+            events = serve_at_random(engine, requests, choose, mode=mode)
             check_consistent(engine.runner.prefixes)
+        told["preempted"] += len(events.preempted)
         for request in requests:
             want = answer(request.prompt, request.sampling, name, ends=ends)
             told[request.finish_reason] += 1
@@ -511,42 +448,6 @@ def test_random_trees_of_prompts_in_small_pools(name, pages, ends, host, seeds):
     assert told["cached"] > 30
     assert told["cancelled"]
     assert told["preempted"] or (name, pages) not in (("keeps", 9), ("evicts", 7)), told
-
-
-def serve_at_random(engine, requests, pending, choose) -> int:
-    """Serves requests that are cancelled at random; returns how many were put back.
-
-    They are a list, or come at random if they are `pending`.
-    """
-    indices, share = range(len(requests)), choose.choice((0, 0.05, 0.2))
-    preempt, count = Scheduler.preempt, itertools.count()
-
-    def perhaps_cancel():
-        if choose.random() < share:
-            engine.cancel(choose.choices(indices, k=2))
-
-    def incoming(wait):
-        perhaps_cancel()
-        if not pending:
-            return None
-        size = choose.randint(1 if wait else 0, min(4, len(pending)))
-        came, pending[:size] = pending[:size], []
-        return came
-
-    def noted(scheduler):
-        next(count)
-        return preempt(scheduler)
-
-    with mock.patch.object(Scheduler, "preempt", noted):
-        engine.serve(
-            Source(
-                requests if pending is None else [],
-                requests[0].sampling,
-                on_tokens=lambda update: perhaps_cancel(),
-                incoming=None if pending is None else incoming,
-            )
-        )
-    return next(count)
 
 
 def check_consistent(prefixes: Prefixes) -> None:
@@ -573,10 +474,9 @@ def check_consistent(prefixes: Prefixes) -> None:
     assert np.count_nonzero(host._host_of >= 0) == len(matched)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_who_was_cancelled_while_it_waited_waits_no_more(name):
-    """No state is taken for it: no program ends where it parts from others."""
-    engine, given = engine_of(name, lanes=1), [DOCUMENT + each for each in QUESTIONS]
+def test_cancelled_queued_request_leaves_prefix_tree():
+    """No state is taken for it, so no program ends where it diverges from others."""
+    engine, given = engine_of("evicts", lanes=1), [DOCUMENT + each for each in QUESTIONS]
     requests = [
         make_request(engine.model.config, prompt, SHORT, index=index)
         for index, prompt in enumerate(given)
@@ -594,8 +494,8 @@ def test_who_was_cancelled_while_it_waited_waits_no_more(name):
     assert [node.waiting for node in nodes] == [0] * len(given)
 
 
-def test_copies_to_the_host_take_a_share_of_the_time(monkeypatch):
-    """What leaves behind them is dropped; what is too large for any has its turn, too."""
+def test_host_copies_are_rate_limited(monkeypatch):
+    """Copies beyond the rate are refused; one beyond the burst limit waits for a full allowance."""
     engine = engine_of("keeps", 2)
     states = engine.runner.prefixes
     monkeypatch.setattr(prefixes_module, "TO_HOST", 100.0)
@@ -617,8 +517,8 @@ def test_copies_to_the_host_take_a_share_of_the_time(monkeypatch):
     assert states._takes_time(1)
 
 
-def test_prefixes_for_whose_copies_there_is_no_time_are_dropped(monkeypatch):
-    """They are read anew, and no page is lost."""
+def test_prefixes_beyond_copy_rate_are_dropped(monkeypatch):
+    """They are prefilled again, and no page is lost."""
     engine, given = engine_of("keeps"), prompts((29, 27, 26))
     states = engine.runner.prefixes
     monkeypatch.setattr(prefixes_module, "TO_HOST", 0.0)
@@ -630,7 +530,7 @@ def test_prefixes_for_whose_copies_there_is_no_time_are_dropped(monkeypatch):
         check_consistent(states)
 
 
-def test_a_prefix_for_which_the_host_has_no_room_takes_no_time(monkeypatch):
+def test_prefix_too_large_for_host_uses_no_copy_allowance(monkeypatch):
     engine = engine_of("keeps", prefix_cache=1e5)
     states, page = engine.runner.prefixes, engine.runner.page_bytes
     monkeypatch.setattr(states, "_host_bytes", 20 * page)  # a page of each row
@@ -644,8 +544,8 @@ def test_a_prefix_for_which_the_host_has_no_room_takes_no_time(monkeypatch):
     check_consistent(states)
 
 
-def test_what_the_host_has_already_takes_no_time(monkeypatch):
-    """A prefix stays whose pages a longer one has brought there, when nothing may be copied."""
+def test_pages_already_on_host_use_no_copy_allowance(monkeypatch):
+    """A prefix whose pages a longer one has copied stays, although nothing may be copied."""
     engine = engine_of("keeps")
     states, page = engine.runner.prefixes, engine.runner.page_bytes
     ask(engine, "keeps", [DOCUMENT + question for question in QUESTIONS[:2]])
@@ -661,8 +561,8 @@ def test_what_the_host_has_already_takes_no_time(monkeypatch):
     check_consistent(states)
 
 
-def test_an_answer_whose_grammar_ends_it_continues():
-    """Its end is read while the next chunk is launched, in which the other lanes go on."""
+def test_next_turn_continues_answer_that_grammar_ended():
+    """Its end is collected while the next chunk is launched for the other lanes."""
     engine = engine_of("evicts", 6, ends=ENDS)
     free = dataclasses.replace(GREEDY, ignore_eos=True)
     prompt, *others = prompts((30, 5, 6, 7, 8))

@@ -1,4 +1,4 @@
-"""Engines stay in their process, and processes in which programs would hang say so."""
+"""Engines stay in their process; forked processes in which programs would hang are refused."""
 
 import copy
 import os
@@ -15,13 +15,13 @@ from dms_jax.model.language_model import LanguageModel
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_an_engine_is_no_value(take):
+def test_engine_cannot_be_copied_or_pickled(take):
     engine = object.__new__(Engine)
     with pytest.raises(ConfigError, match="cannot be pickled or copied"):
         take(engine)
 
 
-def test_a_forked_process_in_which_programs_would_hang_refuses(monkeypatch):
+def test_process_forked_after_jax_ran_is_refused(monkeypatch):
     monkeypatch.setattr(compilation.xla_bridge, "backends_are_initialized", lambda: True)
     read, write = os.pipe()
     child = os.fork()
@@ -50,7 +50,7 @@ def test_a_forked_process_in_which_programs_would_hang_refuses(monkeypatch):
     compilation.check_process()  # this one may
 
 
-def test_a_fork_before_jax_ran_is_none_of_it(monkeypatch):
+def test_process_forked_before_jax_ran_is_allowed(monkeypatch):
     monkeypatch.setattr(compilation.xla_bridge, "backends_are_initialized", lambda: False)
     compilation._note_fork()
     compilation.check_process()

@@ -1,4 +1,4 @@
-"""The compiler options of compiled programs."""
+"""Programs: compiler options, the loop over layers, and results in one transfer."""
 
 import dataclasses
 import functools
@@ -11,11 +11,12 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, programs
+from dms_jax.generation.programs import Packed
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts, stories
 
 
-def test_xla_knows_the_options_of_a_step():
+def test_xla_accepts_step_options():
     """XLA knows the names and values on every platform; it refuses an unknown one like this."""
     step = jax.jit(lambda x: x + 1, compiler_options=programs.GPU_STEP_OPTIONS)
     assert step(1) == 2
@@ -25,7 +26,7 @@ def test_xla_knows_the_options_of_a_step():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"], ids="on {}".format)
-def test_options_are_those_of_the_backend(backend, monkeypatch):
+def test_options_follow_backend(backend, monkeypatch):
     """An unknown option on only one kind of device."""
     program = programs.Program(lambda x: x + 1, gpu_options={"xla_no_such_option": True})
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
@@ -36,7 +37,7 @@ def test_options_are_those_of_the_backend(backend, monkeypatch):
         program(1)
 
 
-def test_a_function_may_be_given_more_on_a_gpu(monkeypatch):
+def test_program_passes_extra_arguments_on_gpu(monkeypatch):
     program = programs.Program(
         lambda x, block=1: x + block, gpu_options={}, on_gpu={"block": 8}, donate_argnums=0
     )
@@ -47,7 +48,7 @@ def test_a_function_may_be_given_more_on_a_gpu(monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dms", "dmc", "kcache"])
-def test_steps_draw_the_same_however_many_layers_a_turn_of_the_loop_has(name, monkeypatch):
+def test_steps_do_not_depend_on_layers_per_iteration(name, monkeypatch):
     """A GPU's turns have several; windows of DMC that hold nothing are among what is cut."""
     policies = {
         "dmc": dms_jax.DMC(window=1, offset=0.0),
@@ -77,7 +78,7 @@ def test_steps_draw_the_same_however_many_layers_a_turn_of_the_loop_has(name, mo
     ],
     ids=lambda each: getattr(each, "name", str(each)),
 )
-def test_a_layer_of_a_step_leaves_its_lengths_and_what_only_it_knows(policy, results):
+def test_layer_of_step_returns_only_lengths_and_own_state(policy, results):
     """Totals that follow from the lengths are taken of all layers at once: a layer is launches."""
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
     runner, transformer = engine.runner, engine.model.transformer
@@ -97,3 +98,60 @@ def test_a_layer_of_a_step_leaves_its_lengths_and_what_only_it_knows(policy, res
     stacked = [x.aval for x in layers.outvars if x.aval.shape[:2] == (num_layers, 2)]
     states = len(jax.tree.leaves(cache.row_state))
     assert len(stacked) == results + states
+
+
+TREE = {
+    "numbers": np.arange(-3, 3, dtype=np.int32).reshape(2, 3),
+    "booleans": np.array([[True], [False]]),
+    "shares": np.array([0.1, -np.inf, np.nan], np.float32),
+    "nothing": np.zeros((0, 4), np.int32),
+    "absent": None,
+}
+
+
+def test_packed_results_round_trip():
+    packed = jax.jit(Packed.of)(TREE)
+    assert len(jax.tree.leaves(packed)) == 1
+    read = packed.read()
+    chex.assert_trees_all_equal(read, TREE)
+    chex.assert_trees_all_equal_shapes_and_dtypes(read, TREE)
+
+
+def test_packed_results_keep_double_precision():
+    with jax.enable_x64(True):
+        numbers = {"one": np.array([1 / 3, 2.0]), "two": np.array([True]), "three": np.array(2**40)}
+        chex.assert_trees_all_equal(jax.jit(Packed.of)(numbers).read(), numbers)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
+def test_copies_do_not_duplicate_pool(name, optimized):
+    """Programs of copies and prefixes take over the cache, and need little besides."""
+    del optimized
+
+    def compiled(max_tokens):
+        engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
+        runner, cache = engine.runner, engine.runner.cache
+        pages, lanes = np.zeros(16, np.int32), np.arange(4, dtype=np.int32)
+        contents = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(pages), *x.shape[1:]), x.dtype),
+            runner.page_block(),
+        )
+        lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
+        given = np.int32(0), lengths, np.int32(0), runner.read_lane(0)
+        heads = engine.model.config.num_kv_heads
+        lowered = {
+            "lanes": programs.copy_lanes.lower(cache, np.zeros((1, 2, 16), np.int32), lanes, heads),
+            "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
+            "write": programs.write_pages.lower(cache, pages, contents),
+            "load": programs.load_lane.lower(cache, *given),
+        }
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
+        return {key: each.compile() for key, each in lowered.items()}, pool
+
+    (small, pool), (large, four_pools) = compiled(64), compiled(256)
+    assert four_pools == 4 * pool
+    assert " while(" not in large["lanes"].as_text()  # it would hold the host up until it ended
+    for key in large:
+        own, less = large[key].memory_analysis(), small[key].memory_analysis()
+        assert own.alias_size_in_bytes >= four_pools
+        assert own.temp_size_in_bytes - less.temp_size_in_bytes < pool / 50

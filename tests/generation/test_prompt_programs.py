@@ -1,4 +1,4 @@
-"""Programs that read prompts: what they compute for whom, and that no answer depends on it."""
+"""Prefill programs: shapes, places, compilation; answers do not depend on them."""
 
 import dataclasses
 
@@ -33,9 +33,9 @@ LENGTHS = (5, 64, 1, 70, 33, 130, 20, 31, 32, 65, 9)
 
 @pytest.fixture
 def shapes_of(monkeypatch):
-    """Returns a function that runs a call, and says what was compiled before it, and what ran.
+    """Returns a function that runs a call and returns its result, compiled shapes, and run shapes.
 
-    These are shapes, each with whether rows are cut behind prompts.
+    Each shape comes with whether rows are cut after prompts.
     """
     compiled, ran = set(), []
     call, extend = programs.Program.__call__, precompile._Calls.extend
@@ -70,7 +70,7 @@ def new_engine(policy=None, lanes=LANES) -> Engine:
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", ["evicts", "cuts"])
-def test_prompts_share_the_programs_that_were_compiled_before(name, shapes_of):
+def test_prompts_share_compiled_programs(name, shapes_of):
     given, policy = prompts(LENGTHS), ROWS_OF[name]
     alone, together = new_engine(policy), new_engine(policy)
     _, _, ran = shapes_of(lambda: [alone.generate([each], sampling=GREEDY) for each in given])
@@ -87,7 +87,7 @@ def test_prompts_share_the_programs_that_were_compiled_before(name, shapes_of):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dms", "dmc", "quest", "snapkv", "kcache"])
-def test_answers_are_those_of_prompts_that_are_read_one_at_a_time(name):
+def test_batched_prefill_answers_as_one_prompt_at_a_time(name):
     """With real programs, whose products are computed for places."""
     given, engine = prompts(LENGTHS), new_engine(MECHANISMS[name])
     alone = [engine.generate([each], sampling=GREEDY)[0] for each in given]
@@ -100,7 +100,7 @@ def test_answers_are_those_of_prompts_that_are_read_one_at_a_time(name):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("count", [1, 3, LANES, 2 * LANES])
-def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, shapes_of):
+def test_prefill_programs_are_compiled_before_first_run(count, shapes_of):
     """Whatever the lengths are, and in whatever order they come; equal prompts are read once."""
     for seed in range(3):
         random = np.random.default_rng((count, seed))
@@ -117,8 +117,8 @@ def test_all_programs_of_prompts_are_compiled_before_the_first_runs(count, shape
 @pytest.mark.parametrize(
     ("length", "needed"), [(70, {(64, False), (32, True)}), (128, {(64, False), (64, True)})]
 )
-def test_a_prompt_compiles_the_programs_that_it_runs_and_no_other(length, needed, shapes_of):
-    """Of chunks that end a prompt, behind which rows are cut, and of those that end none."""
+def test_prompt_compiles_only_programs_it_runs(length, needed, shapes_of):
+    """Chunks that end a prompt, after which rows are cut, have programs of their own."""
     engine = new_engine(ROWS_OF["cuts"], lanes=1)
     _, compiled, ran = shapes_of(lambda: engine.generate(prompts([length]), sampling=GREEDY))
     assert {(shape.width, cut) for shape, cut in ran} == needed
@@ -128,8 +128,8 @@ def test_a_prompt_compiles_the_programs_that_it_runs_and_no_other(length, needed
 @pytest.mark.parametrize(
     ("policy", "few"), [(dms_jax.Quest(budget=20), True), (MECHANISMS["tova"], False)]
 )
-def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
-    """But for answers that are read again, which have the programs of prompts."""
+def test_token_by_token_prefill_is_padded(policy, few):
+    """Except recomputed answers, which use the programs of prompts."""
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
     shapes = Engine(model, num_lanes=LANES, **OPTIONS).shapes
     assert any(shape.places is not None for shape in every_shape(shapes.one_pass))
@@ -146,7 +146,7 @@ def test_where_tokens_are_read_one_by_one_all_entries_have_places(policy, few):
     ],
     ids=lambda each: getattr(each, "name", str(each)),
 )
-def test_a_chunk_of_one_token_is_a_step_unless_prompts_are_told_from_answers(policy, one_pass):
+def test_chunk_of_one_token_is_a_step_unless_policy_knows_prompts(policy, one_pass):
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
     shapes = Engine(model, **OPTIONS | dict(prefill_chunk=1)).shapes
     assert {each.one_pass for each in every_shape(shapes.one_pass)} == {one_pass}
@@ -154,7 +154,7 @@ def test_a_chunk_of_one_token_is_a_step_unless_prompts_are_told_from_answers(pol
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
-def test_on_a_mesh_all_entries_have_places(mesh):
+def test_prefill_on_mesh_is_padded(mesh):
     with jax.set_mesh(dms_jax.make_mesh(*mesh)):
         model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
         shapes = Engine(model, num_lanes=LANES, **OPTIONS).shapes
@@ -162,7 +162,7 @@ def test_on_a_mesh_all_entries_have_places(mesh):
 
 
 @pytest.mark.parametrize("places", [None, 40])
-def test_products_have_a_row_for_each_place(places):
+def test_products_have_one_row_per_place(places):
     """All but attention: embedding, projections, feed-forward, norms and what is added."""
     engine = Engine(model_for("vanilla"), num_lanes=LANES, **OPTIONS)
     shape = every_shape(engine.shapes.one_pass)[0]._replace(width=32, entries=3, places=places)
@@ -191,7 +191,7 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
-def test_what_has_no_place_is_refused_before_anything_runs():
+def test_batch_larger_than_places_is_refused():
     runner = new_engine().runner
     shape = new_engine().shapes.one_pass.of_width(32)[-1]
     assert shape == (32, 6, 64, True)
@@ -202,8 +202,8 @@ def test_what_has_no_place_is_refused_before_anything_runs():
 
 
 @pytest.mark.nightly
-def test_on_a_gpu_a_layer_has_one_more_launch_and_the_pool_stays_where_it_is():
-    """It packs what attention gave; what attention is given is taken apart where it is rotated."""
+def test_unpadded_prefill_on_gpu_adds_one_launch_and_copies_no_pool():
+    """It packs the output of attention; inputs are unpacked by the rotation."""
     for name, found in told_by("tests/generation/prompt_launches.py").items():
         padded, unpadded = found["padded"], found["unpadded"]
         assert 20 < unpadded["launches"] <= padded["launches"] + 1, (name, found)

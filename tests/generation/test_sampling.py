@@ -10,6 +10,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import sampling
+from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.sampling import (
     LanesFilter,
     Sampling,
@@ -97,7 +98,7 @@ def test_filters_keep_what_the_oracle_keeps(name):
 
 class SmallExamplesTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
-    def test_tokens_of_equal_likelihood_share_a_fate(self):
+    def test_equally_likely_tokens_are_kept_together(self):
         filtered = self.variant(filter_logits)
         logits = jnp.log(jnp.array([[0.3, 0.2, 0.2, 0.2, 0.1]]))
         for rule in (Sampling(top_k=2).filter, Sampling(top_p=0.4).filter):
@@ -140,7 +141,7 @@ def test_draws_follow_the_filtered_distribution(name):
 
 
 @pytest.mark.nightly
-def test_drawing_takes_no_more_memory_than_the_tokens_that_are_tried():
+def test_sampling_memory_is_bounded_by_trials():
     """Of each row 16 blocks of 128; a square of them would be 64 MB for 64 rows."""
     rows, vocabulary = 64, 300
     inputs = jnp.zeros((rows, vocabulary)), jax.random.split(jax.random.key(0), rows)
@@ -150,7 +151,7 @@ def test_drawing_takes_no_more_memory_than_the_tokens_that_are_tried():
 
 
 @pytest.mark.nightly
-def test_the_smallest_temperature_still_draws_among_equals():
+def test_smallest_temperature_draws_among_equals():
     """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
     logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
     keys = jax.random.split(jax.random.key(0), 64)
@@ -196,7 +197,7 @@ def test_lanes_that_differ_draw_as_each_alone(searched):
         chex.assert_trees_all_equal(tokens[own], alone)
 
 
-def test_the_filter_of_lanes_follows_those_that_come_and_go():
+def test_lanes_filter_follows_changes():
     """Against one that is made anew; what a program was given before stays as it is."""
     rng, num_lanes = np.random.default_rng(0), 5
     pool = [
@@ -219,7 +220,7 @@ def test_the_filter_of_lanes_follows_those_that_come_and_go():
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p"])
-def test_no_share_is_too_small(name):
+def test_tiny_top_p_and_min_p(name):
     """Against float64, for probabilities whose ratios are far outside float32."""
     logits = np.array([[-700.0, -600.0, -110.0, -95.0, -80.0, -60.0, 0.0]], np.float32)
     for share in (1e-300, 1e-46, 1e-44, 1e-40, 1e-38, 1e-30):
@@ -246,7 +247,7 @@ def test_half_precision_logits_are_sampled_in_float32():
 
 
 @pytest.mark.nightly
-def test_trials_do_not_depend_on_how_many_there_are():
+def test_trials_do_not_depend_on_their_number():
     logits = Scaled.of(jnp.asarray(np.stack([example(seed, 300) for seed in range(4)])))
     keys = jax.random.split(jax.random.key(5), 4)
     several = jax.jit(draw, static_argnums=2)
@@ -256,7 +257,7 @@ def test_trials_do_not_depend_on_how_many_there_are():
 
 
 @pytest.mark.nightly
-def test_where_no_trial_is_kept_the_most_likely_token_is_taken():
+def test_likeliest_token_is_taken_if_no_trial_is_kept():
     """Not with a top-p that is tried, but a rule may be given as numbers."""
     rule = dataclasses.replace(Sampling(top_p=0.9).filter, top_p=1e-6)
     logits = jnp.zeros((64, 5000)).at[:, 4321].set(0.01)
@@ -265,7 +266,7 @@ def test_where_no_trial_is_kept_the_most_likely_token_is_taken():
 
 
 @pytest.mark.nightly
-def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():
+def test_draws_cover_vocabulary_of_many_blocks():
     """1000 tokens are eight blocks, the last one not full; the likely tokens are in several."""
     draws, size = 20_000, 1000
     logits = np.full(size, -30.0, np.float32)
@@ -281,7 +282,7 @@ def test_a_vocabulary_of_many_blocks_is_drawn_from_as_a_whole():
     assert ((counts[likely] - expected) ** 2 / expected).sum() < CHI_SQUARE
 
 
-def test_what_has_no_weight_is_never_chosen_however_sums_are_rounded(monkeypatch):
+def test_zero_weight_is_never_chosen_despite_rounding(monkeypatch):
     """A GPU adds in a tree, so that the sum up to a weight of 0 may exceed the one before it."""
     random = np.random.default_rng(0)
     weights = random.exponential(size=(50, 1, 128)).astype(np.float32)
@@ -314,7 +315,7 @@ def test_copies_differ_and_seeds_decide():
     assert one.logprobs is None
 
 
-def test_positions_draw_for_themselves():
+def test_draws_depend_on_position():
     """A request that continues from its own first tokens draws the same tokens after them."""
     (prompt,), plain = prompts([13]), dataclasses.replace(SAMPLED, top_p=1.0)
     engine = engine_for("vanilla")
@@ -327,3 +328,8 @@ def test_positions_draw_for_themselves():
     chex.assert_trees_all_close(
         np.array(whole.logprobs), steps[np.arange(12), whole.tokens], rtol=1e-7, atol=1e-4
     )
+
+
+def test_ignore_eos_with_grammar_is_refused():
+    with pytest.raises(dms_jax.ConfigError, match="ignore_eos"):
+        Sampling(ignore_eos=True, grammar=Grammar.lark('start: "a"'))

@@ -157,7 +157,7 @@ def test_every_answer_to_every_schema_is_valid():
     assert kinds == {dict, list, str, int, float, bool, type(None)}
 
 
-def test_a_model_s_answers_are_valid():
+def test_real_answers_are_valid():
     """Drawn from the model's own distribution, made hot."""
     engine = dms_jax.Engine(
         stories(), dms_jax.Vanilla(), num_lanes=4, max_tokens=400, page_size=16, chunk=4

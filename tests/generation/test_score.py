@@ -17,6 +17,7 @@ from tests.generation.support import (
     host_engine,
     model_for,
     prompts,
+    results_of,
     squeezed,
 )
 from tests.generation.support import SHAPE as ENGINE
@@ -30,7 +31,7 @@ SHAPE = dict(chunk=8, page_size=16)
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
-def test_a_prompt_in_one_pass_is_held_whole(name):
+def test_one_pass_prompt_is_held_in_full(name):
     """Prompts run in chunks of 8, the first before any eviction; others go token by token."""
     (prompt,), chunk = prompts([40]), ENGINE["prefill_chunk"]
     one = dataclasses.replace(GREEDY, max_new_tokens=1)
@@ -44,12 +45,9 @@ def test_a_prompt_in_one_pass_is_held_whole(name):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "pages"), [("keeps", 210), ("evicts", 110), ("bounded", 130)])
-def test_given_answers_are_scored_as_they_would_be_drawn(name, pages, monkeypatch):
-    """In a pool that is too small for them; some continue one prompt, some have none."""
-    preempt, preempted = Scheduler.preempt, []
-    monkeypatch.setattr(
-        Scheduler, "preempt", lambda scheduler: preempted.append(1) or preempt(scheduler)
-    )
+def test_given_answers_are_scored_like_drawn_ones(name, pages, monkeypatch):
+    """In a pool that is too small; some share a prompt, some have none."""
+    preempted = results_of(monkeypatch, Scheduler, "preempt")
     engine = host_engine(name, 4, ends=ENDS, page_size=8)
     config, wants = engine.model.config, []
     for index, prompt in enumerate([*prompts((5, 30, 40)), *2 * prompts((20,))]):

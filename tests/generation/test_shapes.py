@@ -1,4 +1,4 @@
-"""The few shapes in which prompts of any number and length run."""
+"""The few prefill shapes for prompts of any number and length."""
 
 import hypothesis
 import numpy as np
@@ -21,14 +21,14 @@ PADDED = shapes_of(unpadded=False)
 MANY = shapes_of(few=False, unpadded=False)
 
 
-def test_widths_are_a_chunk_and_fractions_of_it():
+def test_widths_are_fractions_of_chunk():
     assert SHAPES.widths == (512, 256)
     assert MANY.widths == (512, 128, 32)
     assert shapes_of(64, few=False, unpadded=False).widths == (64, 16)
     assert shapes_of(24).widths == (24,)
 
 
-def test_the_shapes_are_those_that_the_module_shows():
+def test_shapes_equal_module_docstring():
     assert [shape[:3] for shape in every_shape(SHAPES)] == [
         *((512, 3, 1024), (512, 24, 8192), (256, 6, 512), (256, 48, 4096))
     ]
@@ -45,7 +45,7 @@ def test_the_shapes_are_those_that_the_module_shows():
     tokens=strategies.integers(1, 8192),
     lanes=strategies.integers(1, 256),
 )
-def test_places_hold_a_chunk_and_are_at_least_a_third_of_what_attention_sees(lanes, chunk, tokens):
+def test_places_are_at_least_a_third_of_padded_size(lanes, chunk, tokens):
     for width, entries, places, _ in every_shape(shapes_of(chunk, tokens, lanes)):
         assert 1 <= entries <= lanes
         if places is not None:
@@ -139,7 +139,7 @@ def costs(shapes: Shapes, batches: list[list[int]]) -> tuple[int, int]:
     return len(programs), sum(programs)
 
 
-def test_programs_of_short_prompts_that_come_a_few_at_a_time():
+def test_cost_of_refilling_with_short_prompts():
     """256 lanes are refilled by 27 requests a chunk; each program takes 4 ms before its tokens."""
     random = np.random.default_rng(1)
     batches = [random.integers(20, 191, size).tolist() for size in (256, *[27] * 46)]
@@ -155,7 +155,7 @@ def test_programs_of_short_prompts_that_come_a_few_at_a_time():
     assert tokens <= places < 1.5 * tokens < 2.5 * tokens < padded
 
 
-def test_a_program_has_no_more_entries_than_lanes_and_at_least_one():
+def test_entries_are_between_one_and_lanes():
     three = shapes_of(lanes=3, few=False, unpadded=False)
     assert three.next_batch({0: 20, 1: 20, 2: 20}) == ([0, 1, 2], (32, 3, None, False))
     narrow = shapes_of(tokens=100, lanes=3)
@@ -170,7 +170,7 @@ every_kind = pytest.mark.parametrize(
 
 
 @every_kind
-def test_any_prompts_run_to_their_end_in_a_handful_of_shapes(shapes, most):
+def test_any_prompts_run_in_few_shapes(shapes, most):
     random, seen = np.random.default_rng(0), set()
     for count in (1, 5, 40, shapes.num_lanes):
         left = dict(enumerate(random.integers(1, 5000, count).tolist()))
@@ -188,7 +188,7 @@ def test_any_prompts_run_to_their_end_in_a_handful_of_shapes(shapes, most):
 
 
 @every_kind
-def test_the_first_of_the_widest_never_waits(shapes, most):
+def test_first_of_widest_never_waits(shapes, most):
     """However much fits beside the others that came later."""
     del most
     random = np.random.default_rng(5)
@@ -205,7 +205,7 @@ def test_the_first_of_the_widest_never_waits(shapes, most):
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(data=strategies.data(), refilled=strategies.booleans())
 @every_kind
-def test_the_shapes_that_prompts_need_are_known_before_any_runs(shapes, most, data, refilled):
+def test_needed_shapes_are_predicted(shapes, most, data, refilled):
     """Also where lanes are refilled, a few at a time."""
     longest = data.draw(strategies.sampled_from([60, 300, 5000, 60_000]))
     counts = data.draw(strategies.lists(strategies.integers(1, longest), min_size=1, max_size=40))
@@ -229,7 +229,7 @@ def programs_of(shapes: Shapes, batches: list[list[int]]) -> set[tuple[Shape, bo
 
 
 @every_kind
-def test_one_prompt_alone_needs_what_it_runs_and_nothing_else(shapes, most):
+def test_shapes_of_single_prompt_are_exact(shapes, most):
     del most
     widest = shapes.widths[0]
     for count in (1, widest // 2, widest // 2 + 1, widest, widest + 1, 2 * widest, 5 * widest + 3):
@@ -237,7 +237,7 @@ def test_one_prompt_alone_needs_what_it_runs_and_nothing_else(shapes, most):
 
 
 @every_kind
-def test_all_that_prompts_of_a_length_can_need_is_met_by_some_of_them(shapes, most):
+def test_every_shape_is_needed_by_some_prompt(shapes, most):
     """A narrow chunk of few widths ends its prompt; where there are many it is one of two."""
     del most
     for longest in (3, shapes.widths[0] // 2, shapes.widths[0], 3 * shapes.widths[0]):

@@ -52,7 +52,7 @@ def of_small_step(policy, sampling, *, data: int, model: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", nightly_but({"Vanilla", "DMS"}, POLICIES))
 @pytest.mark.parametrize(("data", "model"), [(1, 2), *further((2, 2), (2, 4), (1, 8))])
-def test_a_layer_has_two_sums(name, data, model):
+def test_layer_has_two_all_reduces(name, data, model):
     found = of_small_step(POLICIES[name], GREEDY, data=data, model=model)
     own = BATCH // data
     stream = f"all-reduce f32[{own},1,{SMALL.hidden_size}]"  # in which a CPU sums bfloat16
@@ -67,14 +67,14 @@ def test_a_layer_has_two_sums(name, data, model):
 
 
 @pytest.mark.nightly
-def test_where_sequences_are_split_a_step_has_no_collective():
+def test_step_over_split_sequences_has_no_collective():
     assert of_small_step(POLICIES["DMS"], GREEDY, data=4, model=1) == {}
     # Whether one of the first tokens that are tried is kept, of all sequences.
     assert of_small_step(POLICIES["DMS"], TOP_P, data=4, model=1) == {"all-reduce pred[]": 1}
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), *further((1, 4), (3, 1))])
-def test_each_device_has_the_plan_of_its_own_rows(data, model, monkeypatch):
+def test_each_device_plans_its_own_rows(data, model, monkeypatch):
     """Checks each call of the kernel against a plan for its own lengths; a wrong one gives NaN."""
     policy, mesh = dms_jax.Vanilla(), dms_jax.make_mesh(data, model)
     transformer, plans = random_model(TINY, dtype=jnp.float32), []
@@ -127,7 +127,7 @@ def on_gpus():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [*ON_GPUS, "top-p"])
-def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
+def test_split_steps_on_gpus_in_bfloat16(name, on_gpus):
     found = on_gpus[name]["collectives"]
     own = {f"all-reduce bf16[{BATCH},{rest}{CONFIG.hidden_size}]" for rest in ("", "1,")}
     assert sum(found.pop(each, 0) for each in own) == 2 * LAYERS + 1
@@ -141,7 +141,7 @@ def test_on_gpus_the_same_in_bfloat16(name, on_gpus):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Vanilla", "DMS"])
-def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, on_gpus):
+def test_split_layer_adds_two_launches(name, on_gpus):
     """The plan of attention is made once a step on a mesh, too."""
     # As in `test_launches`, with the norms of queries and keys and two sums; and what is sliced for
     # all layers of a turn, or kept of them.
@@ -151,5 +151,5 @@ def test_a_layer_launches_two_sums_beside_what_it_launches_on_one_device(name, o
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Vanilla", "DMS"])
-def test_linked_gpus_sum_by_a_kernel_of_xla(name, on_gpus):
+def test_linked_gpus_use_xla_all_reduce_kernel(name, on_gpus):
     assert on_gpus[name]["own_sums"] == 2 * split_steps.TURN

@@ -47,7 +47,7 @@ def drawn_from(vocabulary, dtype, mesh=None):
     ("vocabulary", "devices", "name"),
     [(1000, 8, "top-p"), *further((*SPLIT[1], "lanes"))],
 )
-def test_one_device_and_several_draw_the_same(vocabulary, devices, name):
+def test_draws_do_not_depend_on_devices(vocabulary, devices, name):
     """In float64, so that no draw is as near to the border of a token as sums are rounded."""
     rule, mesh = RULES[name], dms_jax.make_mesh(model=devices)
     with jax.enable_x64(True):
@@ -60,7 +60,7 @@ def test_one_device_and_several_draw_the_same(vocabulary, devices, name):
 
 @pytest.mark.parametrize("name", nightly_but({"plain"}, RULES))
 @pytest.mark.parametrize(("vocabulary", "devices"), [SPLIT[0], *further(SPLIT[1])])
-def test_no_device_is_sent_the_logits(vocabulary, devices, name):
+def test_logits_are_not_gathered(vocabulary, devices, name):
     """Of each row it is sent sums of blocks, and the blocks of the tokens that are tried."""
     mesh = dms_jax.make_mesh(model=devices)
     given = drawn_from(vocabulary, jnp.float32, mesh)

@@ -18,7 +18,7 @@ def held(text: str, strings: list[str]) -> int:
     )
 
 
-def test_they_are_found_where_a_search_finds_them():
+def test_stop_strings_are_found_where_a_search_finds_them():
     """Strings of two letters, which overlap with themselves and with each other."""
     rng = np.random.default_rng(0)
 
@@ -40,7 +40,7 @@ def test_they_are_found_where_a_search_finds_them():
             assert stops.held == held(text, strings)
 
 
-def test_without_any_nothing_is_found_or_held():
+def test_no_stop_strings():
     stops = StopStrings(())
     assert stops.find("abc") is None
     stops.add("abc")
@@ -60,7 +60,7 @@ class Counted(str):
 
 @pytest.mark.parametrize("unit", ["a", "ab", "aab"])
 @pytest.mark.parametrize("end", ["c", "b" * 50])
-def test_the_work_follows_the_text_however_long_a_string_is(unit, end):
+def test_work_does_not_grow_with_stop_string(unit, end):
     """A text that the string nearly is, over and over; it comes one character at a time."""
     work = []
     for size in (200, 2000):

@@ -1,4 +1,4 @@
-"""Streaming: updates add up, stop strings end a request, what is not a number is named."""
+"""Streaming: updates add up, stop strings end a request, NaN logits are named."""
 
 import dataclasses
 
@@ -46,18 +46,8 @@ class Listener:
 
 
 @pytest.mark.usefixtures("fakes")
-def test_updates_add_up():
-    listener = Listener(4)
-    completions = host_engine().generate(prompts(), sampling=GREEDY, on_tokens=listener)
-    listener.check(completions)
-    assert all(len(updates) >= 3 for updates in listener.updates)  # twenty tokens, eight per chunk
-    for prompt, completion in zip(prompts(), completions, strict=True):
-        answer(prompt).check(completion)
-
-
-@pytest.mark.usefixtures("fakes")
-def test_updates_add_up_for_any_characters():
-    """So hot that most tokens are single bytes, there are many broken characters."""
+def test_updates_add_up_to_text():
+    """At a high temperature most tokens are bytes, and many characters are broken."""
     sampling = dms_jax.Sampling(temperature=100.0, max_new_tokens=NEW_TOKENS, seed=1)
     listener = Listener(4)
     completions = host_engine().generate(prompts(), sampling=sampling, on_tokens=listener)
@@ -89,22 +79,6 @@ def test_stop_strings_end_a_request_and_its_usage():
     assert completion.usage.compression_ratio == short.usage.compression_ratio
 
 
-@pytest.mark.usefixtures("fakes")
-def test_a_stop_string_of_one_request_leaves_the_others_alone():
-    given = prompts()
-    free = [answer(prompt).text for prompt in given]
-    stop = next(
-        piece
-        for piece in (free[1][start : start + 4] for start in range(4, 30))
-        if sum(piece in text for text in free) == 1
-    )
-    sampling = dataclasses.replace(GREEDY, stop=stop)
-    stopped = host_engine().generate(given, sampling=sampling)
-    assert [each.finish_reason for each in stopped] == ["length", "stop", "length", "length"]
-    for prompt, one in zip(given, stopped, strict=True):
-        answer(prompt, sampling).check(one)
-
-
 def broken_model():
     """The plain model, whose weights are not numbers."""
     model = model_for("vanilla", ends=False)
@@ -113,14 +87,14 @@ def broken_model():
     return dataclasses.replace(model, transformer=nnx.merge(graph, broken))
 
 
-def test_weights_that_are_not_numbers():
+def test_nan_weights_are_named():
     engine = Engine(broken_model(), max_tokens=64, **SHAPE)
     with pytest.raises(CheckpointError, match=r"logits are not numbers .* token 5 of prompt 0"):
         engine.generate(prompts(), sampling=GREEDY)
 
 
 @pytest.mark.nightly
-def test_weights_that_are_not_numbers_are_neither_drawn_from_nor_scored():
+def test_nan_weights_are_refused_in_sampling_and_scoring():
     model = broken_model()
     hot = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9, top_k=5, min_p=0.1)
     with pytest.raises(CheckpointError, match="logits are not numbers"):
@@ -129,7 +103,7 @@ def test_weights_that_are_not_numbers_are_neither_drawn_from_nor_scored():
         dms_jax.score(model, prompts([20]), chunk=8, page_size=16)
 
 
-def test_the_first_token_whose_logits_are_not_numbers_is_named():
+def test_first_token_with_nan_logits_is_named():
     """It is one of a chunk, behind a prompt of three tokens and two new ones."""
     config = model_for("vanilla").config
     fine, request, other = make_requests(config, [[1, 4], [1, 5, 7], [1, 6]], GREEDY)
@@ -145,8 +119,8 @@ def test_the_first_token_whose_logits_are_not_numbers_is_named():
 
 
 @pytest.mark.parametrize("parts", range(7))
-def test_whoever_was_told_of_tokens_is_told_that_it_was_all(parts):
-    """Wherever the updates of a chunk are interrupted, the rest comes later, and once."""
+def test_on_notified_follows_interrupted_updates(parts):
+    """Wherever the updates of a chunk are interrupted, the rest comes later, exactly once."""
     told: list[int | str] = []
     notifier = Notifier(
         TextTracker(None, ()),

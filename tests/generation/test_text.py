@@ -82,7 +82,7 @@ def test_pieces_add_up_to_the_decoded_whole(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_goes_on_where_its_prompt_ends(kind):
+def test_answer_text_continues_prompt(kind):
     """Prompt and answer are the text, wherever it is cut: no space between words is lost."""
     text = "if a:\n    return two words + 3\n"
     tokens = tokenizer(kind).encode(text, False)
@@ -101,7 +101,7 @@ def test_an_answer_goes_on_where_its_prompt_ends(kind):
         assert later.text == want
 
 
-def test_an_answer_goes_on_behind_a_prompt_of_nothing_but_bytes():
+def test_answer_text_after_prompt_of_bytes():
     """A line end of byte fallback: the space of the first word behind it is part of the answer."""
     own = tokenizer("stories260k")
     byte, half = (own.backend.token_to_id(piece) for piece in ("<0x0A>", "<0xC3>"))
@@ -123,7 +123,7 @@ def test_an_answer_goes_on_behind_a_prompt_of_nothing_but_bytes():
     assert text_behind(e_acute) == text_behind([byte]) == "\ufffd her"
 
 
-def test_behind_a_special_token_a_text_begins():
+def test_text_starts_after_special_token():
     tokens = tokenizer("mistral").encode("Sure thing", False)
     begin = tokenizer("mistral").bos_token_id
     running, _ = stream("mistral", tokens, [1], prompt=[*tokens, begin])
@@ -131,7 +131,7 @@ def test_behind_a_special_token_a_text_begins():
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
-def test_a_character_cut_across_tokens_is_held_back(kind):
+def test_incomplete_character_is_held_back(kind):
     text = "a 🙂"
     tokens = tokenizer(kind).encode(text, False)
     parts = [tokenizer(kind).decode(tokens[:n]) for n in range(1, len(tokens))]
@@ -155,7 +155,7 @@ def known(kind: str, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stop_string_is_found_whatever_the_chunks(kind):
+def test_stop_string_does_not_depend_on_chunks(kind):
     for seed in range(3):
         tokens = random_tokens(kind, 120, seed + 10)
         whole = tokenizer(kind).decode(tokens)
@@ -181,7 +181,7 @@ def test_a_stop_string_is_found_whatever_the_chunks(kind):
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
 @pytest.mark.parametrize("stop", ["\ufffd", " \ufffd", "\ufffd\ufffd"])
-def test_a_part_of_a_character_is_no_stop_string_while_it_may_be_completed(kind, stop):
+def test_incomplete_character_is_no_stop_string(kind, stop):
     """It reads as U+FFFD until the other parts come, a run of single bytes as several."""
     text = "a 🙂🙂 你 b"
     tokens = tokenizer(kind).encode(text, False)
@@ -194,7 +194,7 @@ def test_a_part_of_a_character_is_no_stop_string_while_it_may_be_completed(kind,
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
 @pytest.mark.parametrize("ends", ["text", "end", "length"])
-def test_a_part_of_a_character_is_a_stop_string_when_nothing_completes_it(kind, ends):
+def test_broken_character_is_stop_string(kind, ends):
     smile = tokenizer(kind).encode("a 🙂", False)
     broken = smile[: next(n for n in range(9) if "\ufffd" in tokenizer(kind).decode(smile[:n]))]
     behind = tokenizer(kind).encode("and so on", False) if ends == "text" else []
@@ -207,7 +207,7 @@ def test_a_part_of_a_character_is_a_stop_string_when_nothing_completes_it(kind, 
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
-def test_a_long_run_of_parts_that_nothing_completes_is_a_stop_string(kind):
+def test_long_run_of_broken_characters_is_stop_string(kind):
     """Of parts that are no beginning all but the last are known to be none, of a run none is."""
     tokens = [tokenizer(kind).encode("🙂", False)[-1]] * 200
     assert tokenizer(kind).decode(tokens) == "\ufffd" * 200
@@ -220,7 +220,7 @@ def test_a_long_run_of_parts_that_nothing_completes_is_a_stop_string(kind):
 
 @pytest.mark.parametrize("kind", ["mistral", "stories260k"])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_in_a_long_run_of_bytes_parts_are_told_from_characters_whatever_the_chunks(kind, broken):
+def test_long_run_of_bytes_does_not_depend_on_chunks(kind, broken):
     """It is committed in parts, whose text is that of whole characters."""
     parts = [tokenizer(kind).backend.token_to_id(f"<0x{byte:02X}>") for byte in "你".encode()]
     tokens = [*parts[broken:], *parts * 40]
@@ -233,7 +233,7 @@ def test_in_a_long_run_of_bytes_parts_are_told_from_characters_whatever_the_chun
 
 
 @pytest.mark.parametrize("kind", ["mistral", "stories260k"])
-def test_parts_of_characters_behind_many_spaces_are_told_whatever_the_chunks(kind):
+def test_broken_characters_after_spaces_do_not_depend_on_chunks(kind):
     """A space alone has no text, so that a run of bytes may go on behind as many as there are."""
     space = tokenizer(kind).backend.token_to_id("▁")
     part = tokenizer(kind).backend.token_to_id("<0x9F>")
@@ -246,7 +246,7 @@ def test_parts_of_characters_behind_many_spaces_are_told_whatever_the_chunks(kin
     assert len(ends) == 1
 
 
-def test_what_may_become_a_stop_string_is_held_back():
+def test_possible_stop_string_is_held_back():
     tokens = tokenizer("stories260k").encode("one two three four", False)
     running, pieces = stream("stories260k", tokens, [1], stop=["two thread", "three five"])
     assert running.text == "".join(pieces) == "one two three four"
@@ -260,7 +260,7 @@ def test_what_may_become_a_stop_string_is_held_back():
             assert shown == "one two "
 
 
-def test_an_end_token_is_no_text_even_if_it_is_not_special():
+def test_end_token_is_not_text():
     letters = tokenizer("stories260k").encode("cat sat", False)
     for end in (END, letters[-1]):
         tokens = [*letters[:-1], end]
@@ -270,14 +270,14 @@ def test_an_end_token_is_no_text_even_if_it_is_not_special():
         assert running.text == "".join(pieces) == tokenizer("stories260k").decode(tokens[:-1])
 
 
-def test_a_stop_string_before_an_end_token_wins():
+def test_stop_string_before_end_token_wins():
     tokens = [*tokenizer("stories260k").encode("cat sat.", False), END]
     running, _ = stream("stories260k", tokens, [50], stop=[" s"], end_tokens=(END,))
     assert (running.finish_reason, running.text) == ("stop", "cat")
     assert END not in running.generated
 
 
-def test_without_a_tokenizer_there_is_no_text():
+def test_no_text_without_tokenizer():
     tracker = TextTracker(None, (END,))
     running = request(5, ("stop",))
     running.generated = [7, END]
@@ -285,7 +285,7 @@ def test_without_a_tokenizer_there_is_no_text():
     assert (running.finish_reason, running.text) == ("end", "")
 
 
-def test_the_time_of_a_token_does_not_grow_with_the_text():
+def test_time_per_token_is_constant():
     """Decoding the whole text at every chunk would take hundreds of times longer at the end."""
     kind = "stories260k"
     tokens = tokenizer(kind).encode("Once upon a time there was a little cat. ", False) * 1500
@@ -302,7 +302,7 @@ def test_the_time_of_a_token_does_not_grow_with_the_text():
 
 @pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
 @pytest.mark.parametrize("character", ["\x00", "a", "\ufffd"], ids=["absent", "held", "broken"])
-def test_the_work_of_a_token_grows_neither_with_a_stop_string_nor_with_the_text(kind, character):
+def test_work_per_token_is_constant(kind, character):
     """Strings that are longer than the text, which is their beginning, or has nothing of them."""
     text = tokenizer(kind).encode("aa" if character == "a" else "two words", False)
     if character == "\ufffd":  # a part of a character, which no other part follows
@@ -318,7 +318,7 @@ def test_the_work_of_a_token_grows_neither_with_a_stop_string_nor_with_the_text(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
-def test_a_stop_string_in_a_large_chunk_is_found_by_short_windows(kind, monkeypatch):
+def test_large_chunk_is_searched_in_short_windows(kind, monkeypatch):
     """All tokens of a call can come at once, and each is looked at as if it came alone."""
     words, decode = tokenizer(kind).encode("two words ", False), Tokenizer.decode
     decoded = []
@@ -336,7 +336,7 @@ def test_a_stop_string_in_a_large_chunk_is_found_by_short_windows(kind, monkeypa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_piece_is_decoded_once(kind, monkeypatch):
+def test_text_is_decoded_once(kind, monkeypatch):
     """Each token that was the last of a piece is decoded by itself too, but only the first time."""
     tokens = tokenizer(kind).encode("two words and a third one\n" * 8, False)
     tracker, calls, decode = TextTracker(tokenizer(kind), ()), [], Tokenizer.decode
@@ -358,7 +358,7 @@ def test_a_piece_is_decoded_once(kind, monkeypatch):
     assert len(calls) <= pieces + 4  # the prompt's last token, and the last piece
 
 
-def test_an_interrupt_while_texts_are_made_loses_none(monkeypatch):
+def test_interrupt_during_finish_loses_no_text(monkeypatch):
     """Several requests end in a chunk, and Ctrl-C comes while their texts are made."""
     kind, words = tokenizer("qwen2"), ["one", "two", "three"]
     tracker = TextTracker(kind, (), streaming=False)

@@ -1,4 +1,4 @@
-"""One server for the tests that leave it as it was; most of them run it on fake programs."""
+"""One server for the tests that do not change it; most run it on fake programs."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def client():
 
 @pytest.fixture
 def idle(client):
-    """The client, when nothing runs; and nothing runs afterwards."""
+    """The client while the server is idle; afterwards it is idle again."""
     from tests.serving.support import wait_until
 
     def nothing():

@@ -1,6 +1,6 @@
-"""A server whose answers are a script: HTTP, templates and forms are the library's, and no model.
+"""A server with scripted answers: HTTP, templates and formats are the library's; there is no model.
 
-What an answer is follows from the text of its prompt, as the chat template has written it.
+An answer is a function of the text of its prompt, as rendered by the chat template.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from tests.serving.support import Client
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers" / "qwen2"
 MAX_TOKENS = 4096
-CACHED = 7  # tokens of each prompt, as usage says
+CACHED = 7  # cached tokens of each prompt, in usage
 
-# Each as the models of the form have it, as far as it matters here.
+# Simplified templates of the models of each format.
 TEMPLATES = {
     "hermes": """\
 {%- if tools %}<|im_start|>system
@@ -125,12 +125,12 @@ def tokenizer(template: str) -> Tokenizer:
 
 
 class ScriptedService(Service):
-    """Stands for a service: answers at once, in deltas of random lengths.
+    """A fake service that answers at once, in deltas of random lengths.
 
     Attributes:
       prompts: the texts of all prompts, in order.
-      samplings: how each was to be sampled.
-      priorities: that of each.
+      samplings: the sampling of each.
+      priorities: the priority of each.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: Script):
@@ -207,7 +207,7 @@ class ScriptedClient(Client):
         return f"http://127.0.0.1:{self.port}"
 
     def post(self, path, status=200, **body):
-        """The JSON that an address answers with."""
+        """Returns the JSON answer of an endpoint."""
         import json
 
         response = self.send(body, path=path)
@@ -216,7 +216,7 @@ class ScriptedClient(Client):
         return answer
 
     def named_events(self, path, **body):
-        """The data of the events of a stream, each of which has the name of its type."""
+        """Returns the data of a stream's events, each of which is named by its type."""
         import json
 
         response = self.send(body | {"stream": True}, path=path)
@@ -230,7 +230,7 @@ class ScriptedClient(Client):
 
 
 def served_model(template: str, **more) -> ServedModel:
-    """What HTTP knows of a model with one of the templates."""
+    """Returns what HTTP knows of a model with one of the templates."""
     options = dict(
         models={"scripted": None},
         policy="Vanilla",

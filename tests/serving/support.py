@@ -1,6 +1,6 @@
-"""A server whose two sides are threads of this process, and a client that sees what is on the wire.
+"""A server whose two processes are threads of this one, and an HTTP client.
 
-Between them is what is between the two processes of `dms-jax serve`.
+They are connected like the two processes of `dms-jax serve`.
 """
 
 import asyncio
@@ -27,6 +27,14 @@ TEMPLATE = (
 )
 SHAPE = dict(page_size=16, chunk=4, prefill_chunk=16)
 LANES, MAX_TOKENS = 4, 160
+# A short question in each API.
+HELLO = [{"role": "user", "content": "Hello"}]
+BODIES = {
+    "/v1/completions": {"prompt": "Hello"},
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 9},
+}
 PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
 
 
@@ -42,19 +50,19 @@ BOUNDED = dms_jax.TOVA(budget=24, prefill="evict_past_budget")  # rows never hol
 
 
 def make_service(policy: dms_jax.Policy = BOUNDED, model=None, **more) -> Service:
-    """A service over that model, unless another is given, which nobody has started."""
+    """Returns a service, not started, over that model or a given one."""
     options = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, max_waiting=8, **SHAPE)
     return Service(model or stories(), policy, **options | more)
 
 
 @dataclasses.dataclass
 class Client:
-    """Talks HTTP with a server.
+    """An HTTP client of a server.
 
     Attributes:
-      port: where it listens.
-      service: what it answers with.
-      engine: which HTTP asks.
+      port: the server's port.
+      service: its service.
+      engine: its engine server.
     """
 
     port: int
@@ -65,21 +73,21 @@ class Client:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
 
     def send(self, body, *, chat=False, connection=None, path=None):
-        """The response to a POST."""
+        """Returns the response to a POST."""
         connection = connection or self.connect()
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", path or PATHS[chat], data)
         return connection.getresponse()
 
     def ask(self, *, chat=False, status=200, **body):
-        """What a request is answered with."""
+        """Returns the JSON answer to a request."""
         response = self.send(body, chat=chat)
         answer = json.loads(response.read())
         assert response.status == status, answer
         return answer
 
     def stream(self, *, chat=False, **body):
-        """The chunks of a streamed answer."""
+        """Returns the chunks of a streamed answer."""
         response = self.send(body | {"stream": True}, chat=chat)
         assert response.status == 200, response.read()
         assert response.getheader("Content-Type").startswith("text/event-stream")
@@ -88,14 +96,14 @@ class Client:
         return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
     def get(self, path):
-        """The status and the text of a page."""
+        """Returns the status and the text of a GET."""
         connection = self.connect()
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read().decode()
 
     def metric(self, name, label=""):
-        """The sum of a metric over its labels, or over those that have one."""
+        """Returns the sum of a metric over its labels, or over those that contain `label`."""
         lines = self.get("/metrics")[1].splitlines()
         found = [line for line in lines if line.partition(" ")[0].partition("{")[0] == name]
         assert found or label, f"there is no {name}"
@@ -103,7 +111,7 @@ class Client:
 
 
 def served(service, access: Access | None = None, **more) -> ServedModel:
-    """What a client is sent of a service."""
+    """Returns the description of a service for HTTP."""
     return ServedModel.of(service, "stories", dms_jax.Sampling(), seed=0, access=access, **more)
 
 
@@ -115,7 +123,7 @@ def serving(
     changes_adapters=False,
     **more,
 ):
-    """A client of a server, which ends in order."""
+    """A context with a client of a server, which shuts down in order."""
     service, gone = make_service(**more), threading.Event()
     if warm:
         service.warm()
@@ -141,7 +149,7 @@ def serving(
 
 
 def hold_steps(client, monkeypatch) -> tuple[threading.Event, threading.Event]:
-    """Returns an event until which every chunk of steps waits, and one that one does."""
+    """Returns an event that releases all chunks of steps, and one that is set when one waits."""
     runner, go_on, waits = client.service.engine.runner, threading.Event(), threading.Event()
     decode = runner.decode
 
@@ -155,7 +163,7 @@ def hold_steps(client, monkeypatch) -> tuple[threading.Event, threading.Event]:
 
 
 def wait_until(true, seconds=60.0):
-    """Waits until a function says so."""
+    """Waits until a condition is true."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it never came to be"

@@ -1,4 +1,4 @@
-"""Who may ask: hosts, web pages, types of bodies, keys."""
+"""Access: hosts, web pages, content types, keys."""
 
 import http.client
 import json
@@ -30,7 +30,7 @@ def status_of(access, path="/v1/models", **headers):
         *("gpu1.lab.example:8000", "a.b.lab.example"),
     ],
 )
-def test_names_of_the_server_are_answered(host):
+def test_own_hosts_are_allowed(host):
     assert status_of(NAMED, host=host) == 200
     assert status_of(NAMED, host=host, origin=f"http://{host}") == 200
 
@@ -44,7 +44,7 @@ def test_names_of_the_server_are_answered(host):
         *("2130706433", "0x7f.1", "evil.example localhost"),
     ],
 )
-def test_other_names_are_refused(host):
+def test_other_hosts_are_refused(host):
     assert status_of(NAMED, host=host) == 403
     assert status_of(Access(hosts=("*",)), host=host) == 200
 
@@ -65,13 +65,13 @@ def test_other_names_are_refused(host):
         ("http://chat.example", 403),
     ],
 )
-def test_pages_of_others_may_not_ask(origin, status):
+def test_foreign_origins_are_refused(origin, status):
     access = Access(origins=("https://chat.example",))
     assert status_of(access, host="localhost:8000", origin=origin) == status
     assert status_of(Access(origins=("*",)), host="localhost:8000", origin=origin) == 200
 
 
-def test_a_key_is_asked_for_everywhere_but_where_health_is_told():
+def test_key_is_required_except_for_health():
     access = Access(keys=("one", "two"))
     for given, status in (
         ("Bearer one", 200),
@@ -88,9 +88,11 @@ def test_a_key_is_asked_for_everywhere_but_where_health_is_told():
         assert status_of(access, "/health", authorization=given) == 200
     assert status_of(access) == 401
     assert status_of(access, "/health", host="evil.example") == 403
+    for given, status in (("two", 200), ("three", 401)):  # as Anthropic's clients send it
+        assert status_of(access, x_api_key=given) == status
 
 
-def test_keys_come_from_a_file_and_the_environment(tmp_path):
+def test_keys_are_read_from_file_and_environment(tmp_path):
     path = tmp_path / "keys"
     path.write_bytes(b"\xef\xbb\xbfone\r\n\n two\n")
     assert read_keys(str(path), {}) == ("one", "two")
@@ -111,7 +113,7 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path):
         (b"a", {"DMS_JAX_API_KEY": ""}, "The variable DMS_JAX_API_KEY is empty"),
     ],
 )
-def test_a_key_that_is_none_does_not_open_the_server(tmp_path, content, environment, said):
+def test_invalid_key_file_is_refused(tmp_path, content, environment, said):
     path = tmp_path / "sk-secret"
     if content is not None:
         path.write_bytes(content)
@@ -130,12 +132,12 @@ def test_a_key_that_is_none_does_not_open_the_server(tmp_path, content, environm
         (["--allowed-origins", "http://a.example/"], "without a path"),
     ],
 )
-def test_the_command_refuses_what_is_malformed(options, said, capsys):
+def test_command_refuses_malformed_access_options(options, said, capsys):
     assert main(["serve", "--port", "0", *options]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_which_addresses_only_this_machine_reaches():
+def test_loopback_addresses():
     assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "dms.example")))
 
@@ -160,7 +162,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 
 @pytest.mark.usefixtures("fakes")
-def test_who_has_the_key_is_answered(guarded):
+def test_requests_with_key_are_answered(guarded):
     kind = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert ask(guarded, body=ASKED, **KEY, **kind)[0].status == 200
     assert ask(guarded, body=ASKED, **KEY)[0].status == 200  # no type is named
@@ -180,14 +182,14 @@ def test_who_has_the_key_is_answered(guarded):
         *("multipart/form-data; boundary=a", "text/plain;application/json", "", "application/xml"),
     ],
 )
-def test_bodies_that_any_page_may_send_are_refused(client, kind):
+def test_content_types_other_than_json_are_refused(client, kind):
     for path in ("/v1/completions", "/v1/chat/completions"):
         response, text = ask(client, path=path, body=ASKED, Content_Type=kind)
         assert response.status == 415
         assert "Content-Type: application/json" in json.loads(text)["error"]["message"]
 
 
-def test_a_name_that_was_made_to_mean_this_machine_reads_nothing(client):
+def test_dns_rebinding_is_refused(client):
     for method, path in (("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/health")):
         response, text = ask(client, method, path, body=ASKED, Host="evil.example:8000")
         assert response.status == 403
@@ -202,7 +204,7 @@ def test_a_name_that_was_made_to_mean_this_machine_reads_nothing(client):
     assert response.getheader("Access-Control-Allow-Origin") is None
 
 
-def test_a_page_that_may_ask_reads_the_answer(guarded):
+def test_allowed_origin_reads_answer(guarded):
     page = {"Origin": "https://chat.example"}
     response, _ = ask(guarded, "GET", "/v1/models", None, **page, **KEY)
     assert response.getheader("Access-Control-Allow-Origin") == "https://chat.example"

@@ -1,4 +1,4 @@
-"""Adapters by name over HTTP: the `model` of a request says which, on every address."""
+"""Adapters over HTTP: the `model` of a request selects one, on every endpoint."""
 
 import concurrent.futures
 import dataclasses
@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax.serving.service import DrainingError
 from tests.generation.support import adapted
-from tests.serving.support import BOUNDED, make_service, serving, stories, wait_until
+from tests.serving.support import BODIES, BOUNDED, make_service, serving, stories, wait_until
 from tests.support.fake_programs import answer_of
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -33,7 +33,7 @@ def expected(slot: int, new_tokens: int) -> str:
     return tokenizer.decode([*prompt, *tokens]).removeprefix(tokenizer.decode(prompt))
 
 
-def test_each_request_is_answered_by_the_model_that_it_names(client):
+def test_requests_select_adapter_by_model(client):
     """All at once in four lanes, twice: the second time from prefixes, each of its own adapter."""
     body = dict(prompt=PROMPT, temperature=0, max_tokens=24)
     asked = [*MODELS, None] * 3
@@ -52,30 +52,20 @@ def test_each_request_is_answered_by_the_model_that_it_names(client):
     assert len({expected(slot, 24) for slot in range(3)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("path", "content"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
-        ("/v1/responses", {"input": "Hi"}),
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
-        ),
-    ],
-)
-def test_every_address_takes_names_and_says_them(client, path, content):
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_takes_model_names(client, path):
     for name in MODELS:
-        response = client.send(content | {"model": name}, path=path)
+        response = client.send(BODIES[path] | {"model": name}, path=path)
         answer = json.loads(response.read())
         assert response.status == 200, answer
         assert answer["model"] == name
-    response = client.send(content | {"model": "c"}, path=path)
+    response = client.send(BODIES[path] | {"model": "c"}, path=path)
     message = json.loads(response.read())["error"]["message"]
     assert response.status == 404
     assert message == "There is no model 'c' here, only 'stories', 'a', 'b'."
 
 
-def test_streams_and_token_ids_have_their_model(client):
+def test_streams_and_tokenize_take_model_names(client):
     chunks = client.stream(prompt=PROMPT, temperature=0, max_tokens=8, model="b")
     assert {chunk["model"] for chunk in chunks} == {"b"}
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected(2, 8)
@@ -84,7 +74,7 @@ def test_streams_and_token_ids_have_their_model(client):
     assert client.send({"model": "c", "prompt": "Hi"}, path="/tokenize").status == 404
 
 
-def test_the_list_of_models_has_the_base_and_its_adapters(client):
+def test_models_lists_base_and_adapters(client):
     status, text = client.get("/v1/models")
     cards = json.loads(text)["data"]
     assert (status, [card["id"] for card in cards]) == (200, MODELS)
@@ -100,8 +90,8 @@ def tokens() -> list[int]:
     return stories().tokenizer.encode(PROMPT)
 
 
-def test_an_adapter_is_replaced_between_its_requests():
-    """What runs ends with the old one, what comes waits for the new one, and others go on."""
+def test_adapter_is_replaced_between_requests():
+    """Running requests finish with the old one, new ones wait, and others go on."""
     service, new = make_service(adapters={each: adapted(each) for each in "ab"}), adapted("c")
     old = service.engine.runner.slots
     threads, log, ends = [], [], {name: threading.Event() for name in ("first", "later", "b")}
@@ -143,7 +133,7 @@ def test_an_adapter_is_replaced_between_its_requests():
         service.replace_adapter("a", new)
 
 
-def test_nobody_waits_for_a_change_after_the_last_request_has_failed(monkeypatch):
+def test_pending_replacement_ends_with_service(monkeypatch):
     service, refused = make_service(adapters={"a": adapted("a")}), []
 
     def fail(source):
@@ -165,7 +155,7 @@ def test_nobody_waits_for_a_change_after_the_last_request_has_failed(monkeypatch
     assert refused
 
 
-def test_a_client_may_replace_an_adapter_if_it_is_allowed(tmp_path, monkeypatch):
+def test_client_replaces_adapter_if_allowed(tmp_path, monkeypatch):
     base = dms_jax.load(dms_jax.assets.path("stories260k"))
     base = dataclasses.replace(base, generation=stories().generation)
     dms_jax.save(
@@ -208,7 +198,7 @@ def test_a_client_may_replace_an_adapter_if_it_is_allowed(tmp_path, monkeypatch)
         assert client.ask(prompt=PROMPT, model="a", max_tokens=4)["model"] == "a"
 
 
-def test_no_client_may_replace_an_adapter_unless_it_is_allowed(client):
+def test_client_cannot_replace_adapter_by_default(client):
     response = client.send({"lora_name": "a", "lora_path": "x"}, path="/v1/load_lora_adapter")
     assert response.status == 404
     response.read()

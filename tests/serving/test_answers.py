@@ -1,13 +1,11 @@
-"""Answers, streamed or whole: those that the programs gave to each request, alone or in company."""
-
-import threading
+"""Answers over HTTP, whole and streamed, equal those of the engine."""
 
 import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
 from tests.generation.support import answer
-from tests.serving.support import LANES, MAX_TOKENS, SHAPE, stories, wait_until
+from tests.serving.support import LANES, MAX_TOKENS, SHAPE, stories
 
 STORY = dict(prompt="Once upon a time", max_tokens=14)
 DRAWN = dict(temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, seed=7)
@@ -30,7 +28,7 @@ def joined(chunks, choice=0):
     return "".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts)
 
 
-def test_an_answer_is_that_of_an_engine(idle):
+def test_answer_equals_that_of_engine(idle):
     """With real programs."""
     greedy = dms_jax.Sampling(temperature=0, max_new_tokens=14, logprobs=True)
     options = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, **SHAPE)
@@ -78,7 +76,7 @@ def test_several_choices_whole_and_streamed(idle):
 
 
 @fakes
-def test_a_chat_goes_through_the_template(idle):
+def test_chat_uses_template(idle):
     ids = stories().tokenizer.encode("user: Lily\nassistant: ", False)
     want = expected(ids, temperature=0, max_new_tokens=10).text
     asked = dict(chat=True, messages=TALK, temperature=0, max_completion_tokens=10)
@@ -105,7 +103,7 @@ def test_a_chat_goes_through_the_template(idle):
 
 
 @fakes
-def test_prompts_of_every_form_and_a_stop(idle):
+def test_prompt_forms_and_stop(idle):
     ids = encoded("The cat")
     greedy = dict(temperature=0, max_tokens=12)
     text = idle.ask(prompt="The cat", **greedy)["choices"][0]["text"]
@@ -121,7 +119,7 @@ def test_prompts_of_every_form_and_a_stop(idle):
 
 
 @fakes
-def test_parts_of_characters_are_told_in_bytes(idle):
+def test_logprobs_have_bytes_of_partial_characters(idle):
     hot = dict(messages=TALK, temperature=30, seed=3, max_tokens=60, logprobs=True)
     (choice,) = idle.ask(chat=True, **hot)["choices"]
     told = [bytes(each["bytes"]) for each in choice["logprobs"]["content"]]
@@ -130,44 +128,8 @@ def test_parts_of_characters_are_told_in_bytes(idle):
 
 
 @fakes
-def test_a_seed_decides_and_without_one_answers_differ(idle):
+def test_seed_decides_answer(idle):
     texts = [idle.ask(**STORY, seed=3)["choices"][0]["text"] for _ in range(2)]
     assert texts == [expected(STORY["prompt"], max_new_tokens=14, seed=3).text] * 2
     drawn = {idle.ask(**STORY)["choices"][0]["text"] for _ in range(3)}
     assert len(drawn) > 1
-
-
-@fakes
-def test_requests_join_those_that_run(idle, monkeypatch):
-    """Four that come one after another take hardly more steps than one; each is as it is alone."""
-    runner, steps, begun = idle.service.engine.runner, [], threading.Event()
-    decode, go_on = runner.decode, threading.Event()
-
-    def slow(*given, **more):
-        steps.append(len(idle.service.engine.running))
-        begun.set()
-        assert go_on.wait(60)
-        return decode(*given, **more)
-
-    monkeypatch.setattr(runner, "decode", slow)
-    settings = [dict(temperature=0), DRAWN, dict(temperature=1.5, seed=1), dict(top_k=2, seed=2)]
-    texts = {}
-
-    def ask(index):
-        asked = idle.ask(prompt="Once upon a time", max_tokens=40, **settings[index])
-        texts[index] = asked["choices"][0]["text"]
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
-    threads[0].start()
-    assert begun.wait(60)  # the first one runs, and the others are sent
-    for thread in threads[1:]:
-        thread.start()
-    wait_until(lambda: len(idle.service._jobs) == 4)
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert steps[0] == 1
-    assert max(steps) == 4
-    assert len(steps) <= 40 // SHAPE["chunk"] + 3
-    for index, given in enumerate(settings):
-        assert texts[index] == expected("Once upon a time", max_new_tokens=40, **given).text

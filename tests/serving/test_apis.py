@@ -1,4 +1,4 @@
-"""Each API in and out, on answers from a script: forms, events, tools and their results."""
+"""Each API in and out, with scripted answers: formats, events, tools and results."""
 
 import json
 import logging
@@ -6,7 +6,11 @@ import logging
 import pytest
 
 import dms_jax
+from dms_jax.serving.apis import APIS
+from dms_jax.serving.parsing import RequestBody
+from dms_jax.serving.refusals import RefusalError
 from tests.serving.scripted import CACHED, scripted, served_model
+from tests.serving.support import BODIES
 
 WEATHER = {
     "name": "get_weather",
@@ -46,7 +50,7 @@ def client():
 # -- chat completions ----------------------------------------------------------------------------
 
 
-def test_a_chat_calls_a_tool_and_goes_on_with_its_result(client):
+def test_chat_tool_call_and_result(client):
     answer = client.ask(chat=True, messages=[USER], tools=[TOOL])
     (choice,) = answer["choices"]
     message = choice["message"]
@@ -70,7 +74,7 @@ def test_a_chat_calls_a_tool_and_goes_on_with_its_result(client):
     )
 
 
-def test_a_streamed_chat_has_the_parts_of_a_whole_one(client):
+def test_streamed_chat_equals_whole(client):
     options = {"include_usage": True}
     *chunks, last = client.stream(chat=True, messages=[USER], tools=[TOOL], stream_options=options)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -87,21 +91,21 @@ def test_a_streamed_chat_has_the_parts_of_a_whole_one(client):
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": CACHED}
 
 
-def test_a_tool_without_a_description_has_an_empty_one(client):
+def test_missing_tool_description_is_empty(client):
     """Some templates join descriptions to texts."""
     bare = {"type": "function", "function": {"name": "get_weather"}}
     client.ask(chat=True, messages=[USER], tools=[bare])
     assert '"description": "", "parameters": {"type": "object"' in client.service.prompts[-1]
 
 
-def test_without_a_choice_of_tools_the_model_is_told_of_none(client):
+def test_tool_choice_none_hides_tools(client):
     for fields in ({}, dict(tools=[TOOL], tool_choice="none"), dict(tools=[])):
         choice = client.ask(chat=True, messages=[USER], **fields)["choices"][0]
         assert choice["message"]["content"] == "Four."
         assert "get_weather" not in client.service.prompts[-1]
 
 
-def test_several_answers_call_each_by_itself(client):
+def test_each_choice_has_its_own_calls(client):
     choices = client.ask(chat=True, messages=[USER], tools=[TOOL], n=3)["choices"]
     ids = {choice["message"]["tool_calls"][0]["id"] for choice in choices}
     assert len(ids) == 3
@@ -117,7 +121,7 @@ def test_several_answers_call_each_by_itself(client):
         assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
 
 
-def test_how_much_a_model_thinks_reaches_the_template(client):
+def test_reasoning_effort_reaches_template(client):
     for fields in (PLAIN, {"reasoning_effort": "none"}):
         client.ask(chat=True, messages=[USER], **fields)
         assert client.service.prompts[-1].endswith("<think>\n\n</think>\n\n")
@@ -125,7 +129,7 @@ def test_how_much_a_model_thinks_reaches_the_template(client):
     assert client.service.prompts[-1].endswith("<|im_start|>assistant\n")
 
 
-def test_leading_system_messages_are_one(client):
+def test_leading_system_messages_are_joined(client):
     said = [{"role": role, "content": role.title()} for role in ("system", "developer")]
     client.ask(chat=True, messages=[*said, USER])
     assert client.service.prompts[-1].startswith(
@@ -133,7 +137,7 @@ def test_leading_system_messages_are_one(client):
     )
 
 
-def test_unknown_fields_are_taken_with_one_warning_each(client, caplog):
+def test_unknown_fields_warn_once(client, caplog):
     with caplog.at_level(logging.WARNING, logger="dms_jax"):
         for _ in range(2):
             client.ask(chat=True, messages=[USER], colour=1, shade={"a": 1}, user="me", store=True)
@@ -143,7 +147,7 @@ def test_unknown_fields_are_taken_with_one_warning_each(client, caplog):
     ]
 
 
-def test_ids_of_other_servers_are_shortened_for_mistral():
+def test_call_ids_are_shortened_for_mistral():
     calls = [{"id": "call_123", "function": {"name": "get_weather", "arguments": ARGUMENTS}}]
     messages = [
         USER,
@@ -171,8 +175,8 @@ def in_channels(text):
     )
 
 
-def test_an_answer_in_channels():
-    """Thoughts are told without tools, too; results go behind their calls, one in a message."""
+def test_harmony_answer():
+    """Thoughts are marked without tools too; each result follows its call."""
     with scripted("harmony", in_channels) as client:
         answer = client.ask(chat=True, messages=[USER], reasoning_effort="low")
         message = answer["choices"][0]["message"]
@@ -206,7 +210,7 @@ def test_an_answer_in_channels():
 CALLING = {**WEATHER, "type": "function", "strict": False}
 
 
-def test_a_response_has_items_that_the_next_one_takes(client):
+def test_response_items_round_trip(client):
     asked = dict(model="scripted", instructions="Be brief.", tools=[CALLING])
     first = client.post(RESPONSES, input=QUESTION, **asked)
     assert (first["object"], first["status"]) == ("response", "completed")
@@ -235,7 +239,7 @@ def test_a_response_has_items_that_the_next_one_takes(client):
     assert again.count("<|im_start|>assistant") == 2
 
 
-def test_the_events_of_a_response_are_those_that_codex_reads(client):
+def test_response_events(client):
     events = client.named_events(RESPONSES, input=QUESTION, tools=[CALLING])
     assert [each["sequence_number"] for each in events] == list(range(len(events)))
     kinds = [each["type"].removeprefix("response.") for each in events]
@@ -268,7 +272,7 @@ def test_the_events_of_a_response_are_those_that_codex_reads(client):
     assert last["response"]["usage"]["input_tokens_details"] == {"cached_tokens": CACHED}
 
 
-def test_a_response_that_is_cut_off_says_so(client):
+def test_truncated_response_is_incomplete(client):
     cut = client.post(RESPONSES, input=QUESTION, max_output_tokens=5)
     assert cut["status"] == "incomplete"
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -276,7 +280,7 @@ def test_a_response_that_is_cut_off_says_so(client):
     assert events[-1]["type"] == "response.incomplete"
 
 
-def test_functions_of_a_namespace_are_called_by_both_names():
+def test_namespaced_functions():
     def script(text):
         assert '"name": "files.read"' in text
         if "<tool_response>" in text:
@@ -298,8 +302,8 @@ def test_functions_of_a_namespace_are_called_by_both_names():
         assert "have names" in error["message"]
 
 
-def test_codex_s_request_is_answered(client):
-    """The fields that it sends; of its tools those that are no functions are left out."""
+def test_codex_request(client):
+    """The fields that Codex sends; tools that are not functions are ignored."""
     request = {
         "model": "scripted",
         "instructions": "You are a coding agent.",
@@ -349,7 +353,7 @@ BLOCKS = [
 ]
 
 
-def test_a_message_has_blocks_that_the_next_one_takes(client):
+def test_message_blocks_round_trip(client):
     asked = dict(max_tokens=500, system=[{"type": "text", "text": "Be brief."}], tools=BLOCKS)
     first = client.post(MESSAGES, messages=[USER], **asked)
     assert (first["type"], first["role"], first["stop_reason"]) == (
@@ -385,7 +389,7 @@ def test_a_message_has_blocks_that_the_next_one_takes(client):
     )
 
 
-def test_the_events_of_a_message(client):
+def test_message_events(client):
     events = client.named_events(MESSAGES, messages=[USER], max_tokens=500, tools=BLOCKS)
     kinds = [each["type"] for each in events]
     once = [kind for n, kind in enumerate(kinds) if kinds[n - 1 : n] != [kind]]
@@ -405,7 +409,7 @@ def test_the_events_of_a_message(client):
     assert events[0]["message"]["usage"]["input_tokens"] == read + CACHED
 
 
-def test_why_a_message_stopped():
+def test_message_stop_reasons():
     with scripted("plain", lambda text: "one two three STOP four") as client:
         asked = dict(messages=[USER])
         whole = client.post(MESSAGES, max_tokens=99, **asked)
@@ -417,7 +421,7 @@ def test_why_a_message_stopped():
         assert found["content"][0]["text"] == "one two three "
 
 
-def test_a_message_is_cut_to_the_room_there_is(client):
+def test_message_max_tokens_is_reduced_to_fit(client):
     """Claude Code asks for 32,000 tokens of every answer."""
     client.post(MESSAGES, messages=[USER], max_tokens=32_000)
     sampling, prompt = client.service.samplings[-1], client.service.prompts[-1]
@@ -425,8 +429,8 @@ def test_a_message_is_cut_to_the_room_there_is(client):
     assert sampling.max_new_tokens == 4096 - read
 
 
-def test_claude_code_s_request_is_answered(client):
-    """The fields that it sends; what is for caches, and tools of other servers, are left out."""
+def test_claude_code_request(client):
+    """The fields that Claude Code sends; cache fields and server tools are ignored."""
     request = {
         "model": "scripted",
         "max_tokens": 500,
@@ -456,7 +460,7 @@ def test_claude_code_s_request_is_answered(client):
 # -- tokens --------------------------------------------------------------------------------------
 
 
-def test_texts_and_conversations_become_tokens_and_texts_again(client):
+def test_tokenize_and_detokenize(client):
     found = client.post("/tokenize", prompt="Hello there")
     assert found["count"] == len(found["tokens"])
     assert found["max_model_len"] == 4096
@@ -476,53 +480,28 @@ def test_texts_and_conversations_become_tokens_and_texts_again(client):
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 
+FORMAT = {"type": "json_schema", "name": "p", "schema": PERSON}
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        (CHAT, dict(messages=[USER], response_format={"type": "json_object"})),
-        (
-            CHAT,
-            dict(
-                messages=[USER],
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "p", "schema": PERSON},
-                },
-            ),
-        ),
-        (CHAT, dict(messages=[USER], guided_json=PERSON)),
-        (CHAT, dict(messages=[USER], guided_json=json.dumps(PERSON))),
-        (CHAT, dict(messages=[USER], structured_outputs={"json": PERSON})),
-        ("/v1/completions", dict(prompt="a", response_format={"type": "json_object"})),
-        (
-            RESPONSES,
-            dict(
-                input="a", text={"format": {"type": "json_schema", "name": "p", "schema": PERSON}}
-            ),
-        ),
-        (
-            MESSAGES,
-            dict(
-                messages=[USER],
-                max_tokens=9,
-                output_config={"format": {"type": "json_schema", "schema": PERSON}},
-            ),
-        ),
+        (CHAT, dict(response_format={"type": "json_object"})),
+        (CHAT, dict(response_format={"type": "json_schema", "json_schema": {"schema": PERSON}})),
+        (CHAT, dict(guided_json=PERSON)),
+        (CHAT, dict(guided_json=json.dumps(PERSON))),
+        (CHAT, dict(structured_outputs={"json": PERSON})),
+        ("/v1/completions", dict(response_format={"type": "json_object"})),
+        (RESPONSES, dict(text={"format": FORMAT})),
+        (MESSAGES, dict(output_config={"format": FORMAT})),
     ],
 )
-def test_every_api_asks_for_json(client, path, fields):
-    client.post(path, **fields)
+def test_json_schema_in_every_api(client, path, fields):
+    client.post(path, **BODIES[path], **fields)
     grammar = client.service.samplings[-1].grammar
     assert isinstance(grammar, dms_jax.generation.grammar.Grammar)
     assert '"type": "object"' in grammar.source
-    client.post(
-        path,
-        **{
-            name: fields[name]
-            for name in fields
-            if name in ("messages", "prompt", "input", "max_tokens")
-        },
-    )
+    client.post(path, **BODIES[path])
     assert client.service.samplings[-1].grammar is None
 
 
@@ -535,7 +514,7 @@ def test_every_api_asks_for_json(client, path, fields):
         {"structured_outputs": {"choice": ["yes", "no"]}},
     ],
 )
-def test_regular_expressions_and_choices(client, fields):
+def test_guided_regex_and_choice(client, fields):
     client.post("/v1/completions", prompt="a", **fields)
     grammar = client.service.samplings[-1].grammar
     assert ("yes" in grammar.source) == ("choice" in str(fields))
@@ -544,115 +523,72 @@ def test_regular_expressions_and_choices(client, fields):
 # -- what is refused -----------------------------------------------------------------------------
 
 BAD = {"type": "object", "properties": {"a": {"type": "objekt"}}}
+NAMED = {"type": "function", "function": {"name": "g"}}
 
 
-def format_of(schema):
+def tool(**fields):
+    return {"type": "function", "function": {**WEATHER, **fields}}
+
+
+def json_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-REFUSED = [
-    (CHAT, dict(messages=[USER], tools=[TOOL, TOOL]), "tools", "'get_weather' is the name of 2"),
-    (CHAT, dict(messages=[USER], tools=[{"type": "custom"}]), "tools", 'must be {"type": "func'),
-    (CHAT, dict(messages=[USER], tools={}), "tools", "must be a list"),
-    (CHAT, dict(messages=[USER], tools=[{"type": "function", "function": {}}]), "tools", "name"),
+# Beside a question in the API's form: more fields, the field that is named, words of the message.
+REFUSED_CHAT = [
+    (dict(tools=[TOOL, TOOL]), "tools", "'get_weather' is the name of 2"),
+    (dict(tools=[{"type": "custom"}]), "tools", 'must be {"type": "func'),
+    (dict(tools={}), "tools", "must be a list"),
+    (dict(tools=[tool(name=None)]), "tools", "name"),
+    (dict(tools=[tool(parameters=1)]), "tools", "JSON schema"),
+    (dict(tools=[TOOL], tool_choice="some"), "tool_choice", "got 'some'"),
+    (dict(tool_choice="required"), "tools", "there are no tools"),
+    (dict(tools=[TOOL], tool_choice=NAMED), "tool_choice", "'g', which is none of the tools"),
+    (dict(tools=[TOOL], parallel_tool_calls=1), "parallel_tool_calls", "True"),
+    (dict(response_format=json_format(BAD)), "response_format", "objekt"),
+    (dict(response_format=json_format(3)), "response_format", "is an object"),
+    (dict(response_format="json"), "response_format", '"json_object"'),
+    (dict(guided_regex="a(b"), "guided_regex", "unclosed group"),
+    (dict(guided_choice=[""]), "guided_choice", "none of them empty"),
+    (dict(guided_json="{"), "guided_json", "must be an object"),
+    (dict(structured_outputs={"xml": 1}), "structured_outputs", "one of json"),
     (
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[{"type": "function", "function": {"name": "f", "parameters": 1}}],
-        ),
-        "tools",
-        "JSON schema",
-    ),
-    (CHAT, dict(messages=[USER], tools=[TOOL], tool_choice="some"), "tool_choice", "got 'some'"),
-    (CHAT, dict(messages=[USER], tool_choice="required"), "tools", "there are no tools"),
-    (
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[TOOL],
-            tool_choice={"type": "function", "function": {"name": "g"}},
-        ),
-        "tool_choice",
-        "'g', which is none of the tools",
-    ),
-    (CHAT, dict(messages=[USER], response_format=format_of(BAD)), "response_format", "objekt"),
-    (CHAT, dict(messages=[USER], response_format=format_of(3)), "response_format", "is an object"),
-    (CHAT, dict(messages=[USER], response_format="json"), "response_format", '"json_object"'),
-    (CHAT, dict(messages=[USER], guided_regex="a(b"), "guided_regex", "unclosed group"),
-    (CHAT, dict(messages=[USER], guided_choice=[""]), "guided_choice", "none of them empty"),
-    (
-        CHAT,
-        dict(messages=[USER], structured_outputs={"xml": 1}),
-        "structured_outputs",
-        "one of json",
-    ),
-    (CHAT, dict(messages=[USER], guided_json="{"), "guided_json", "must be an object"),
-    (
-        CHAT,
-        dict(messages=[USER], guided_regex="a", response_format={"type": "json_object"}),
+        dict(guided_regex="a", response_format={"type": "json_object"}),
         "guided_regex",
         "Send one",
     ),
     (
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[
-                {"type": "function", "function": {**WEATHER, "parameters": BAD, "strict": True}}
-            ],
-        ),
+        dict(tools=[tool(parameters=BAD, strict=True)]),
         "tools",
         "tools[0] (get_weather): The grammar cannot be compiled",
     ),
-    (  # which an answer may call in place of its JSON
-        CHAT,
-        dict(
-            messages=[USER],
-            tools=[{"type": "function", "function": {**WEATHER, "parameters": {"properties": []}}}],
-            response_format={"type": "json_object"},
-        ),
+    (  # an answer may call it in place of its JSON
+        dict(tools=[tool(parameters={"properties": []})], response_format={"type": "json_object"}),
         "tools",
         "tools[0] (get_weather): The grammar cannot be compiled",
     ),
     (
-        CHAT,
-        dict(messages=[USER], tools=[TOOL], parallel_tool_calls=1),
-        "parallel_tool_calls",
-        "True",
-    ),
-    (
-        CHAT,
         dict(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]),
         "messages",
         "which are texts",
     ),
-    (
-        RESPONSES,
-        dict(input=QUESTION, previous_response_id="r"),
-        "previous_response_id",
-        "no answers",
-    ),
-    (RESPONSES, dict(input=QUESTION, background=True), "background", "stored"),
-    (RESPONSES, dict(input=[]), "input", "not empty"),
-    (RESPONSES, dict(input=[{"type": "item_reference", "id": "1"}]), "input", "'item_reference'"),
-    (RESPONSES, dict(input=[{"role": "tool", "content": "a"}]), "input", "role must be"),
-    (
-        RESPONSES,
-        dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]),
-        "input",
-        "text",
-    ),
-    (RESPONSES, dict(input=QUESTION, tools=[CALLING, CALLING]), "tools", "2 tools"),
-    (RESPONSES, dict(input=QUESTION, tools=[{}]), "tools", "must have a type"),
-    (RESPONSES, dict(input=QUESTION, tool_choice={"type": "mcp"}), "tool_choice", "function"),
-    (
-        RESPONSES,
-        dict(input=QUESTION, text={"format": {"type": "json_schema"}}),
-        "text.format",
-        "object",
-    ),
-    (RESPONSES, dict(messages=[USER]), "messages", "send input"),
+]
+REFUSED_RESPONSES = [
+    (dict(previous_response_id="r"), "previous_response_id", "no answers"),
+    (dict(background=True), "background", "stored"),
+    (dict(input=[]), "input", "not empty"),
+    (dict(input=[{"type": "item_reference", "id": "1"}]), "input", "'item_reference'"),
+    (dict(input=[{"role": "tool", "content": "a"}]), "input", "role must be"),
+    (dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "input", "text"),
+    (dict(tools=[CALLING, CALLING]), "tools", "2 tools"),
+    (dict(tools=[{}]), "tools", "must have a type"),
+    (dict(tool_choice={"type": "mcp"}), "tool_choice", "function"),
+    (dict(text={"format": {"type": "json_schema"}}), "text.format", "object"),
+    (dict(messages=[USER]), "messages", "send input"),
+]
+REFUSED = [
+    *((CHAT, dict(messages=[USER]) | fields, *said) for fields, *said in REFUSED_CHAT),
+    *((RESPONSES, dict(input=QUESTION) | fields, *said) for fields, *said in REFUSED_RESPONSES),
     ("/tokenize", dict(), "prompt", "either prompt"),
     ("/tokenize", dict(prompt="a", messages=[USER]), "prompt", "either prompt"),
     ("/detokenize", dict(), "tokens", "missing"),
@@ -661,7 +597,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "words"), REFUSED)
-def test_what_is_not_served_is_refused_by_name(client, path, fields, param, words):
+def test_unsupported_fields_are_refused(client, path, fields, param, words):
     error = client.post(path, 400, **fields)["error"]
     assert error["param"] == param
     assert words in error["message"]
@@ -683,7 +619,7 @@ def test_what_is_not_served_is_refused_by_name(client, path, fields, param, word
         (dict(messages=[USER], max_tokens=9, tools=BLOCKS * 2), "2 tools"),
     ],
 )
-def test_messages_are_refused_in_anthropic_s_form(client, fields, words):
+def test_messages_errors_have_anthropic_form(client, fields, words):
     status = 404 if "model" in fields else 400
     answer = client.post(MESSAGES, status, **fields)
     assert answer["type"] == "error"
@@ -692,7 +628,7 @@ def test_messages_are_refused_in_anthropic_s_form(client, fields, words):
     assert words in answer["error"]["message"]
 
 
-def test_a_template_without_a_place_for_tools_says_so():
+def test_template_without_tools_is_named():
     with scripted("plain", lambda text: "Hi", call_format="hermes") as client:
         error = client.ask(chat=True, messages=[USER], tools=[TOOL], status=400)["error"]
         assert error["param"] == "tools"
@@ -703,7 +639,7 @@ def test_a_template_without_a_place_for_tools_says_so():
         assert "leaves out the tool calls" in error["message"]
 
 
-def test_a_template_that_leaves_out_results_says_so():
+def test_template_without_tool_results_is_named():
     template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     with scripted(template, lambda text: "Hi") as client:
         talk = [USER, {"role": "tool", "tool_call_id": "1", "content": "It is 21 degrees."}]
@@ -711,44 +647,22 @@ def test_a_template_that_leaves_out_results_says_so():
         assert "leaves out results of tools (messages[1])" in error["message"]
 
 
-def test_a_model_of_no_known_form_takes_no_tools():
+def test_tools_need_known_call_format():
     with scripted("plain", lambda text: "Hi") as client:
         error = client.ask(chat=True, messages=[USER], tools=[TOOL], status=400)["error"]
         assert "--tool-calls" in error["message"]
 
 
-def test_a_key_may_come_as_anthropic_s_clients_send_it():
-    from dms_jax.serving.access import Access
-    from dms_jax.serving.refusals import RefusalError
-
-    access = Access(keys=("abc",))
-    access.check(MESSAGES, {"x-api-key": "abc"})
-    with pytest.raises(RefusalError, match="x-api-key"):
-        access.check(MESSAGES, {"x-api-key": "abd"})
-
-
-ASKED = {
-    "/v1/completions": {"prompt": "Hello"},
-    CHAT: {"messages": [USER]},
-    RESPONSES: {"input": "Hello"},
-    MESSAGES: {"messages": [USER], "max_tokens": 9},
-}
-
-
-@pytest.mark.parametrize("path", ASKED)
-def test_every_api_takes_a_priority(client, path):
+@pytest.mark.parametrize("path", BODIES)
+def test_priority_in_every_api(client, path):
     for priority in (None, 7, -7):
-        client.post(path, **ASKED[path], priority=priority)
+        client.post(path, **BODIES[path], priority=priority)
     assert client.service.priorities[-3:] == [0, 7, -7]
-    error = client.post(path, 400, **ASKED[path], priority=1.5)["error"]
+    error = client.post(path, 400, **BODIES[path], priority=1.5)["error"]
     assert "priority must be a whole number" in error["message"]
 
 
-def test_an_error_in_a_stream_is_its_last_event_in_each_form():
-    from dms_jax.serving.apis import APIS
-    from dms_jax.serving.parsing import RequestBody
-    from dms_jax.serving.refusals import RefusalError
-
+def test_stream_errors_in_every_api():
     served, error = served_model("hermes"), RefusalError("full", status=503, code="server_draining")
     for path, body, said in (
         (CHAT, dict(messages=[USER]), '"code":"server_draining"'),

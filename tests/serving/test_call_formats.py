@@ -1,4 +1,4 @@
-"""Answers as models write them: what they think, say and call, however the text arrives."""
+"""Parsing of answers: thoughts, content and calls do not depend on chunks."""
 
 import dataclasses
 import json
@@ -225,7 +225,7 @@ def parts(answer):
 
 
 @pytest.mark.parametrize(("form", "text", "thought", "said", "calls"), ANSWERS)
-def test_an_answer_has_the_same_parts_however_it_arrives(form, text, thought, said, calls):
+def test_answer_parts_do_not_depend_on_chunks(form, text, thought, said, calls):
     want = thought, said, calls
     assert parts(Answer.of(form, text)) == want
     draw = random.Random(0)
@@ -241,15 +241,15 @@ def test_an_answer_has_the_same_parts_however_it_arrives(form, text, thought, sa
         assert parts(answer) == want
 
 
-def test_arguments_are_told_before_they_are_complete():
+def test_arguments_are_streamed():
     reader = AnswerReader(HERMES)
     begun = reader.read('<tool_call>\n{"name": "f", "arguments": {"city": "Par')
     assert [type(piece).__name__ for piece in begun] == ["CallStart", "Arguments"]
     assert reader.read("is")[0].text == "is"
 
 
-def test_long_parameters_are_searched_once():
-    """Agents write whole files; each part must not be looked through again for every token."""
+def test_long_parameters_are_scanned_once():
+    """Agents write whole files, which must not be scanned again for every token."""
     reader = AnswerReader(CODER)
     reader.read("<tool_call>\n<function=f>\n<parameter=text>\n")
     start = time.process_time()
@@ -260,7 +260,7 @@ def test_long_parameters_are_searched_once():
     assert json.loads(f"{{{written.text}}}")["text"] == "word < and " * 20_000
 
 
-def test_ids_of_calls_differ_and_are_those_of_the_form():
+def test_call_ids_are_unique():
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
     first, second = (call.id for call in Answer.of(HERMES, text).calls)
     assert first != second
@@ -287,7 +287,7 @@ def test_ids_of_calls_differ_and_are_those_of_the_form():
         ("", "", None),
     ],
 )
-def test_the_template_tells_the_form_and_else_the_name(template, model, form):
+def test_call_format_is_detected(template, model, form):
     assert format_of(template, model) == form
 
 
@@ -384,7 +384,7 @@ def check_call(call):
     ids=["any", "named"],
 )
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_required_call_is_made_whatever_the_model_would_say(form, choice, names, parallel):
+def test_required_call_is_forced(form, choice, names, parallel):
     options = dict(tool_choice=choice, parallel_tool_calls=parallel)
     options["chat_template_kwargs"] = {"enable_thinking": False}
     parsed = asked(form, strict=False, **options)
@@ -403,7 +403,7 @@ def test_a_required_call_is_made_whatever_the_model_would_say(form, choice, name
 
 
 @pytest.mark.parametrize("form", sorted(BEGINNINGS))
-def test_calls_of_strict_tools_match_and_an_answer_may_have_none(form):
+def test_strict_tools_match_schema(form):
     parsed = asked(form, strict=True)
     source, called = parsed.sampling.grammar.source, 0
     for seed in range(8):
@@ -421,7 +421,7 @@ def test_calls_of_strict_tools_match_and_an_answer_may_have_none(form):
     assert asked(form, strict=False).sampling.grammar is None
 
 
-def test_an_answer_in_a_form_may_think_before():
+def test_structured_answer_may_think_first():
     parsed = asked("hermes", strict=False, response_format={"type": "json_object"})
     assert parsed.form.thinks == "perhaps"
     tokens = vocabulary()
@@ -437,7 +437,7 @@ def test_an_answer_in_a_form_may_think_before():
         assert (fits and matcher.is_accepting()) == accepts
 
 
-def test_structured_answers_in_channels():
+def test_structured_harmony_answers():
     parsed = asked("harmony", strict=False, response_format={"type": "json_object"})
     thought = "<|channel|>analysis<|message|>Free {text}.<|end|><|start|>assistant"
     tokens = vocabulary()
@@ -456,7 +456,7 @@ def test_structured_answers_in_channels():
             assert json.loads(Answer.of(parsed.form, text).text) in ({"a": 1}, {})
 
 
-def test_every_form_is_named_in_the_command_line():
+def test_command_line_names_every_call_format():
     from dms_jax.command_line.serve import Config
 
     kind = str(Config.__annotations__["tool_calls"])

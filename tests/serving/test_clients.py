@@ -92,7 +92,7 @@ def script(text):
 
 
 @pytest.mark.parametrize("name", ["openai", "anthropic", "agents"])
-def test_clients_for_python(name):
+def test_python_clients(name):
     with scripted("hermes", script) as client:
         done = run(sys.executable, PROGRAMS / f"{name}_client.py", client.address)
     assert done == "done\n"
@@ -104,7 +104,7 @@ def node():
     return found
 
 
-def test_openai_s_client_for_javascript():
+def test_openai_javascript_client():
     """Node looks for packages beside the program, which is copied to them."""
     copied = CLIENTS / "node" / "openai_client.mjs"
     shutil.copyfile(PROGRAMS / "openai_client.mjs", copied)
@@ -210,7 +210,7 @@ def serving_model(model, **more):
         yield client
 
 
-def test_clients_understand_what_a_grammar_forces(path):
+def test_clients_read_structured_answers(path):
     """Loops of five turns; of one with SmolLM2, whose every token takes a tenth of a second."""
     model, turns = dms_jax.load(path, dtype="float32"), 5 if path.is_dir() else 1
     model.tokenizer.chat_template = TEMPLATE
@@ -234,7 +234,7 @@ def evaluated(folder, tasks, *command):
     return scores, answers
 
 
-def test_lm_eval_over_http_has_the_scores_of_our_harness(path, tmp_path):
+def test_lm_eval_over_http_equals_harness(path, tmp_path):
     """Likelihoods and text of completions, and the text of chats."""
     both, (model, tokenizer) = ",".join(METRICS), saved_tokenizer(path, tmp_path / "tokenizer")
     ours = ("dms_jax.evaluation.harness", "--model", "dms_jax", "--model_args")
@@ -264,7 +264,7 @@ def test_lm_eval_over_http_has_the_scores_of_our_harness(path, tmp_path):
     assert of_chats == want_of_chats
 
 
-def test_guidellm_s_report_has_the_tokens_of_our_metrics(path, tmp_path):
+def test_guidellm_report_matches_metrics(path, tmp_path):
     """20 requests of random lengths, four at a time, that go on behind their end."""
     asked = tmp_path / "asked.jsonl"
     rows = [

@@ -1,4 +1,4 @@
-"""Prompts that are scored: `echo` of text completions, against a plain pass of the model."""
+"""`echo` of text completions: scored prompts equal a plain pass of the model."""
 
 import concurrent.futures
 
@@ -22,7 +22,7 @@ def client():
         yield made
 
 
-def test_an_echo_has_the_log_probabilities_of_a_plain_pass(client):
+def test_echo_logprobs_equal_plain_pass(client):
     model = client.service.engine.model
     tokens = model.tokenizer.encode(PROMPT)
     own = log_softmax(np.asarray(model.logits(np.asarray([tokens])))[0, :-1])
@@ -53,7 +53,7 @@ def test_an_echo_has_the_log_probabilities_of_a_plain_pass(client):
     ]
 
 
-def test_an_echo_beside_others_changes_nothing(client):
+def test_echo_beside_other_requests(client):
     asks = [
         dict(prompt=PROMPT, max_tokens=30, temperature=0, logprobs=1),
         dict(prompt=PROMPT, max_tokens=3, temperature=0, logprobs=1, echo=True),
@@ -66,7 +66,7 @@ def test_an_echo_beside_others_changes_nothing(client):
         )
 
 
-def test_an_echo_evicts_as_an_answer_does_and_leaves_prefixes_as_they_are():
+def test_echo_evicts_like_answer_and_keeps_prefixes():
     model = dms_jax.load(assets.path("stories260k"))
     policy = dms_jax.TOVA(budget=8, prefill="evict_past_budget")
     tokens = model.tokenizer.encode(PROMPT)
@@ -82,6 +82,6 @@ def test_an_echo_evicts_as_an_answer_does_and_leaves_prefixes_as_they_are():
         assert client.ask(**free)["choices"] == before
 
 
-def test_behind_an_end_token_nothing_is_scored(client):
+def test_echo_refuses_end_token_in_prompt(client):
     error = client.ask(prompt=[1, 5, 2, 5], echo=True, status=400)["error"]
     assert "Token 2 is 2, which ends an answer" in error["message"]

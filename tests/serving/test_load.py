@@ -1,9 +1,8 @@
-"""Under load and at the end: who goes away frees pages, who is too many is told, who runs ends."""
+"""Load and shutdown: disconnects, full queues, failures, metrics and draining."""
 
 import itertools
 import json
 import threading
-import time
 
 import jax
 import pytest
@@ -18,6 +17,7 @@ from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY, Metrics
 from tests.generation.support import answer
 from tests.serving.support import (
+    BODIES,
     LANES,
     SHAPE,
     hold_steps,
@@ -34,14 +34,14 @@ LONG = dict(prompt="Once upon a time", max_tokens=150, temperature=0)
 
 @pytest.fixture
 def held(idle, monkeypatch):
-    """The client, an event until which every chunk of steps waits, and one that one does."""
+    """The client, and the events of `hold_steps`."""
     go_on, waits = hold_steps(idle, monkeypatch)
     yield idle, go_on, waits
     go_on.set()
 
 
 def metric_of(client, reason):
-    """Answers that ended for a reason."""
+    """Returns the number of answers with a finish reason."""
     (line,) = (
         line
         for line in client.get("/metrics")[1].splitlines()
@@ -51,7 +51,7 @@ def metric_of(client, reason):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_pages(held, stream):
+def test_disconnect_frees_pages(held, stream):
     client, go_on, waits = held
     before = metric_of(client, "cancelled")
     connection = client.connect()
@@ -65,16 +65,8 @@ def test_a_client_that_goes_away_frees_its_pages(held, stream):
     assert metric_of(client, "cancelled") == before + 1
 
 
-REQUESTS = {
-    "/v1/completions": LONG,
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "stream": True},
-    "/v1/responses": {"input": "Hello"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9},
-}
-
-
-def test_too_many_are_told_when_to_try_again(held, monkeypatch):
-    """None has ended after 7.5 seconds, so that one more is expected in as many."""
+def test_full_queue_says_when_to_retry(held, monkeypatch):
+    """None has ended after 7.5 seconds, so one more is expected in 7.5 seconds."""
     client, go_on, _ = held
     answers, now = [], [100.0]
     monkeypatch.setattr(client.service._turnover, "clock", lambda: now[0])
@@ -86,8 +78,8 @@ def test_too_many_are_told_when_to_try_again(held, monkeypatch):
     wait_until(lambda: client.service.snapshot().waiting)
     refused = client.metric("dms_jax_requests_total", 'status="429"')
     now[0] += 7.5
-    for (path, body), seconds in zip(REQUESTS.items(), ("8", "15", "23", "30"), strict=True):
-        response = client.send(body, path=path)
+    for (path, body), seconds in zip(BODIES.items(), ("8", "15", "23", "30"), strict=True):
+        response = client.send(body | {"stream": path.startswith("/v1/chat")}, path=path)
         error = json.loads(response.read())["error"]
         assert (response.status, error["type"]) == (429, "rate_limit_error")
         assert error.get("code") == (None if path == "/v1/messages" else "rate_limit_exceeded")
@@ -96,7 +88,7 @@ def test_too_many_are_told_when_to_try_again(held, monkeypatch):
             f"12 requests run or wait already, of at most 12. Try again in {seconds} s."
             in (error["message"])
         )
-    assert client.metric("dms_jax_requests_total", 'status="429"') == refused + len(REQUESTS)
+    assert client.metric("dms_jax_requests_total", 'status="429"') == refused + len(BODIES)
     assert client.get("/health")[0] == 200
     assert client.ask(**LONG, n=13, status=400)["error"]["message"].startswith("13 answers")
     go_on.set()
@@ -105,27 +97,7 @@ def test_too_many_are_told_when_to_try_again(held, monkeypatch):
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
 
 
-def test_a_client_that_waits_as_it_is_told_is_answered(held):
-    """As OpenAI's library does, though not as often as a slow machine may need."""
-    client, go_on, waits = held
-    thread = threading.Thread(target=lambda: client.ask(**LONG | {"max_tokens": 3}, n=3 * LANES))
-    thread.start()
-    assert waits.wait(60)
-    seen = []
-    while len(seen) < 30:
-        response = client.send(LONG | {"max_tokens": 3})
-        seen.append(response.status)
-        response.read()
-        if response.status == 200:
-            break
-        go_on.set()
-        time.sleep(int(response.getheader("Retry-After")))
-    thread.join(60)
-    assert seen == [429] * (len(seen) - 1) + [200]
-    assert len(seen) > 1
-
-
-def test_when_there_is_room_is_said_from_how_fast_answers_end():
+def test_retry_after_follows_rate():
     now = [10.0]
     turnover = service_module.Turnover(clock=lambda: now[0])
     turnover.start()
@@ -147,7 +119,7 @@ def test_when_there_is_room_is_said_from_how_fast_answers_end():
     assert turnover.retry_after(1) == 1
 
 
-def test_only_the_last_ends_say_how_fast_answers_end():
+def test_retry_after_uses_recent_rate():
     now = [0.0]
     turnover = service_module.Turnover(clock=lambda: now[0])
     for seconds in (10.0,) * 50 + (0.5,) * 64:
@@ -156,7 +128,7 @@ def test_only_the_last_ends_say_how_fast_answers_end():
     assert turnover.retry_after(65) == 32
 
 
-def test_answers_of_a_lower_priority_number_come_first():
+def test_lower_priority_number_comes_first():
     service, ended = make_service(num_lanes=1), []
 
     def listener(name):
@@ -171,7 +143,7 @@ def test_answers_of_a_lower_priority_number_come_first():
     assert ended == ["urgent", "first", "second", "later"]
 
 
-def test_metrics_say_what_runs_and_what_was_done(idle, monkeypatch):
+def test_metrics(idle, monkeypatch):
     client, go_on = idle, threading.Event()
     runner, chunks = client.service.engine.runner, itertools.count()
     decode = runner.decode
@@ -201,7 +173,7 @@ def test_metrics_say_what_runs_and_what_was_done(idle, monkeypatch):
     assert spent == pytest.approx(kept)
 
 
-def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
+def test_error_ends_only_running_requests(held, monkeypatch):
     client, go_on, _ = held
     runner, errors = client.service.engine.runner, [CapacityError("it is full"), ValueError("oh")]
     failed = metric_of(client, "failed")
@@ -252,7 +224,7 @@ def test_an_error_ends_what_ran_and_the_others_go_on(held, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_device_without_memory_is_no_mistake_of_the_client(idle, monkeypatch, stream):
+def test_out_of_memory_is_a_server_error(idle, monkeypatch, stream):
     runner = idle.service.engine.runner
     decode, errors = runner.decode, [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes")]
     monkeypatch.setattr(
@@ -273,8 +245,8 @@ def test_a_device_without_memory_is_no_mistake_of_the_client(idle, monkeypatch, 
     assert idle.ask(**LONG | {"max_tokens": 3})["usage"]["completion_tokens"] == 3
 
 
-def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
-    """It is for one that waits, and comes while a prompt is read whose program fails on the way."""
+def test_cancel_survives_failed_chunk(monkeypatch):
+    """A queued request is cancelled during a prefill that fails."""
     service, deltas = make_service(num_lanes=1), ([], [])
     runner, calls = service.engine.runner, []
     extend, collect_prompts = runner.extend, runner.reservation.collect_prompts
@@ -305,8 +277,8 @@ def test_a_cancellation_outlives_a_chunk_that_fails(monkeypatch):
     assert len(calls) == 2
 
 
-def test_counts_that_fail_take_nobody_s_answer(monkeypatch):
-    """They are counted where answers come in, for all who ask."""
+def test_failing_metrics_lose_no_answer(monkeypatch):
+    """Metrics are counted in the listener that all answers pass through."""
 
     def failing(self, completion, since):
         raise RuntimeError("cannot be counted")
@@ -319,8 +291,8 @@ def test_counts_that_fail_take_nobody_s_answer(monkeypatch):
         assert client.get("/health")[0] == 200
 
 
-def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
-    """The end of an answer is told while the next steps of another one run."""
+def test_ended_request_does_not_count_as_waiting(monkeypatch):
+    """The end of an answer is reported while the next steps of another one run."""
     service, seen = make_service(num_lanes=2, chunk=16), []
     runner = service.engine.runner
     decode = runner.decode
@@ -341,8 +313,8 @@ def test_who_has_ended_and_was_not_told_yet_does_not_wait(monkeypatch):
     assert seen[2:] == [(2, 1, 0), (2, 1, 0), (1, 1, 0)]  # behind a chunk of two programs
 
 
-def test_what_was_put_back_goes_on_when_another_one_does_not_fit(monkeypatch):
-    """The pool is full: the younger request waits with a part of its answer, the older outgrows."""
+def test_preempted_request_continues_after_capacity_error(monkeypatch):
+    """The younger request is preempted with a partial answer, and the older outgrows the pool."""
     service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")
     engine, fits = service.engine, service.engine.runner.reservation.fits
     prompts = [[1, 70, 90], [1, 300, 200]]
@@ -399,8 +371,8 @@ def together(model, prompts, sampling):
         yield last if isinstance(last, Exception) else told
 
 
-def test_logits_that_are_not_numbers_end_their_own_request_alone():
-    """Behind a token that one prompt has, and one answer comes to after a while."""
+def test_nan_logits_end_only_their_request():
+    """After a token that is in one prompt, and that one answer reaches later."""
     sampling = Sampling(temperature=1.0, seed=BREAKS, max_new_tokens=12)
     prompts = [[1, number] for number in range(10, 200)]
     wants = {tuple(prompt): answer(prompt, sampling) for prompt in prompts}
@@ -414,8 +386,8 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone():
         assert f"not numbers (NaN) at token {place} of prompt" in str(error)
 
 
-def test_logits_that_are_not_numbers_end_a_chain_that_left_its_lane():
-    """It shared its prompt with one that runs, and there was no memory for its copy."""
+def test_nan_logits_end_chain_that_left_its_lane():
+    """It shared its prompt with a running one, and there was no memory for its copy."""
     service, deltas = make_service(), []
     indices = service.submit([[1, 2]] * 3, Sampling(max_new_tokens=3), deltas.append)
     requests = [service._jobs[index].request for index in indices]
@@ -428,7 +400,7 @@ def test_logits_that_are_not_numbers_end_a_chain_that_left_its_lane():
     assert list(service._queue) == [requests[1]]  # it is computed again
 
 
-def test_what_cannot_fit_is_refused_with_numbers():
+def test_request_that_cannot_fit_is_refused():
     service = make_service(memory=40_000, max_tokens=400)
     sampling = service_module.Sampling(max_new_tokens=10)
     with pytest.raises(CapacityError, match=r"room for at least \d+ .* has room for \d+"):
@@ -438,7 +410,7 @@ def test_what_cannot_fit_is_refused_with_numbers():
     assert service.drain(1.0)
 
 
-def test_a_prompt_that_is_cut_afterwards_must_fit_in_full():
+def test_prompt_must_fit_before_cut():
     options, asked = dict(memory=200_000, max_tokens=460), ([[1] * 200], Sampling(), print)
     assert make_service(**options).submit(*asked) == [0]
     cut = make_service(dms_jax.TOVA(budget=24), **options)
@@ -447,7 +419,7 @@ def test_a_prompt_that_is_cut_afterwards_must_fit_in_full():
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
-def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds):
+def test_drain_waits_with_timeout(monkeypatch, seconds):
     drained = []
     with serving() as client:
         go_on, begun = hold_steps(client, monkeypatch)
@@ -484,7 +456,7 @@ def test_the_end_waits_for_those_that_run_but_not_for_ever(monkeypatch, seconds)
     assert client.service.engine.runner.reservation.allocator.pages_in_use == 0
 
 
-def test_a_service_that_ends_takes_nothing_new():
+def test_draining_service_refuses_requests():
     service = make_service()
     service.start()
     assert service.drain(5.0)

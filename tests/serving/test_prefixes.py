@@ -1,4 +1,4 @@
-"""A server keeps the beginnings of prompts, says so in usage and metrics, and answers the same."""
+"""A server caches prefixes, reports them in usage and metrics, and answers the same."""
 
 import pytest
 
@@ -31,8 +31,8 @@ def ask(client, messages, **more):
     return answer, {key: value for key, value in answer.items() if key not in DROPPED}
 
 
-def test_an_agents_next_turn_reads_what_is_new(keeping, anew):
-    """The next prompt repeats the answer; what is cached is said, and answers are the same."""
+def test_next_turn_prefills_only_new_tokens(keeping, anew):
+    """The next prompt repeats the answer; usage has the cached tokens, and answers are equal."""
     messages = [SYSTEM, {"role": "user", "content": "Begin."}]
     cached, total = [], 0
     for turn in range(4):
@@ -56,7 +56,7 @@ def test_an_agents_next_turn_reads_what_is_new(keeping, anew):
     assert keeping.metric("dms_jax_pages_free") == keeping.service._pages  # requests may have them
 
 
-def test_copies_of_a_prompt_count_what_is_cached_once(keeping):
+def test_choices_count_cached_tokens_once(keeping):
     messages = [SYSTEM, {"role": "user", "content": "Begin."}]
     first, _ = ask(keeping, messages, n=3)
     again, _ = ask(keeping, messages, n=3)

@@ -1,4 +1,4 @@
-"""The two processes of a server: what one says the other hears, and neither outlives the other."""
+"""The two processes of a server: messages arrive, and neither process outlives the other."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.rpc import LENGTH, EngineServer, portable
 from dms_jax.serving.server import _REPEAT_SECONDS, Server, take_address
 from dms_jax.serving.service import DrainingError, QueueFullError
-from tests.serving.support import Client, hold_steps, make_service, served, wait_until
+from tests.serving.support import Client, make_service, served, wait_until
 from tests.support.instances import further
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -33,9 +33,9 @@ OURS = [
 
 @contextlib.contextmanager
 def started():
-    """The process that answers HTTP, and its port, before it was told of a model.
+    """The HTTP process and its port, before it has a model.
 
-    Its end interrupts no test: most have it end, and do not serve in the main thread.
+    Its end does not interrupt the test: most end it, and do not serve in the main thread.
     """
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
         server._monitoring = False
@@ -45,7 +45,7 @@ def started():
 
 @contextlib.contextmanager
 def answering():
-    """A client of a process that answers, its service, and what ends it in order."""
+    """A client of an HTTP process with a service; both shut down in order."""
     gone = threading.Event()
     with started() as (server, port):
         service = make_service()
@@ -61,20 +61,20 @@ def answering():
 
 @pytest.fixture(scope="module")
 def both():
-    """A client, and the process that answers it."""
+    """A client, and the HTTP process that answers it."""
     with answering() as made:
         yield made
 
 
 def asked(client, answers, index, **body):
-    """Streams an answer, and keeps its text and its tokens as they were told."""
+    """Streams an answer, and keeps its text and chunks."""
     chunks = client.stream(chat=index % 2 == 1, **body)
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     texts = [each.get("text", each.get("delta", {}).get("content")) or "" for each in choices]
     answers[index] = "".join(texts), chunks
 
 
-def test_many_streams_at_once_are_each_what_it_is_alone(both):
+def test_concurrent_streams_equal_single_answers(both):
     """Texts of several bytes a character, log-probabilities, chats and completions, together."""
     client, _ = both
     hot = dict(temperature=30, max_tokens=60)
@@ -139,18 +139,7 @@ def test_health_answers_while_the_server_starts_and_requests_wait():
         assert server._process.wait(60) == 0
 
 
-def test_health_metrics_and_what_is_served_come_from_the_engine(both):
-    client, _ = both
-    assert client.get("/health") == (200, '{"status":"ok"}')
-    assert '"policy":"TOVA"' in client.get("/v1/models/stories")[1]
-    before = client.metric("dms_jax_generation_tokens_total")
-    assert client.ask(max_tokens=5, **PROMPT)["usage"]["completion_tokens"] == 5
-    assert client.metric("dms_jax_generation_tokens_total") == before + 5
-    wait_until(lambda: client.metric("dms_jax_running") == 0)
-    assert client.metric("dms_jax_pages_free") == client.service._pages
-
-
-def test_errors_of_the_engine_keep_their_status(both, monkeypatch):
+def test_engine_errors_have_their_status(both, monkeypatch):
     client, _ = both
     raised: list[Exception] = []
 
@@ -173,20 +162,7 @@ def test_errors_of_the_engine_keep_their_status(both, monkeypatch):
         assert words in answer["error"]["message"]
 
 
-def test_a_client_that_goes_away_frees_its_pages(both, monkeypatch):
-    client, _ = both
-    go_on, waits = hold_steps(client, monkeypatch)
-    connection = client.connect()
-    response = client.send(PROMPT | dict(max_tokens=150, stream=True), connection=connection)
-    assert waits.wait(60)
-    response.close()
-    connection.close()
-    wait_until(lambda: client.service._to_cancel)
-    go_on.set()
-    wait_until(lambda: not client.service.snapshot().pages_in_use and not client.service._jobs)
-
-
-def test_every_error_of_ours_is_the_same_on_the_other_side():
+def test_own_errors_are_portable():
     assert len(OURS) > 5
     for kind in OURS:
         error = kind("what\nwas wrong")
@@ -195,15 +171,15 @@ def test_every_error_of_ours_is_the_same_on_the_other_side():
         assert (type(other), str(other), vars(other)) == (kind, str(error), vars(error))
 
 
-def test_errors_that_are_made_otherwise_are_the_same_too():
+def test_errors_with_own_constructors_are_portable():
     numbers = pickle.loads(pickle.dumps(portable(NotNumbersError("NaN", [3, 5]))))
     assert (type(numbers), str(numbers), numbers.indices) == (NotNumbersError, "NaN", {3, 5})
     refused = pickle.loads(pickle.dumps(RefusalError("no", status=413, code="c", retry_after=2)))
     assert (refused.status, refused.code, refused.retry_after) == (413, "c", 2)
-    assert refused.body["error"]["message"] == "no"
+    assert refused.openai_body()["error"]["message"] == "no"
 
 
-def test_errors_of_others_are_themselves_or_their_words():
+def test_foreign_errors_are_portable():
     class LocalError(Exception):
         pass
 
@@ -220,15 +196,15 @@ def test_errors_of_others_are_themselves_or_their_words():
 
 
 @pytest.mark.nightly
-def test_http_ends_when_the_engine_has_gone_before_there_is_a_model():
+def test_http_ends_if_engine_dies_before_loading():
     with started() as (server, _):
         server._connection.shutdown(socket.SHUT_RDWR)
         assert server._process.wait(60) == 0
 
 
 @pytest.mark.nightly
-def test_the_end_of_http_interrupts_what_comes_before_serving():
-    """A model may compile for minutes; what is raised in a callback of jax is lost."""
+def test_end_of_http_interrupts_startup():
+    """A model may compile for minutes; exceptions raised in a callback of jax are lost."""
     before = signal.getsignal(signal.SIGURG)
     said = pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)")
     compiled = threading.Event()
@@ -243,12 +219,12 @@ def test_the_end_of_http_interrupts_what_comes_before_serving():
 
 
 @pytest.mark.nightly
-def test_a_process_that_is_still_there_is_not_said_to_have_ended():
+def test_exit_error_of_hanging_process():
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
         assert "The process that answers HTTP answers no more" in str(server._exit_error())
 
 
-def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
+def test_http_notifies_clients_if_engine_dies(monkeypatch):
     with started() as (server, port):
         service, go_on = make_service(), threading.Event()
         engine = EngineServer(service, server._connection, served(service), lambda: None)
@@ -272,7 +248,7 @@ def test_http_tells_its_clients_and_ends_when_the_engine_has_gone(monkeypatch):
 
 
 class Unreadable:
-    """What can be sent, and not be read; or not even be sent."""
+    """A message that cannot be unpickled, or not even pickled."""
 
     def __init__(self, *, sent: bool):
         self.sent = sent
@@ -285,8 +261,8 @@ class Unreadable:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sent", [True, False])
-def test_a_message_that_does_not_arrive_ends_both_sides(sent):
-    """Whoever waits for an answer would wait for ever."""
+def test_broken_message_ends_both_processes(sent):
+    """Otherwise a waiting client would wait forever."""
     gone = threading.Event()
     with started() as (server, port):
         service = make_service()
@@ -306,7 +282,7 @@ def test_a_message_that_does_not_arrive_ends_both_sides(sent):
         assert gone.wait(60)
 
 
-def test_what_http_says_and_nobody_can_read_ends_both_sides():
+def test_unreadable_message_from_http_disconnects():
     gone, service = threading.Event(), make_service()
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -332,15 +308,15 @@ def serve(server, service, begin, ended):
 
 @pytest.fixture
 def interrupted_by_ctrl_c():
-    """Python's own handler; a shell has what it starts in the background ignore Ctrl-C."""
+    """Python's own handler; shells make background processes ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.nightly
-def test_an_interrupt_that_was_lost_before_ends_the_server_then(interrupted_by_ctrl_c):
-    """What is raised in a callback of the garbage collector, which jax has, ends nothing."""
+def test_dropped_interrupt_ends_server_on_serve(interrupted_by_ctrl_c):
+    """An exception in a callback of the garbage collector, which jax has, is dropped."""
     with started() as (server, _):
         service, ended = make_service(), threading.Event()
         with contextlib.suppress(KeyboardInterrupt):
@@ -356,7 +332,7 @@ def test_an_interrupt_that_was_lost_before_ends_the_server_then(interrupted_by_c
     assert signal.getsignal(signal.SIGINT) == interrupted_by_ctrl_c
 
 
-def test_the_server_ends_with_an_error_when_http_has_gone():
+def test_server_fails_if_http_dies():
     with started() as (server, port):
         service, ended, noticed = make_service(), threading.Event(), []
 
@@ -374,7 +350,7 @@ def test_the_server_ends_with_an_error_when_http_has_gone():
 
 
 @pytest.mark.parametrize("signals", [["SIGINT"], *further(["SIGTERM"], ["SIGINT", "SIGINT"])])
-def test_only_a_second_interrupt_does_not_wait(signals, monkeypatch):
+def test_only_second_interrupt_skips_drain(signals, monkeypatch):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with started() as (server, port):
         service, go_on, ended, told = make_service(), threading.Event(), threading.Event(), []

@@ -52,7 +52,7 @@ def is_readable(schema):
 
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="the schemas are not there: `make clients`")
-def test_every_answer_is_valid_or_refused_with_a_reason():
+def test_public_schemas_give_valid_answers_or_reasons():
     tokens, answered, refusals = vocabulary(), 0, []
     for schema in schemas():
         try:

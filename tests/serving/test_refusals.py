@@ -1,4 +1,4 @@
-"""What is not served: a clear error in OpenAI's form, and nothing runs."""
+"""Unsupported requests get a clear error in OpenAI's form, and nothing runs."""
 
 import asyncio
 import dataclasses
@@ -78,14 +78,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("chat", "fields", "param", "words"), REFUSED)
-def test_what_is_not_served_is_refused_by_name(client, chat, fields, param, words):
+def test_unsupported_fields_are_refused(client, chat, fields, param, words):
     error = client.ask(chat=chat, status=400, **fields)["error"]
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
 
 
-def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch):
+def test_missing_chat_template_names_completions(client, monkeypatch):
     from dms_jax.serving.parsing import RequestBody
     from dms_jax.serving.refusals import RefusalError
 
@@ -97,7 +97,7 @@ def test_without_a_chat_template_the_other_address_is_named(client, monkeypatch)
     assert refused.value.param == "messages"
 
 
-def test_a_prompt_that_is_scored_may_fill_a_sequence_and_hold_stop_strings_of_the_server(client):
+def test_echo_may_fill_sequence_and_ignores_server_stops(client):
     from dms_jax.serving.parsing import RequestBody
 
     own = served(client.service)
@@ -109,20 +109,20 @@ def test_a_prompt_that_is_scored_may_fill_a_sequence_and_hold_stop_strings_of_th
 
 
 @pytest.mark.usefixtures("fakes")
-def test_what_asks_for_nothing_is_accepted(idle):
+def test_neutral_fields_are_accepted(idle):
     neutral = dict(presence_penalty=0, logit_bias={}, tools=[], user="me", suffix=None, stop=None)
     assert idle.ask(chat=True, messages=SAY, max_tokens=1, **neutral)["choices"]
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[1]", b'"a"', b"[" * 100_000])
-def test_what_is_no_json_object_is_refused(client, body):
+def test_body_must_be_json_object(client, body):
     response = client.send(body)
     error = json.loads(response.read())["error"]
     assert response.status == 400
     assert "JSON" in error["message"]
 
 
-def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
+def test_large_bodies_and_unknown_addresses(client):
     response = client.send(b'"' + b"a" * 2**24 + b'"')
     assert response.status == 413
     assert json.loads(response.read())["error"]["message"] == (
@@ -142,8 +142,8 @@ def test_a_body_too_large_and_addresses_that_there_are_none_of(client):
     assert client.get("/v1/models/gpt")[0] == 404
 
 
-def test_a_body_in_many_parts_is_copied_once():
-    """Whoever sends 16 MB in parts of a kilobyte must not hold up the streams of others."""
+def test_chunked_body_is_copied_once():
+    """A body of 16 MB in parts of a kilobyte must not delay other streams."""
     from dms_jax.serving.app import MAX_BODY_BYTES, _receive_body
 
     class Parts:
@@ -172,9 +172,7 @@ def test_a_body_in_many_parts_is_copied_once():
     ],
     ids=["prompts", "choices", "both"],
 )
-def test_more_answers_than_can_wait_are_refused_before_a_prompt_is_read(
-    client, monkeypatch, fields, param, said
-):
+def test_too_many_answers_are_refused_before_tokenizing(client, monkeypatch, fields, param, said):
     """A body of a few megabytes must not become lists of a hundred million prompts."""
     from dms_jax.serving import requests
 
@@ -200,6 +198,6 @@ def test_models_and_health(client):
     ("tokens", "rule"),
     [(1, "at least 2, .* got 1"), (100_000, "at most the model's 512 positions")],
 )
-def test_a_sequence_has_room_for_a_prompt_and_an_answer_and_the_model_for_it(tokens, rule):
+def test_max_tokens_is_checked(tokens, rule):
     with pytest.raises(ConfigError, match=f"Service: max_tokens must be {rule}"):
         make_service(max_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Clients that send too much, too slowly, or never finish: others are still answered."""
+"""Clients that send too much, too slowly, or never finish do not block others."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ def error_of(client, body, chat=False):
         (True, dict(messages=SAY, chat_template_kwargs={"start": WORDS * 1000})),
     ],
 )
-def test_a_prompt_that_is_too_long_has_openais_code(client, chat, fields):
+def test_too_long_prompt_has_openai_code(client, chat, fields):
     status, error = error_of(client, fields, chat)
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == ("messages" if chat else "prompt")
@@ -75,14 +75,14 @@ def test_a_prompt_that_is_too_long_has_openais_code(client, chat, fields):
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_an_answer_that_is_too_long_is_too(client, name):
+def test_too_long_answer_has_openai_code(client, name):
     chat = name == "max_completion_tokens"
     fields = {"messages": SAY} if chat else {"prompt": "a"}
     status, error = error_of(client, fields | {name: MAX_TOKENS}, chat)
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", name)
 
 
-def test_the_service_s_own_error_has_the_same_code():
+def test_service_errors_have_openai_code():
     service = make_service()
     with pytest.raises(TooLongError, match="160 here") as error:
         service.submit([[5] * 100], dms_jax.Sampling(max_new_tokens=61), print)
@@ -92,7 +92,7 @@ def test_the_service_s_own_error_has_the_same_code():
 
 
 @pytest.mark.parametrize("prompt", ["a" * 20_000, [{"role": "user", "content": "a" * 20_000}]])
-def test_far_too_long_texts_are_refused_before_they_are_tokenized(prompt, monkeypatch):
+def test_huge_text_is_refused_before_tokenizing(prompt, monkeypatch):
     """512 positions: 16,384 characters are looked at."""
     model = stories()
 
@@ -107,7 +107,7 @@ def test_far_too_long_texts_are_refused_before_they_are_tokenized(prompt, monkey
         dms_jax.generate(model, [prompt])
 
 
-def test_texts_of_the_longest_words_are_tokenized():
+def test_text_of_longest_tokens_is_accepted():
     own = stories()
     longest = max(own.tokenizer.backend.get_vocab(), key=len)
     assert len(longest) < requests.CHARACTERS_A_TOKEN
@@ -120,7 +120,7 @@ def test_texts_of_the_longest_words_are_tokenized():
 
 @pytest.fixture
 def parser(monkeypatch) -> Parser:
-    """A parser to which bodies of 1, 10, 100 and 1,000 bytes are of four sizes."""
+    """A parser for which bodies of 1, 10, 100 and 1,000 bytes have the four sizes."""
     monkeypatch.setattr(parsing, "TINY_BODY", 1)
     monkeypatch.setattr(parsing, "SMALL_BODY", 10)
     monkeypatch.setattr(parsing, "LARGE_BODY", 100)
@@ -140,7 +140,7 @@ async def leaves():
 
 
 def test_small_bodies_are_parsed_one_at_a_time(parser, monkeypatch):
-    """Of many threads that want Python's lock, the one that answers others would be one."""
+    """Many parsing threads would compete with the event loop for Python's lock."""
     running, most = [], []
 
     def parse(self, served):
@@ -159,7 +159,7 @@ def test_small_bodies_are_parsed_one_at_a_time(parser, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 10, 100, 1000])
-def test_a_body_whose_client_has_left_is_not_parsed(parser, monkeypatch, size):
+def test_body_of_disconnected_client_is_not_parsed(parser, monkeypatch, size):
     parsed = []
     monkeypatch.setattr(RequestBody, "parse", lambda *given: parsed.append(given))
     with pytest.raises(ClientDisconnect):
@@ -168,7 +168,7 @@ def test_a_body_whose_client_has_left_is_not_parsed(parser, monkeypatch, size):
     assert all(worker._process is None for worker in parser._workers)
 
 
-def test_large_bodies_do_not_hold_up_smaller_ones(parser, monkeypatch):
+def test_large_bodies_do_not_delay_small_ones(parser, monkeypatch):
     together, sizes = threading.Barrier(4), [1000, 100, 10, 1]
 
     def parse(self, served):
@@ -187,7 +187,7 @@ def test_large_bodies_do_not_hold_up_smaller_ones(parser, monkeypatch):
     assert asyncio.run(parse_all()) == sizes
 
 
-def test_the_server_notices_that_a_client_has_left_before_its_turn(client, monkeypatch):
+def test_disconnect_before_parsing_is_noticed(client, monkeypatch):
     go_on, parsed, parse = threading.Event(), [], RequestBody.parse
 
     def held_up(self, served):
@@ -222,7 +222,7 @@ def test_the_server_notices_that_a_client_has_left_before_its_turn(client, monke
 
 @pytest.fixture(scope="module")
 def with_worker():
-    """A client of a server whose worker parses bodies of over 100 bytes, and that worker."""
+    """A client of a server whose worker parses bodies above 100 bytes, and that worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsing, "SMALL_BODY", 100)
         parsers, init = [], Parser.__init__
@@ -240,7 +240,7 @@ def with_worker():
 LARGE = dict(prompt="Once upon a time", max_tokens=3, temperature=0, user="me" * 100)
 
 
-def test_large_bodies_are_parsed_in_the_worker_and_answered_alike(with_worker, client):
+def test_large_bodies_are_parsed_in_worker(with_worker, client):
     other, own = with_worker
     assert other.ask(**LARGE)["choices"] == client.ask(**LARGE)["choices"]
     assert own._process.pid != os.getpid()
@@ -252,7 +252,7 @@ def test_large_bodies_are_parsed_in_the_worker_and_answered_alike(with_worker, c
 
 
 @pytest.mark.nightly
-def test_a_body_that_takes_too_long_is_refused_and_the_next_is_parsed(with_worker, monkeypatch):
+def test_parse_timeout_refuses_body_and_parses_next(with_worker, monkeypatch):
     client, own = with_worker
     client.ask(**LARGE)
     before = own._process
@@ -273,7 +273,7 @@ def test_a_body_that_takes_too_long_is_refused_and_the_next_is_parsed(with_worke
 
 
 @pytest.mark.nightly
-def test_the_end_of_the_worker_is_a_503_and_the_next_body_is_parsed(with_worker):
+def test_dead_worker_gives_503_and_restarts(with_worker):
     client, own = with_worker
     client.ask(**LARGE)
     own._process.kill()
@@ -283,7 +283,7 @@ def test_the_end_of_the_worker_is_a_503_and_the_next_body_is_parsed(with_worker)
     assert client.ask(**LARGE)["choices"]
 
 
-def test_bodies_being_received_have_a_limit_together(client, monkeypatch):
+def test_total_size_of_bodies_is_limited(client, monkeypatch):
     monkeypatch.setattr(app, "MAX_BODIES_BYTES", 100_000)
     with contextlib.ExitStack() as stack:
         for _ in range(2):
@@ -298,7 +298,7 @@ def test_bodies_being_received_have_a_limit_together(client, monkeypatch):
 
 
 def held(client):
-    """Bytes of bodies that the client's server has not parsed."""
+    """Returns the bytes of bodies that the server has not parsed."""
     return max(each._bodies_bytes for each in gc.get_objects() if isinstance(each, app._Api))
 
 
@@ -316,7 +316,7 @@ def head(path="/v1/completions", size=10):
 
 
 def ended(connection, seconds=30.0):
-    """What comes until the server ends a connection."""
+    """Returns what the server sends until it closes a connection."""
     connection.settimeout(seconds)
     came = b""
     with contextlib.suppress(ConnectionResetError):
@@ -341,7 +341,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     ],
     ids=["half of a second head", "nothing", "half a head", "a body for health", "a body for 404"],
 )
-def test_a_head_that_does_not_come_times_out(client, monkeypatch, sent):
+def test_incomplete_head_times_out(client, monkeypatch, sent):
     monkeypatch.setitem(http_process._TIMEOUTS, "head", 0.5)
     with connected(client) as connection:
         connection.sendall(sent)
@@ -360,7 +360,7 @@ def test_a_head_that_does_not_come_times_out(client, monkeypatch, sent):
     assert came.startswith(b"HTTP/1.1") == (b"\r\n\r\n" in sent)
 
 
-def test_connections_that_ask_again_and_again_are_kept(client, monkeypatch):
+def test_keep_alive_connections_are_kept(client, monkeypatch):
     monkeypatch.setitem(http_process._TIMEOUTS, "head", 0.5)
     connection = client.connect()
     end = time.monotonic() + 2.5
@@ -370,7 +370,7 @@ def test_connections_that_ask_again_and_again_are_kept(client, monkeypatch):
         time.sleep(0.05)
 
 
-def test_an_answer_may_take_longer_than_a_head(idle, monkeypatch):
+def test_slow_answer_does_not_time_out(idle, monkeypatch):
     monkeypatch.setitem(http_process._TIMEOUTS, "head", 0.3)
     go_on, waits = hold_steps(idle, monkeypatch)
     answers = []
@@ -383,7 +383,7 @@ def test_an_answer_may_take_longer_than_a_head(idle, monkeypatch):
     assert answers[0]["usage"]["completion_tokens"] == 9
 
 
-def test_a_body_that_does_not_come_times_out(client, monkeypatch):
+def test_incomplete_body_times_out(client, monkeypatch):
     monkeypatch.setattr(app, "BODY_TIMEOUT", 0.3)
     with connected(client) as connection:
         connection.sendall(head() + b"{")
@@ -392,7 +392,7 @@ def test_a_body_that_does_not_come_times_out(client, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_client_that_receives_nothing_times_out(client, monkeypatch):
+def test_slow_receiver_times_out(client, monkeypatch):
     for phase in ("writing", "closing"):  # a request that is sent in part closes the connection
         monkeypatch.setitem(http_process._TIMEOUTS, phase, 0.5)
     made = http_process.Connection.connection_made
@@ -417,7 +417,7 @@ def test_a_client_that_receives_nothing_times_out(client, monkeypatch):
         assert left
 
 
-def test_incomplete_requests_make_room(monkeypatch):
+def test_incomplete_requests_are_closed_when_full(monkeypatch):
     """A file limit, or the number of connections, must not keep others from an answer."""
     monkeypatch.setattr(http_process, "max_connections", lambda answers: (8, 4))
     with serving() as client, contextlib.ExitStack() as stack:
@@ -429,7 +429,7 @@ def test_incomplete_requests_make_room(monkeypatch):
         assert time.monotonic() - start < http_process.HEAD_TIMEOUT / 2
 
 
-def test_running_requests_do_not_make_room(monkeypatch):
+def test_running_requests_are_kept_when_full(monkeypatch):
     monkeypatch.setattr(http_process, "max_connections", lambda answers: (3, 4))
     with serving() as client:
         go_on, waits = hold_steps(client, monkeypatch)
@@ -450,7 +450,7 @@ def test_running_requests_do_not_make_room(monkeypatch):
         assert len(answers) == 3
 
 
-def test_there_are_files_for_all_connections():
+def test_connection_limit_fits_open_files():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         most, at_a_time = max_connections(100)
@@ -467,7 +467,7 @@ def test_there_are_files_for_all_connections():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_repeated_messages_are_logged_with_a_limit():
+def test_log_rate_limit():
     limit = LogRateLimit(most=3, seconds=10.0)
 
     def said(place, when):
@@ -487,7 +487,7 @@ def test_repeated_messages_are_logged_with_a_limit():
 
 
 class PanicError(BaseException):
-    """As that of Rust's code, which is no `Exception`."""
+    """Like that of Rust code, which is not an `Exception`."""
 
 
 def fail(service, monkeypatch, error):
@@ -498,7 +498,7 @@ def fail(service, monkeypatch, error):
 
 
 @pytest.mark.parametrize("error", [PanicError("oh"), SystemExit(3)])
-def test_whatever_ends_the_engine_ends_those_who_wait(monkeypatch, error):
+def test_engine_failure_ends_all_requests(monkeypatch, error):
     service, told, ends = make_service(), [], threading.Event()
     service.on_failure = ends.set
     fail(service, monkeypatch, error)
@@ -517,8 +517,8 @@ def test_whatever_ends_the_engine_ends_those_who_wait(monkeypatch, error):
     assert service.drain(1.0)
 
 
-def test_an_error_in_what_ends_a_request_ends_the_engine_too(monkeypatch):
-    """Whatever the cause, nobody waits for a thread that is no more."""
+def test_error_during_recovery_ends_engine(monkeypatch):
+    """Nobody waits for a thread that has ended."""
     service, told = make_service(), []
     fail(service, monkeypatch, ValueError("oh"))
     monkeypatch.setattr(service, "_recover", lambda error: 1 / 0)
@@ -530,7 +530,7 @@ def test_an_error_in_what_ends_a_request_ends_the_engine_too(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_the_server_ends_with_the_reason_and_its_clients_are_told(monkeypatch):
+def test_server_ends_with_engine_failure(monkeypatch):
     from dms_jax.errors import EngineFailedError
     from dms_jax.serving.server import Server, take_address
     from tests.serving.support import Client
@@ -560,7 +560,7 @@ def test_the_server_ends_with_the_reason_and_its_clients_are_told(monkeypatch):
 # -- the address ---------------------------------------------------------------------------------
 
 
-def test_an_address_is_taken_by_one_server_from_the_start():
+def test_address_is_exclusive_from_start():
     from dms_jax.serving.server import take_address
 
     with take_address("127.0.0.1", 0) as taken:

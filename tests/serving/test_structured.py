@@ -1,4 +1,4 @@
-"""Structured answers of a real model over HTTP: whatever it would say, they match."""
+"""Structured answers of a real model over HTTP match their format."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def person_of(text):
     return found
 
 
-def test_answers_in_every_form_and_free_ones_beside_them_compile_nothing(client):
+def test_structured_answers_compile_nothing(client):
     compilations, found = Compilations(), {}
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     hot = dict(temperature=1.5, max_tokens=120)
@@ -100,14 +100,14 @@ def test_answers_in_every_form_and_free_ones_beside_them_compile_nothing(client)
     assert alone == contents["free"]
 
 
-def test_a_seeded_answer_in_a_form_is_the_same_again(client):
+def test_seeded_structured_answer_is_reproducible(client):
     asked = dict(prompt="Once", guided_json=PERSON, temperature=2, seed=5, max_tokens=120)
     texts = {client.ask(**asked)["choices"][0]["text"] for _ in range(2)}
     assert len(texts) == 1
     person_of(*texts)
 
 
-def test_a_form_that_a_model_without_an_end_cannot_keep_is_refused():
+def test_structured_answer_without_end_token_is_refused():
     model = dms_jax.load(assets.path("stories260k"))
     model = dataclasses.replace(model, generation=type(model.generation)())
     with serving(model=model) as client:

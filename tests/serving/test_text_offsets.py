@@ -1,6 +1,6 @@
-"""`logprobs.text_offset`: where each token stands in the text, also as a part of a character.
+"""`logprobs.text_offset`: the offset of each token in the text, also within a character.
 
-The oracle knows bytes alone: a token stands where the character stands that holds its first byte.
+The oracle works on bytes: the offset is that of the character with the token's first byte.
 """
 
 import pathlib
@@ -55,7 +55,7 @@ def encoded(text, own):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_stands_where_the_character_of_its_first_byte_does(kind):
+def test_offset_is_that_of_first_byte(kind):
     own, seen = tokenizer(kind), 0
     for text in TEXTS:
         if (found := encoded(text, own)) is None or None in map(own.bytes_of, found[1]):
@@ -68,7 +68,7 @@ def test_a_token_stands_where_the_character_of_its_first_byte_does(kind):
     assert seen > 0
 
 
-def test_what_is_no_character_and_what_is_no_text_move_nothing_by_too_much():
+def test_offsets_of_broken_characters_and_special_tokens():
     own = tokenizer("stories260k")
     byte = lambda value: own.backend.token_to_id(f"<0x{value:02X}>")  # noqa: E731
     word = own.encode("Tom cat", False)[-1]
@@ -85,7 +85,7 @@ def test_what_is_no_character_and_what_is_no_text_move_nothing_by_too_much():
     assert TextOffsets(None, prompt).add(broken) == [0, 0, 0]
 
 
-def test_whole_and_streamed_answers_tell_the_same_places():
+def test_offsets_are_equal_whole_and_streamed():
     own = tokenizer("stories260k")
     found = encoded(TEXTS[0], own)
     assert found is not None

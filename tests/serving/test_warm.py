@@ -1,4 +1,4 @@
-"""A warm server compiles nothing, whatever comes: nobody waits for the programs of others."""
+"""A warm server compiles nothing, whatever requests come."""
 
 import threading
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ class Clients:
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
+def test_warm_server_compiles_nothing(name, monkeypatch):
     policy, slots, page_size, prefill_chunk = SETTINGS[name]
     compilations, model = Compilations(), model_for("vanilla", ends=False)
     config = model.config
@@ -158,7 +158,7 @@ def test_a_warm_server_compiles_nothing_whatever_comes(name, monkeypatch):
     assert recomputed or name == "SnapKV"  # its prompts are cut before anything outgrows the pool
 
 
-def test_a_service_is_warmed_before_it_starts(idle):
+def test_warm_after_start_is_refused(idle):
     idle.service.smoke_test()
     with pytest.raises(dms_jax.BusyError):
         idle.service.warm()

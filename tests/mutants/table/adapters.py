@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/generation/"
 LAW = "tests/laws/test_adapters.py"
 ALONE = f"{LAW}::test_batched_adapters_answer_as_each_alone"
-PREFIXES = "tests/generation/test_prefixes.py::test_no_prefix_is_shared_between_adapters"
+PREFIXES = "tests/generation/test_prefixes.py::test_adapters_share_no_prefixes"
 ADAPTERS = "tests/generation/test_adapters.py"
 SERVING = "tests/serving/test_adapters.py"
 
@@ -29,14 +29,14 @@ MUTANTS = [
         FOLDER + "requests.py",
         "equal = seed, number_of[id(tokens)], adapter",
         "equal = seed, number_of[id(tokens)]",
-        (f"{ADAPTERS}::test_equal_prompts_of_several_adapters_are_no_copies",),
+        (f"{ADAPTERS}::test_equal_prompts_of_different_adapters_are_no_copies",),
     ),
     Mutant(
         "adapters: a lane keeps that of its last request",
         FOLDER + "runner.py",
         "            self._adapter_of[lane] = name\n",
         "            self._adapter_of[lane] = name or self._adapter_of[lane]\n",
-        (f"{SERVING}::test_each_request_is_answered_by_the_model_that_it_names",),
+        (f"{SERVING}::test_requests_select_adapter_by_model",),
     ),
     Mutant(
         "adapters: a program of some lanes takes those of the first ones",
@@ -64,13 +64,13 @@ MUTANTS = [
         "dms_jax/model/adapters.py",
         'policy.decisions == "threshold" and policy.alpha_offset >= 0',
         'policy.decisions == "threshold"',
-        (f"{ADAPTERS}::test_a_base_that_the_policy_would_evict_from_is_not_served",),
+        (f"{ADAPTERS}::test_base_is_not_served_under_evicting_policy",),
     ),
     Mutant(
         "adapters: one is replaced while its requests run",
         "dms_jax/serving/service.py",
         "for name in [name for name in self._changes if name not in in_use]:",
         "for name in list(self._changes):",
-        (f"{SERVING}::test_an_adapter_is_replaced_between_its_requests",),
+        (f"{SERVING}::test_adapter_is_replaced_between_requests",),
     ),
 ]

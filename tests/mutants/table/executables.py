@@ -83,9 +83,6 @@ MUTANTS = [
         "dms_jax/generation/memory.py",
         "if memory is None and rows < pages < needed:",
         "if False:",
-        (
-            "tests/generation/test_memory.py"
-            "::test_processes_that_find_about_as_much_free_share_their_programs",
-        ),
+        ("tests/generation/test_memory.py::test_pool_size_is_rounded_so_processes_share_programs",),
     ),
 ]

@@ -14,12 +14,13 @@ MEMORY = "tests/generation/test_memory.py"
 GENERATE = "tests/generation/test_generate.py"
 SHARED = "tests/generation/test_shared_prompts.py"
 ARRIVALS = "tests/generation/test_arrivals.py"
+CANCEL = "tests/generation/test_cancel.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
-RUNNING_ON = "tests/generation/test_running_on.py"
-READING = "tests/generation/test_reading.py"
+OVERLAP = "tests/generation/test_overlap.py"
+READING = "tests/generation/test_prefill_queue.py"
 FAIRNESS = "tests/generation/test_fairness.py"
 TALK = "tests/generation/test_conversation.py"
-WARMING = "tests/generation/test_warming.py"
+WARMING = "tests/generation/test_precompile.py"
 TEXT = "tests/generation/test_text.py"
 STOPS = "tests/generation/test_stop_strings.py"
 CALLS = "tests/generation/test_calls.py"
@@ -30,14 +31,14 @@ MUTANTS = [
         FOLDER + "sampling.py",
         "together = _BLOCK * sharding.axis_size(sharding.MODEL)",
         "together = _BLOCK",
-        ("tests/generation/test_split_vocabulary.py::test_no_device_is_sent_the_logits",),
+        ("tests/generation/test_split_vocabulary.py::test_logits_are_not_gathered",),
     ),
     Mutant(
         "generation: a device attends by the plan of another one's rows",
         "dms_jax/model/cached_attention.py",
         'plan=cache_spec(("pages",), data, model)',
         'plan=cache_spec(("pages",), None, None)',
-        ("tests/generation/test_split_steps.py::test_each_device_has_the_plan_of_its_own_rows",),
+        ("tests/generation/test_split_steps.py::test_each_device_plans_its_own_rows",),
     ),
     Mutant(
         "generation: every position draws the same number",
@@ -65,14 +66,14 @@ MUTANTS = [
         FOLDER + "sampling.py",
         "jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)",
         "jnp.cumsum(weights, -1)",
-        (f"{SAMPLING}::test_what_has_no_weight_is_never_chosen_however_sums_are_rounded",),
+        (f"{SAMPLING}::test_zero_weight_is_never_chosen_despite_rounding",),
     ),
     Mutant(
         "generation: booleans are read from the words of what lies before them",
         FOLDER + "programs.py",
         "            start = end\n",
         "            start = end - (leaf.dtype == bool)\n",
-        ("tests/generation/test_packing.py::test_what_is_packed_is_read_again",),
+        ("tests/generation/test_programs.py::test_packed_results_round_trip",),
     ),
     Mutant(
         "generation: log-probabilities at the draw's temperature",
@@ -93,7 +94,7 @@ MUTANTS = [
         FOLDER + "programs.py",
         "    remaining = jnp.where(_ends(tokens, end_tokens) & ~endless, 0, remaining)\n",
         "",
-        (f"{GENERATE}::test_a_first_token_can_end_a_request",),
+        (f"{GENERATE}::test_first_token_ends_request",),
     ),
     Mutant(
         "generation: copies of a prompt draw alike",
@@ -106,38 +107,36 @@ MUTANTS = [
         "generation: a cancelled prompt is read for nobody",
         FOLDER + "prefill.py",
         "return found & cancelled",
-        "return {each.request.index for each in self.parts.values()} & cancelled",
-        (f"{ARRIVALS}::test_a_prompt_that_is_cancelled_is_not_read_to_its_end",),
+        "return {each.request.index for each in self.items.values()} & cancelled",
+        (f"{CANCEL}::test_cancel_stops_prefill",),
     ),
     Mutant(
         "generation: a cancelled prompt is dropped that another request shares",
         FOLDER + "prefill.py",
         "return found & cancelled",
         "return set()",
-        (f"{ARRIVALS}::test_a_prompt_that_another_request_shares_is_read_to_its_end",),
+        (f"{CANCEL}::test_cancelled_prompt_is_completed_for_its_sharer",),
     ),
     Mutant(
         "generation: answers wait while the prompt of another request is read",
         FOLDER + "engine.py",
         "takes_turns=is_open",
         "takes_turns=False",
-        (f"{ARRIVALS}::test_an_answer_goes_on_while_the_prompt_of_another_is_read",),
+        (f"{FAIRNESS}::test_pauses_are_bounded_by_prefill_tokens",),
     ),
     Mutant(
         "generation: a request that its first token has ended is reported while it reads again",
         FOLDER + "scheduler.py",
         "elif request.state is State.PREFILL or not request.has_new_tokens",
         "elif not request.has_new_tokens",
-        (
-            f"{RUNNING_ON}::test_an_answer_that_has_ended_reads_its_whole_prompt_again_after_an_error",
-        ),
+        (f"{OVERLAP}::test_ended_request_recomputes_whole_prompt_after_error",),
     ),
     Mutant(
         "generation: nothing is read on after a preemption, until others were let in",
         FOLDER + "engine.py",
-        "continue  # with those that are left, before others come",
+        "continue  # with the requests that are left, before others are admitted",
         "return",
-        (f"{ARRIVALS}::test_a_prompt_is_read_on_when_another_one_is_put_back",),
+        (f"{ARRIVALS}::test_prefill_continues_in_turn_of_preemption",),
     ),
     Mutant(
         "generation: short prompts wait for the end of long ones",
@@ -145,8 +144,8 @@ MUTANTS = [
         "self._shortest_next = not self._shortest_next",
         "pass",
         (
-            f"{READING}::test_a_short_prompt_waits_for_one_program_of_a_longer_one_between_two_of_its_own",
-            f"{FAIRNESS}::test_a_short_prompt_behind_a_long_one_is_answered_first",
+            f"{READING}::test_short_prompt_waits_for_one_program_between_its_own",
+            f"{FAIRNESS}::test_short_prompt_overtakes_long_one",
         ),
     ),
     Mutant(
@@ -154,39 +153,35 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "item.rest if self._shortest_next else 0",
         "item.rest",
-        (f"{READING}::test_a_long_prompt_is_read_however_many_short_ones_come",),
+        (f"{READING}::test_long_prompt_is_not_starved",),
     ),
     Mutant(
         "generation: answers wait for more prompt tokens than they are told",
         FOLDER + "engine.py",
         "room -= batch.shape.most",
         "room -= 0",
-        (f"{FAIRNESS}::test_no_answer_pauses_for_more_prompt_tokens_than_it_is_told",),
+        (f"{FAIRNESS}::test_pauses_are_bounded_by_prefill_tokens",),
     ),
     Mutant(
         "generation: the oldest request of the lowest priority is preempted",
         FOLDER + "scheduler.py",
         "max(reversed(self.running), key=",
         "max(self.running, key=",
-        (
-            f"{FAIRNESS}::test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first",
-        ),
+        (f"{FAIRNESS}::test_youngest_of_lowest_priority_is_preempted_and_returns_first",),
     ),
     Mutant(
         "generation: a preempted request waits behind others of its priority",
         FOLDER + "scheduler.py",
         "bisect.insort_left(self.waiting",
         "bisect.insort_right(self.waiting",
-        (
-            f"{FAIRNESS}::test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first",
-        ),
+        (f"{FAIRNESS}::test_youngest_of_lowest_priority_is_preempted_and_returns_first",),
     ),
     Mutant(
         "generation: urgent requests wait for what is read for others",
         FOLDER + "scheduler.py",
         "if each.request.priority <= request.priority]",
         "if True]",
-        (f"{FAIRNESS}::test_nobody_waits_for_a_prefix_that_is_read_for_less_urgent_requests",),
+        (f"{FAIRNESS}::test_urgent_request_does_not_wait_for_less_urgent_prefix",),
     ),
     Mutant(
         "generation: an answer takes the position after the last",
@@ -200,28 +195,28 @@ MUTANTS = [
         FOLDER + "requests.py",
         "seen = request.seen + prompt_tokens + len(request.generated) - 1",
         "seen = request.seen + prompt_tokens + len(request.generated)",
-        (f"{GENERATE}::test_usage_of_a_plain_cache_is_counted_by_hand",),
+        (f"{GENERATE}::test_usage_of_plain_cache",),
     ),
     Mutant(
         "generation: the reads of selection leave out the pages' bounds",
         "dms_jax/policies/quest.py",
         "reads = budget * readers + held.expected / page_size",
         "reads = budget * readers",
-        (f"{MEMORY}::test_what_other_policies_keep_and_read",),
+        (f"{MEMORY}::test_estimates_of_other_policies",),
     ),
     Mutant(
         "generation: tied embeddings are not read",
         FOLDER + "memory.py",
         "embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size",
         "embedding = config.vocab_size * config.hidden_size",
-        (f"{MEMORY}::test_tied_embeddings_are_read_whole",),
+        (f"{MEMORY}::test_tied_embeddings_are_read_in_full",),
     ),
     Mutant(
         "generation: the pool of a policy that cuts has no room for a prompt",
         FOLDER + "memory.py",
         "slots = max_tokens if policy.shrinks and not windowed else min(limit, max_tokens)",
         "slots = min(limit, max_tokens)",
-        ("tests/generation/test_budgets.py::test_a_prompt_that_is_cut_gives_its_pages_back",),
+        ("tests/generation/test_budgets.py::test_cut_prompt_frees_pages",),
     ),
     Mutant(
         "generation: a lane that is emptied keeps what its policy remembers",
@@ -235,28 +230,28 @@ MUTANTS = [
         FOLDER + "programs.py",
         "seen=take(cache.seen[None])[0],\n        row_state=jax.tree.map(take, cache.row_state),",
         "seen=take(cache.seen[None])[0],\n        row_state=cache.row_state,",
-        (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[dms]",),
+        (f"{GENERATE}::test_chains_answer_as_prompt_alone[dms]",),
     ),
     Mutant(
         "generation: copies of a sequence lack the values in host memory",
         FOLDER + "runner.py",
         "self.host.copy(pairs[0])",
         "pass",
-        (f"{GENERATE}::test_chains_of_one_prompt_answer_as_it_does_alone[kcache]",),
+        (f"{GENERATE}::test_chains_answer_as_prompt_alone[kcache]",),
     ),
     Mutant(
         "generation: what an interrupt stops of a use is counted twice",
         FOLDER + "requests.py",
         "meter = dataclasses.replace(request.meter)",
         "meter = request.meter",
-        (f"{CALLS}::test_an_interrupt_while_a_use_is_accounted_for_loses_nothing",),
+        (f"{CALLS}::test_interrupt_during_usage_accounting_loses_nothing",),
     ),
     Mutant(
         "generation: steps behind a stop string count",
         FOLDER + "requests.py",
         "np.concatenate(self.steps, axis=1)[:, : len(self.generated) - 1]",
         "np.concatenate(self.steps, axis=1)",
-        (f"{TEXT}::test_a_stop_string_is_found_whatever_the_chunks",),
+        (f"{TEXT}::test_stop_string_does_not_depend_on_chunks",),
     ),
     Mutant(
         "generation: who has left a lane still reads a prompt for those that come",
@@ -270,98 +265,98 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "limited = policy.for_length(1) is not policy",
         "limited = False",
-        (f"{SHARED}::test_a_share_of_the_longest_length_is_part_of_a_prompt",),
+        (f"{SHARED}::test_prompts_of_different_longest_lengths_share_nothing",),
     ),
     Mutant(
         "generation: chains that did not fit are let in again for their first chunk",
         FOLDER + "scheduler.py",
         "request.slots = lengths[:, source].copy()",
         "pass",
-        (f"{SHARED}::test_chains_wait_for_the_memory_that_they_need",),
+        (f"{SHARED}::test_chains_wait_for_memory_without_preemption",),
     ),
     Mutant(
         "generation: something is put back while an answer of one token fills the pool",
         FOLDER + "engine.py",
         "if self.in_flight.drawn or self.in_flight.programs:",
         "if self.in_flight.programs:",
-        (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
+        (AT_RANDOM,),
     ),
     Mutant(
         "generation: a chain that waits is not told that its first token ended it",
         FOLDER + "scheduler.py",
         "changed = [each for each in self._left.values() if each.has_new_tokens]",
         "changed = []",
-        (f"{SHARED}::test_a_chain_that_its_first_token_ends_waits_for_no_memory",),
+        (f"{SHARED}::test_chain_of_one_token_needs_no_copy",),
     ),
     Mutant(
         "generation: a stop string that overlaps with itself is missed",
         FOLDER + "text.py",
         "matched = self._shorter_than(matched)",
         "matched = 0",
-        (f"{STOPS}::test_they_are_found_where_a_search_finds_them",),
+        (f"{STOPS}::test_stop_strings_are_found_where_a_search_finds_them",),
     ),
     Mutant(
         "generation: each token of a large chunk is decoded with all before it",
         FOLDER + "text.py",
         "self._commit(stream, tokens, end)  # so",
         "pass  # so",
-        (f"{TEXT}::test_a_stop_string_in_a_large_chunk_is_found_by_short_windows",),
+        (f"{TEXT}::test_large_chunk_is_searched_in_short_windows",),
     ),
     Mutant(
         "generation: the first part of a character is taken for a stop string",
         FOLDER + "text.py",
         "most = max(1, sum(map(self._is_byte, run)))",
         "most = 0",
-        (f"{TEXT}::test_a_part_of_a_character_is_no_stop_string_while_it_may_be_completed",),
+        (f"{TEXT}::test_incomplete_character_is_no_stop_string",),
     ),
     Mutant(
         "generation: a part of a character at the end of an answer is no stop string",
         FOLDER + "text.py",
         "first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1",
         "first = stream.seen + 1",
-        (f"{TEXT}::test_a_part_of_a_character_is_a_stop_string_when_nothing_completes_it",),
+        (f"{TEXT}::test_broken_character_is_stop_string",),
     ),
     Mutant(
         "generation: a large chunk of spaces is looked at as a whole",
         FOLDER + "text.py",
         "few = len(tokens) - stream.committed <= _MOST_PENDING",
         "few = True",
-        (f"{TEXT}::test_parts_of_characters_behind_many_spaces_are_told_whatever_the_chunks",),
+        (f"{TEXT}::test_broken_characters_after_spaces_do_not_depend_on_chunks",),
     ),
     Mutant(
         "generation: in a conversation steps are launched before a stop string is looked for",
         FOLDER + "engine.py",
         "(by_step or is_heard)",
         "is_heard",
-        (f"{TALK}::test_a_stop_string_ends_a_turn_and_nothing_beyond_it_is_cached",),
+        (f"{TALK}::test_stop_string_ends_turn_and_caches_nothing_after_it",),
     ),
     Mutant(
         "generation: an interrupt waits for every program that is to be compiled",
         FOLDER + "precompile.py",
         "pool.shutdown(wait=False, cancel_futures=True)",
         "pass",
-        (f"{WARMING}::test_what_stops_compilations_waits_for_none_that_has_not_begun[interrupt]",),
+        (f"{WARMING}::test_interrupt_cancels_pending_compilations[interrupt]",),
     ),
     Mutant(
         "generation: a question is answered in the conversation itself",
         FOLDER + "conversation.py",
         "past = Past(history.before, history.seen, base=0)",
         "past = Past(history.before, history.seen)",
-        (f"{TALK}::test_questions_about_one_context_read_it_once[keeps]",),
+        (f"{TALK}::test_questions_prefill_their_context_once[keeps]",),
     ),
     Mutant(
         "generation: requests that wait outlive their cancellation",
         FOLDER + "scheduler.py",
         "asked = [each for each in self.waiting if each.index in cancelled] if cancelled else []",
         "asked = []",
-        ("tests/generation/test_cancel.py::test_running_and_waiting_requests_end[keeps]",),
+        ("tests/generation/test_cancel.py::test_cancel_running_and_queued_requests[keeps]",),
     ),
     Mutant(
         "generation: the first token of a chain is drawn at the position of its empty lane",
         FOLDER + "runner.py",
         "self.seen[sources].astype(np.int32),",
         "self.seen.astype(np.int32),",
-        (f"{SHARED}::test_other_prompts_between_equal_ones",),
+        (f"{SHARED}::test_equal_prompts_among_others_are_prefilled_once",),
     ),
     Mutant(
         "generation: an answer that was put back goes on from its first token",
@@ -383,7 +378,7 @@ MUTANTS = [
         "np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)",
         "np.isin(steps.tokens[-1], program.end_tokens)",
         (
-            "tests/generation/test_pages_in_flight.py::test_an_idle_lane_that_is_taken_behind_a_chunk_keeps_its_unread_steps",
+            "tests/generation/test_pages_in_flight.py::test_reused_idle_lane_keeps_its_steps_in_flight",
         ),
     ),
 ]

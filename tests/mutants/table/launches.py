@@ -3,17 +3,14 @@
 from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
-AHEAD = "tests/generation/test_ahead.py"
-RUNNING_ON = "tests/generation/test_running_on.py"
+OVERLAP = "tests/generation/test_overlap.py"
 GENERATE = "tests/generation/test_generate.py"
-STOPPED = (
-    f"{RUNNING_ON}::test_a_lane_is_given_away_while_the_answer_that_a_stop_string_ended_goes_on"
-)
+STOPPED = f"{OVERLAP}::test_lane_is_reused_while_stopped_answer_runs_on"
 ARRIVALS = "tests/generation/test_arrivals.py"
 CANCEL = "tests/generation/test_cancel.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
-TURNS = "tests/generation/test_turns.py"
-RUN_ON = "test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others"
+TURNS = "tests/generation/test_idle_device.py"
+RUN_ON = "test_last_steps_of_chunk_run_while_lanes_are_refilled"
 
 MUTANTS = [
     Mutant(
@@ -21,9 +18,7 @@ MUTANTS = [
         FOLDER + "engine.py",
         "if call.unfinished:  # the caller",
         "if False:  # the caller",
-        (
-            "tests/generation/test_calls.py::test_a_call_that_its_caller_leaves_early_leaves_nothing_behind",
-        ),
+        ("tests/generation/test_calls.py::test_abandoned_call_leaves_nothing_behind",),
     ),
     Mutant(
         "generation: what has no copy of its prompt used none of the cache",
@@ -44,28 +39,28 @@ MUTANTS = [
         FOLDER + "engine.py",
         "return 0 if scheduler.cancelled else len(in_flight.programs)",
         "return 0",
-        (f"{AHEAD}::test_a_chunk_is_launched_before_the_last_one_is_read",),
+        (f"{OVERLAP}::test_chunk_is_launched_before_last_is_collected",),
     ),
     Mutant(
         "generation: prompts that were not read take no slots",
         FOLDER + "reservation.py",
         "slots = slots + prompts.counts[:, None]",
         "pass",
-        (f"{AHEAD}::test_prompts_evict_within_the_pages_that_they_took_in_turn",),
+        (f"{OVERLAP}::test_overlapped_prefill_needs_no_more_pages",),
     ),
     Mutant(
         "generation: a program of steps sets the lengths of lanes that were given away since",
         FOLDER + "reservation.py",
         "lengths = np.where(lanes[:, None], lengths, self._lengths)",
         "pass",
-        (f"{RUNNING_ON}::{RUN_ON}",),
+        (f"{OVERLAP}::{RUN_ON}",),
     ),
     Mutant(
         "generation: prompts that were launched set the lengths of a lane that was cleared since",
         FOLDER + "reservation.py",
         "counts[lanes] = 0",
         "pass",
-        (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),
+        (f"{OVERLAP}::test_cleared_lane_ignores_prefill_in_flight",),
     ),
     Mutant(
         "generation: steps behind a stop string are those of who has the lane now",
@@ -79,10 +74,7 @@ MUTANTS = [
         FOLDER + "runner.py",
         "all_rows * shape.one_pass, self.policy.shrinks)",
         "all_rows * shape.one_pass, False)",
-        (
-            f"{RUNNING_ON}::test_the_cut_behind_a_prompt_counts_where_the_first_token_completes_a_"
-            "stop_string",
-        ),
+        (AT_RANDOM,),
     ),
     Mutant(
         "generation: a stop string among the requests holds up the others",
@@ -103,46 +95,42 @@ MUTANTS = [
         FOLDER + "in_flight.py",
         "if self.last_tokens is program.newest:",
         "if not self.programs:",
-        (f"{ARRIVALS}::test_an_answer_of_one_token_makes_room_before_anything_is_put_back",),
+        (AT_RANDOM,),
     ),
     Mutant(
         "generation: the last steps of a chunk are read with the next chunk",
         FOLDER + "engine.py",
         "self.in_flight.collect_steps(1)",
         "self.in_flight.collect_steps(0)",
-        (
-            f"{RUNNING_ON}::test_the_last_steps_of_a_chunk_run_while_prompts_take_the_lanes_of_others",
-        ),
+        (f"{OVERLAP}::test_last_steps_of_chunk_run_while_lanes_are_refilled",),
     ),
     Mutant(
         "generation: what the last steps of a chunk gave is told behind the next one",
         FOLDER + "engine.py",
         "bool(in_flight.drawn or before)",
         "bool(in_flight.drawn)",
-        (
-            f"{RUNNING_ON}::test_what_the_last_steps_of_a_chunk_gave_is_told_while_the_next_ones_run",
-        ),
+        (f"{OVERLAP}::test_updates_of_last_steps_are_sent_while_next_steps_run",),
     ),
     Mutant(
         "generation: a wider program does not wait for the steps that run on",
         FOLDER + "engine.py",
         "if in_flight.programs and not reservation.fits_table(extra):",
         "if False:",
-        (f"{RUNNING_ON}::test_a_wider_program_waits_for_the_steps_that_run_on",),
+        (f"{OVERLAP}::test_wider_page_table_waits_for_steps_in_flight",),
     ),
     Mutant(
         "generation: something is put back while steps that may end an answer run",
         FOLDER + "engine.py",
         "if self.in_flight.drawn or self.in_flight.programs:",
         "if self.in_flight.drawn:",
-        (f"{AT_RANDOM}::test_whatever_comes_and_goes_each_answer_is_that_of_the_request_alone",),
+        (AT_RANDOM,),
     ),
     Mutant(
         "generation: a request that is cancelled while steps run goes on for another chunk",
         FOLDER + "engine.py",
         "            self._drain()\n            scheduler.finish_and",
         "            self.in_flight.collect_prompts()\n            scheduler.finish_and",
-        (f"{ARRIVALS}::test_what_is_cancelled_while_steps_run_ends_before_the_next_chunk",),
+        (f"{CANCEL}::test_cancel_while_steps_run_takes_effect_before_next_chunk",),
     ),
     Mutant(
         "generation: a prompt that is cancelled behind steps that run does not count",
@@ -156,30 +144,28 @@ MUTANTS = [
         FOLDER + "scheduler.py",
         "self._cancelled_now() if cancel else set()",
         "self._cancelled_now()",
-        (f"{CANCEL}::test_a_request_whose_first_token_was_not_read_is_not_ended_without_it",),
+        (f"{CANCEL}::test_cancel_waits_for_first_token_in_flight",),
     ),
     Mutant(
         "generation: steps that run on for nobody are left to the next call",
         FOLDER + "engine.py",
-        "self.in_flight.collect_steps()  # what",
-        "pass  # what",
-        (
-            f"{RUNNING_ON}::test_steps_that_run_on_for_nobody_are_read_before_the_engine_waits_or_ends",
-        ),
+        "self.in_flight.collect_steps()  # of answers",
+        "pass  # of answers",
+        (f"{OVERLAP}::test_orphaned_steps_are_collected_before_engine_idles",),
     ),
     Mutant(
         "generation: the device is idle while lanes are given away",
         FOLDER + "engine.py",
         "            return 1\n",
         "            return 0\n",
-        (TURNS, f"{RUNNING_ON}::{RUN_ON}"),
+        (TURNS, f"{OVERLAP}::{RUN_ON}"),
     ),
     Mutant(
         "generation: a chunk is one program",
         FOLDER + "in_flight.py",
         "least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))",
         "least = num_steps",
-        (f"{AHEAD}::test_lanes_are_refilled_before_the_next_chunk",),
+        (f"{OVERLAP}::test_lanes_are_refilled_before_next_chunk",),
     ),
     Mutant(
         "generation: what ended is accounted for while the device is idle",
@@ -193,27 +179,27 @@ MUTANTS = [
         FOLDER + "reservation.py",
         "if self._prompts is not None and self._prompts.counts[lane]:",
         "if self._prompts is not None:",
-        (f"{AHEAD}::test_a_lane_that_is_cleared_forgets_the_prompt_that_was_launched_for_it",),
+        (f"{OVERLAP}::test_cleared_lane_ignores_prefill_in_flight",),
     ),
     Mutant(
         "generation: the page table of a call is as wide as its first program of steps needs",
         FOLDER + "engine.py",
         "expect(longest + num_steps)",
         "expect(longest + call.in_flight.steps_a_program(num_steps))",
-        (f"{AHEAD}::test_page_tables_are_as_wide_from_the_first_program_as_a_whole_chunk_needs",),
+        (f"{OVERLAP}::test_first_page_table_is_wide_enough_for_whole_chunk",),
     ),
     Mutant(
         "generation: a listener who may be late is waited for",
         FOLDER + "engine.py",
         "is_heard = source.on_tokens is not None and not source.late",
         "is_heard = source.on_tokens is not None",
-        (f"{RUNNING_ON}::test_who_may_be_late_is_told_while_the_next_steps_run",),
+        (f"{OVERLAP}::test_late_listener_is_called_while_next_steps_run",),
     ),
     Mutant(
         "generation: whoever has stop strings waits for whole chunks",
         FOLDER + "engine.py",
         "(by_step or is_heard)",
         "(bool(source.sampling.stop_strings) or is_heard)",
-        (f"{RUNNING_ON}::test_stop_strings_hold_up_no_chunk_of_a_call_that_nobody_listens_to",),
+        (f"{OVERLAP}::test_stop_strings_delay_no_chunk_without_listener",),
     ),
 ]

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 PREFIXES = "tests/generation/test_prefixes.py"
-RANDOM = f"{PREFIXES}::test_random_trees_of_prompts_in_small_pools"
+RANDOM = f"{PREFIXES}::test_random_prompt_trees_in_small_pools"
 LAW = "tests/laws/test_prefixes.py"
 PAGES = "tests/cache/test_pages.py"
 HOST = "tests/cache/test_host_pages.py"
@@ -36,14 +36,14 @@ MUTANTS = [
         FOLDER + "prefixes.py",
         "            self._runner.copy_pages(pages, own)\n",
         "",
-        (f"{PREFIXES}::test_questions_on_one_document_read_it_once",),
+        (f"{PREFIXES}::test_questions_prefill_shared_document_once",),
     ),
     Mutant(
         "prefixes: the policy's state is not put back",
         FOLDER + "programs.py",
         "row_state=jax.tree.map(lambda x, new: x.at[:, lane].set(new), cache.row_state, rows),",
         "row_state=cache.row_state,",
-        (f"{PREFIXES}::test_questions_on_one_document_read_it_once",),
+        (f"{PREFIXES}::test_questions_prefill_shared_document_once",),
     ),
     Mutant(
         "prefixes: a prompt whose copies draw from its hidden state reads nothing",
@@ -57,14 +57,14 @@ MUTANTS = [
         FOLDER + "prefixes.py",
         "return coming >= (found[1] if found else 0) + self._runner.page_size",
         "return False",
-        (f"{PREFIXES}::test_later_requests_pass_those_that_wait_for_a_prefix",),
+        (f"{PREFIXES}::test_requests_overtake_those_that_wait_for_prefix",),
     ),
     Mutant(
         "prefixes: what is used stays the least recently used",
         FOLDER + "prefixes.py",
         "        self._on_device.move_to_end(state)\n",
         "        pass\n",
-        (f"{PREFIXES}::test_the_least_recently_used_prefix_goes_first",),
+        (f"{PREFIXES}::test_least_recently_used_prefix_is_dropped_first",),
     ),
     Mutant(
         "prefixes: pages of prefixes make requests wait",
@@ -92,27 +92,34 @@ MUTANTS = [
         FOLDER + "prefixes.py",
         "num_pages = self._host_bytes // self._runner.page_bytes",
         "num_pages = 2 * self._host_bytes // self._runner.page_bytes",
-        (f"{PREFIXES}::test_the_host_has_its_bound_too",),
+        (f"{PREFIXES}::test_host_memory_is_bounded",),
     ),
     Mutant(
         "prefixes: a longest length is not part of the key",
         FOLDER + "prefixes.py",
         "key = request.adapter, request.max_length if by_length else None",
         "key = request.adapter, None",
-        (f"{PREFIXES}::test_a_budget_that_is_a_share_of_the_longest_length_has_its_own_prefixes",),
+        (f"{PREFIXES}::test_prefixes_depend_on_longest_length_if_budget_does",),
+    ),
+    Mutant(
+        "prefixes: superseded states are copied to the host",
+        FOLDER + "prefixes.py",
+        "                if state.superseded:",
+        "                if False:",
+        (f"{PREFIXES}::test_session_holds_only_its_last_state",),
     ),
     Mutant(
         "prefixes: a session holds all of its states",
         FOLDER + "prefixes.py",
         "if not start or (state.ended and not behind_answer):",
         "if start:",
-        (f"{PREFIXES}::test_a_session_holds_its_last_state",),
+        (f"{PREFIXES}::test_session_holds_only_its_last_state",),
     ),
     Mutant(
         "prefixes: the end of an answer replaces that of a prompt whatever the next one continues",
         FOLDER + "prefixes.py",
         "if not start or (state.ended and not behind_answer):",
         "if not start:",
-        (f"{PREFIXES}::test_a_session_holds_its_last_state",),
+        (f"{PREFIXES}::test_session_holds_only_its_last_state",),
     ),
 ]

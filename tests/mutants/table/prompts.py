@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 PROMPTS = "tests/generation/test_prompt_programs.py"
-READING = "tests/generation/test_reading.py"
+READING = "tests/generation/test_prefill_queue.py"
 SHAPES = "tests/generation/test_shapes.py"
 TALK = "tests/generation/test_conversation.py"
 UNPADDED = "tests/model/test_unpadded.py"
@@ -36,21 +36,21 @@ MUTANTS = [
         FOLDER + "programs.py",
         "line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)",
         "line = None",
-        (f"{PROMPTS}::test_products_have_a_row_for_each_place",),
+        (f"{PROMPTS}::test_products_have_one_row_per_place",),
     ),
     Mutant(
         "generation: a program takes prompts for which it has no places",
         FOLDER + "prefill.py",
         "room -= count",
         "room -= 0",
-        (f"{SHAPES}::test_any_prompts_run_to_their_end_in_a_handful_of_shapes",),
+        (f"{SHAPES}::test_any_prompts_run_in_few_shapes",),
     ),
     Mutant(
         "generation: prompts have no padding on meshes that split heads alone",
         FOLDER + "runner.py",
         "unpadded=few and not self._on_mesh,",
         "unpadded=few,",
-        (f"{PROMPTS}::test_on_a_mesh_all_entries_have_places",),
+        (f"{PROMPTS}::test_prefill_on_mesh_is_padded",),
     ),
     Mutant(
         "generation: tokens attend in one pass until one behind the budget",
@@ -71,13 +71,13 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "return item.done + len(tokens) == len(item.prompt)",
         "return len(tokens) == item.left",
-        (f"{READING}::test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest",),
+        (f"{READING}::test_one_pass_tokens_share_no_program_with_others",),
     ),
     Mutant(
         "generation: chunks that end no prompt are compiled when the first one comes",
         FOLDER + "precompile.py",
         "(shape, ends or not cuts_prompts(runner.policy, shape))",
         "(shape, True)",
-        (f"{PROMPTS}::test_prompts_share_the_programs_that_were_compiled_before[cuts]",),
+        (f"{PROMPTS}::test_prompts_share_compiled_programs[cuts]",),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Between two chunks the device is idle: the host does there what the next programs need."""
+"""While the device is idle, the host does only what the next launch needs."""
 
 import collections
 import itertools
@@ -21,7 +21,7 @@ NAMES = {"extend": "prompts", "first_tokens": "first", "decode": "steps"}
 
 
 def events_of(call, monkeypatch) -> list[str]:
-    """Returns in order what was launched, waited for, and read, and usages that were made."""
+    """Returns launches, waits, collections and usage records in order."""
     order: list[str] = []
     own = threading.get_ident()
     launch, read = programs.Program.__call__, Runner.collect
@@ -73,9 +73,9 @@ def events_of(call, monkeypatch) -> list[str]:
 
 
 def turns_of(order: list[str]) -> list[list[str]]:
-    """Returns what happens while nothing is on the device, up to the next launch, for each time.
+    """Returns what happens in each period in which the device is idle, up to the next launch.
 
-    What was launched before steps that were read has run, too.
+    Programs launched before collected steps have run too.
     """
     turns: list[list[str]] = []
     on_device: list[str] = []
@@ -94,8 +94,8 @@ def turns_of(order: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
 @pytest.mark.parametrize("joined", [False, True], ids=["call", "arrivals"])
-def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joined, monkeypatch):
-    """Not for keys of newcomers, nor lengths; and those that ended are accounted for later."""
+def test_host_waits_for_nothing_between_chunk_and_next_launch(name, joined, monkeypatch):
+    """Neither for keys of new requests nor for lengths; usage is recorded later."""
     engine = host_engine(name, prefill_chunk=32)
     given = prompts((5, 30, 1, 13, 9, 7))
 
@@ -132,10 +132,10 @@ def test_nothing_is_waited_for_between_a_chunk_and_the_next_programs(name, joine
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
-def test_parts_of_a_prompt_follow_each_other_on_the_device(name, monkeypatch):
-    """While others decode: the next part and its steps are launched before the last ones are read.
+def test_parts_of_prompt_leave_device_no_gap(name, monkeypatch):
+    """The next part and its steps are launched before the last ones are collected.
 
-    No prompt is waited for until it ends, so the device is never without work between two parts.
+    The host waits for no prompt until it ends, so the device is never idle between two parts.
     """
     engine = host_engine(name, 8, prefill_chunk=4, prefill_tokens=4)
     given = [*prompts((3, 4, 2, 3)), prompts((40,))[0]]

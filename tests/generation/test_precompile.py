@@ -64,8 +64,8 @@ def fail() -> None:
     [(Interrupts(), KeyboardInterrupt), (fail, ValueError)],
     ids=["interrupt", "error"],
 )
-def test_what_stops_compilations_waits_for_none_that_has_not_begun(monkeypatch, stop, raised):
-    """All but a few of a server's programs are in the queue when it is interrupted."""
+def test_interrupt_cancels_pending_compilations(monkeypatch, stop, raised):
+    """Most of a server's programs are queued when it is interrupted."""
     monkeypatch.setattr(precompile.os, "cpu_count", lambda: THREADS)
     runner, allowed = host_engine().runner, threading.Event()
     Slow.begun = []

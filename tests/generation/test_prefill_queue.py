@@ -1,4 +1,4 @@
-"""Which tokens of which prompts run next, and who waits for a prompt that another lane reads."""
+"""The prefill queue: which tokens run next, and which lanes share a prompt."""
 
 import dataclasses
 
@@ -20,9 +20,9 @@ SHAPES = PromptShapes(ONE_PASS, ONE_BY_ONE)
 
 
 def part(index, prompt, answer=0, key=None, whole=None):
-    """What a request prefills: a prompt and an answer of so many tokens, all different.
+    """Returns a prefill of a prompt and an answer with these numbers of tokens, all different.
 
-    Unless told otherwise they attend in one pass.
+    By default they attend in one pass.
     """
     tokens = list(range(1000 * index, 1000 * index + prompt + answer))
     request = Request(
@@ -47,14 +47,14 @@ def reading(*parts, takes_turns):
 
 
 def run(state):
-    """Runs a program; returns whether it is of prompts, its width and its lanes."""
+    """Runs a program; returns whether it has prompts, its width and its lanes."""
     batch = state.next_batch()
     state.advance(batch)
     return batch.prompt, batch.shape.width, sorted(batch.tokens)
 
 
-def test_prompts_are_read_whole_before_anything_else():
-    """Wide chunks first, whose last parts share the narrow programs; then answers."""
+def test_prompts_come_before_answers():
+    """Wide chunks come first, so that last parts share narrow programs; then answers."""
     state = reading(part(0, 150), part(1, 20), part(2, 70, answer=10), takes_turns=False)
     programs, complete = [], {}
     while not complete:
@@ -71,7 +71,7 @@ def test_prompts_are_read_whole_before_anything_else():
     assert state.next_batch() is None
 
 
-def test_the_first_prompt_and_the_shortest_take_turns_where_answers_are_decoded_meanwhile():
+def test_oldest_and_shortest_prompt_alternate_while_decoding():
     state = reading(part(0, 300), part(1, 20), part(2, 20, answer=40), takes_turns=True)
     found = [(run(state), state.take_complete()) for _ in range(4)]
     assert found == [
@@ -99,23 +99,23 @@ def narrow_queue(*parts, tokens=64):
     return state
 
 
-def test_a_short_prompt_waits_for_one_program_of_a_longer_one_between_two_of_its_own():
+def test_short_prompt_waits_for_one_program_between_its_own():
     state = narrow_queue(part(0, 300), part(1, 300), part(2, 150))
     lanes = [run(state)[2] for _ in range(10)]
     assert lanes == [[0], [2], [0], [2], [0], [2], [0], [0], [1], [1]]
 
 
-def test_a_long_prompt_is_read_however_many_short_ones_come():
-    """One comes for every program, and each takes a whole one."""
+def test_long_prompt_is_not_starved():
+    """A short one comes for every program, and takes a whole one."""
     state, ended = narrow_queue(part(0, 640)), []
     for lane in range(1, 20):
         state.add(lane, part(lane, 64))
         run(state)
         ended += state.take_complete()
-    assert ended.index(0) == 8  # behind eight of them: its last chunk is as short as they are
+    assert ended.index(0) == 8  # after eight of them: its last chunk is as short as theirs
 
 
-def test_prompts_of_a_lower_number_are_read_before_all_others():
+def test_prefill_follows_priority():
     later, first, urgent = part(0, 64), part(1, 128), part(2, 192)
     for item, priority in ((later, 1), (first, 0), (urgent, -1)):
         item.request.priority = priority
@@ -123,7 +123,7 @@ def test_prompts_of_a_lower_number_are_read_before_all_others():
     assert [run(state)[2] for _ in range(6)] == [[2]] * 3 + [[1]] * 2 + [[0]]
 
 
-def test_a_program_that_is_larger_than_what_may_run_stays_the_next_one():
+def test_program_above_limit_stays_next():
     state = reading(*(part(index, 64) for index in range(4)), takes_turns=True)
     assert state.next_batch(63) is None
     assert len(state.next_batch(255).tokens) == 1  # not the program of four
@@ -143,7 +143,7 @@ def test_tokens_run_in_order_and_end_their_prompts():
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])
-def test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest(takes_turns):
+def test_one_pass_tokens_share_no_program_with_others(takes_turns):
     """An answer behind a prompt in one pass runs one by one; a part of 16 has narrower programs."""
     given = part(0, 90, whole=70), part(1, 50, answer=20, whole=50), part(2, 80, whole=0)
     state, seen, found = reading(*given, takes_turns=takes_turns), {}, []
@@ -170,7 +170,7 @@ def test_what_is_kept_whole_of_a_prompt_shares_no_program_with_the_rest(takes_tu
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])
-def test_a_prompt_is_read_once_for_all_that_share_it(takes_turns):
+def test_shared_prompt_is_prefilled_once(takes_turns):
     state = PrefillQueue(SHAPES, takes_turns=takes_turns)
     assert state.add(4, part(0, 70, key="a"))
     run(state)
@@ -186,7 +186,7 @@ def test_a_prompt_is_read_once_for_all_that_share_it(takes_turns):
     assert complete == {4: 4, 2: 4, 3: 3, 5: 5}
 
 
-def test_who_waits_keeps_a_prompt_from_being_cancelled():
+def test_sharers_spare_cancelled_prompt():
     shared = [part(index, 70, key="a") for index in range(3)]
     state = reading(*shared, part(3, 70), takes_turns=True)
     assert state.spared(set()) == set()

@@ -1,4 +1,4 @@
-"""The page that says which files a call passes through is followed by a call."""
+"""The documentation page of the engine lists the files of a call."""
 
 import pathlib
 import re
@@ -15,7 +15,7 @@ PAGE = ROOT / "experiments" / "docs" / "pages" / "engine.md"
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_call_passes_through_the_files_that_the_page_names():
+def test_engine_page_lists_files_of_a_call():
     model, entered = model_for("vanilla"), []
     folder = pathlib.Path(generation.__file__).parent
 
