@@ -5,9 +5,7 @@
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
 The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
-which takes some minutes. For H100 and H200 their own compiler does it where it is installed (pip
-install jax-cuda13-pjrt jax-cuda13-plugin, of jax's version; no GPU is needed), and on machines that
-have as many with --here. Otherwise the figures of GPUs are estimates, and called so.
+which takes some minutes. The figures of GPUs are estimates from a TPU's program.
 """
 
 import dataclasses
@@ -33,7 +31,7 @@ from dms_jax.training.display import short
 from dms_jax.training.planning import find_machine, plan
 
 # Packages on which the figures of a plan depend.
-COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
+COMPILERS = ("jax", "jaxlib", "libtpu")
 # Keep libtpu from looking for a TPU and from locking it against other processes that compile.
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -52,8 +50,6 @@ class Planned:
     machine: tuple[str, ...] = ("8xh200",)
     """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan. Devices
     that the shards below leave split sequences."""
-    here: bool = False
-    """Compile for the devices of this machine, with its own compiler; nothing runs on them."""
     out: pathlib.Path | None = None
     """A JSON file for the plans, with versions and date."""
 
@@ -87,12 +83,9 @@ def shape_of(model: str) -> ModelConfig:
 
 def main(config: Config) -> None:
     """Prints a plan for each machine."""
-    if config.here:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    else:
-        jax.config.update("jax_platforms", "cpu")
-        for name, value in NO_TPU.items():
-            os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+    for name, value in NO_TPU.items():
+        os.environ.setdefault(name, value)
     shape = shape_of(config.model)
     policy, recipe = config.make_policy(), config.make_recipe(shape.max_position_embeddings)
     if config.out is not None:
@@ -111,7 +104,6 @@ def main(config: Config) -> None:
             model_shards=config.model_shards,
             expert_shards=config.expert_shards,
             sequence_shards=config.sequence_shards,
-            here=config.here,
         )
         print(f"{made}\n", flush=True)
         if config.out is not None:  # at once: the next may take long to compile
@@ -132,8 +124,8 @@ def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
 
 def made_by(config: Config) -> dict[str, Any]:
     """Returns how, when and by which compilers plans were made."""
-    where = {} if config.here else {"device": "none: compiled ahead of time"}
     versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     found = {name: versions[name] for name in COMPILERS if name in versions}
     told = provenance(config)
-    return told | where | {"versions": told["versions"] | found}
+    device = "none: compiled ahead of time"
+    return told | {"device": device, "versions": told["versions"] | found}
