@@ -92,6 +92,8 @@ class Journal:
                 else:
                     usage, trace = Usage(**data.pop("usage")), data.pop("trace", None)
                     place = data.pop("problem"), data.pop("chain")
+                    if data.get("likeliest") is not None:
+                        data["likeliest"] = [tuple(pair) for pair in data["likeliest"]]
                     answers[place] = Answer(
                         Completion(usage=usage, **data), None if trace is None else Trace(**trace)
                     )

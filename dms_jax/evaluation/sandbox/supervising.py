@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dms_jax.checks import Number
 from dms_jax.errors import CapacityError
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -168,7 +169,7 @@ def starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def confined(
-    job: Mapping[str, Any], *, seconds: float, threads: int, stdin: Any = subprocess.DEVNULL
+    job: Mapping[str, Any], *, seconds: Number, threads: int, stdin: Any = subprocess.DEVNULL
 ) -> Iterator[Confined]:
     """Starts a confined process and ends it.
 
