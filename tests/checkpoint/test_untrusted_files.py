@@ -318,6 +318,13 @@ def test_malformed_special_ids_are_refused(llama, value, message):
         assert re.search(f"{name} .*{message}", refusal(llama))
 
 
+def test_repeated_and_absent_special_ids(llama):
+    """Old configs write -1 for no token."""
+    (llama / "generation_config.json").write_text('{"eos_token_id": [2, 2, 7], "pad_token_id": -1}')
+    defaults = load(llama).generation
+    assert (defaults.eos_token_ids, defaults.pad_token_id) == ((2, 7), None)
+
+
 @pytest.mark.parametrize("shape", [(61, 12), ()])
 def test_tied_head_of_another_shape_is_refused(tmp_path, shape):
     directory = copy("families/llama32_tied", tmp_path / "tied")
