@@ -11,7 +11,7 @@ import pytest
 
 from dms_jax.data import Documents, batches, streams
 from dms_jax.data.batches import RowAssignment, check_batch, process_batches
-from dms_jax.errors import DataError
+from dms_jax.errors import ConfigError, DataError
 from tests.data.support import draw, take, tokens_of
 from tests.data.test_tokenization import Plain
 from tests.support.tree import ROOT
@@ -80,6 +80,13 @@ def test_bad_data_is_named_with_its_origin(tmp_path):
         draw([np.array([0.5, 1.0])])
     with pytest.raises(DataError, match="hold no token"):
         draw([[], []], 1, repeat=True)
+
+
+def test_sizes_below_one_are_refused():
+    with pytest.raises(ConfigError, match=r"^batch_size must be .* at least 1"):
+        batches([[1]], batch_size=0, length=4)
+    with pytest.raises(ConfigError, match=r"^length must be .* at least 1"):
+        batches([[1]], batch_size=1, length=0)
 
 
 def test_program_with_an_open_iterator_exits_cleanly():
