@@ -57,7 +57,7 @@ def serve_at_random(
     to_fail = fails and choose.random() < 0.4
 
     def perhaps_cancel(*, between: bool = True) -> None:
-        """Cancels some requests; `between` programs of prompts those that wait are never read."""
+        """Cancels some requests; `between` prefill programs, those that wait are never read."""
         if choose.random() >= share:
             return
         for each in choose.choices(requests, k=2):
