@@ -262,7 +262,7 @@ def _memory(program: StepProgram, stage: Stage) -> Memory:
             raise
         return Memory(**held, temporaries=temporaries, refused=True)
     analysis: Any = compiled.memory_analysis()
-    return Memory(**held, temporaries=bytes_a_device(passes) + analysis.temp_size_in_bytes)
+    return Memory(**held, temporaries=float(bytes_a_device(passes) + analysis.temp_size_in_bytes))
 
 
 def _asked_for(message: str, arguments: float) -> float | None:
