@@ -190,7 +190,7 @@ def parameter_sharding(
     """Returns the sharding of a parameter with these logical axes.
 
     A dimension that its mesh axis does not divide is replicated, such as fewer KV heads than
-    devices or a vocabulary of odd size. A mesh axis splits at most one dimension, the first.
+    devices or a vocabulary of odd size. A mesh axis splits only the first dimension that it can.
     """
     return NamedSharding(mesh, _partition_of(dict(mesh.shape), axes, shape, rules))
 

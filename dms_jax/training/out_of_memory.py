@@ -16,9 +16,10 @@ from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.parameters import parameters
 
 LESS_MEMORY = (
-    "Less memory takes: micro_batch_size=1; remat='everything'; trainable='adapter' or 'low_rank', "
-    "without moments of frozen weights; a shorter sequence_length; more devices, along `data`, or "
-    "along `sequence` (make_mesh(..., sequence=2), --sequence-shards 2) for long sequences."
+    "These take less memory: micro_batch_size=1; remat='everything'; trainable='adapter' or "
+    "'low_rank', without moments of frozen weights; a shorter sequence_length; more devices, "
+    "along `data`, or along `sequence` (make_mesh(..., sequence=2), --sequence-shards 2) for "
+    "long sequences."
 )
 # From the most memory to the least.
 _ORDER: tuple[Remat, ...] = ("nothing", "all_but_products", "all_but_attention", "everything")

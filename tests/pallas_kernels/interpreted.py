@@ -75,7 +75,8 @@ def decode(implementation, name, tile):
             settings = {"programs_per_core": 1, "stages": min(2, stages)}
             kernel, options = decode_gpu.mosaic, {"settings": settings}
         got = kernel(q, rows, plan, **wanted, **options, interpret=GPU)
-    errors = list(map(support.relative_error, got, support.decode_oracle(inputs, scale)))
+    want = support.decode_oracle(inputs, scale)
+    errors = [support.relative_error(*pair) for pair in zip(got, want, strict=True)]
     # The form with Ampere's products rounds scaled float8 keys to bfloat16.
     exact = case.pages_dtype is None or implementation != "mosaic_mma"
     assert errors[0] <= support.TOLERANCE[case.dtype], f"{name}: {errors}"

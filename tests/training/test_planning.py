@@ -76,7 +76,7 @@ def test_every_stage_counts_by_itself():
     for line in (
         "together                                    148.00",
         "of h200: DOES NOT FIT",
-        "Less memory takes: micro_batch_size=1",
+        "These take less memory: micro_batch_size=1",
         "2,000 steps of neuron_decay: 0.5 seconds each of 32 passes\n",
         "1,000 steps of ramp: 2.0 seconds each\n",
     ):
@@ -95,7 +95,7 @@ def test_the_report_of_a_plan_that_fits():
         "the run, 9.65B tokens: 1.3 hours, 10 device-hours",
     ):
         assert line in str(plan)
-    assert "Less memory" not in str(plan)
+    assert "less memory" not in str(plan)
     assert "TPU's program" not in str(planned("v5p-16"))
 
 

@@ -45,6 +45,8 @@ class ChoiceTask(FromFile, abc.ABC):
       path, few_shot, examples: see `FromFile`.
     """
 
+    cue: ClassVar[str] = "\nAnswer:"  # after a query of llm-foundry's form
+
     def choices(self, index: int) -> Choices:
         """Returns question `index`, after its worked examples.
 
@@ -63,7 +65,7 @@ class ChoiceTask(FromFile, abc.ABC):
             return self.pose(record)
         if "query" in record.fields:
             options = record.texts("choices")
-            prompt = f"{record.text('query').strip()}\nAnswer:"
+            prompt = record.text("query").strip() + self.cue
             return with_options(prompt, options, record.index("gold", below=len(options)))
         contexts = record.texts("context_options")
         rest = (record.text("continuation"),) * len(contexts)
@@ -174,6 +176,7 @@ class HellaSwag(ChoiceTask):
     """
 
     name: ClassVar[str] = "hellaswag"
+    cue: ClassVar[str] = ""  # an ending goes on with the sentence
 
     def pose(self, record: Record) -> Choices:
         context = record.text("ctx_a")

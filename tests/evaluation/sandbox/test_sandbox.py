@@ -68,9 +68,9 @@ def test_failures_say_what_happened():
 
 
 def test_calls_return_json():
-    """What the code prints is no result, and threads that it leaves do not keep it alive."""
+    """A method hides a function; output is no result; threads left do not keep it alive."""
     source = (
-        "import threading, time\nprint('[')\n"
+        "import threading, time\nprint('[')\ndef f(x): return 0\n"
         "class Solution:\n    def f(self, x):\n        print(x)\n"
         "        return [(x, 'ä'), {'a': None}]\n"
         "threading.Thread(target=time.sleep, args=(999,)).start()"

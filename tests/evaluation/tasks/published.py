@@ -74,6 +74,7 @@ ARC_PARQUET = [
     }
 ]
 SHARED = [{"query": "Question: Which one melts first?", "choices": ["iron", "ice"], "gold": 1}]
+HELLASWAG_SHARED = [{"query": "Baking: A man. He", "choices": ["kneads.", "flies."], "gold": 0}]
 HELLASWAG = [
     {
         "ind": 1,

@@ -29,6 +29,7 @@ MELTS = "Question: Which one melts at the lowest temperature?\nAnswer:"
             ("kneads the dough. Rest it.", "flies away."),
             0,
         ),
+        (HellaSwag, published.HELLASWAG_SHARED, "Baking: A man. He", ("kneads.", "flies."), 0),
         (
             PIQA,
             published.PIQA,
