@@ -15,7 +15,7 @@ SOURCE = PROJECT["urls"]["Source"]
 
 def test_what_is_fetched_is_what_lies_here():
     for file, one in fetching.listed().items():
-        assert fetching._is_that(fetching.OWN / file, one), f"write {file} to fetched.json anew"
+        assert fetching._matches(fetching.OWN / file, one), f"write {file} to fetched.json anew"
 
 
 @pytest.fixture
