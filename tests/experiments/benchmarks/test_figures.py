@@ -400,7 +400,7 @@ def test_pictures_of_published_records_are_drawn(tmp_path):
     kernels.main(kernels.Config(picture=source, out=tmp_path))
     for picture in ("decode", "training_kernels"):
         assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
-    steps, out = ROOT / "experiments" / "results" / "decode", tmp_path / "steps.json"
+    steps, out = ROOT / "experiments" / "results" / "speed", tmp_path / "steps.json"
     decode_steps.main(decode_steps.Config(picture=steps, out=out))
     assert out.with_suffix(".png").stat().st_size > 10_000
     with pytest.raises(dms_jax.ConfigError, match=r"there is no decode\.json"):
