@@ -192,7 +192,7 @@ def with_defaults(
         name: AddedToken(text, special=True)
         for name, text in _DEFAULTS.get(kind, {}).items()
         if name not in declared.named
-        and config.get(name, name) is not None  # null declares that there is none
+        and config.get(name, name) is not None  # null: the model has no such token
         and (kind != "llama" or backend.token_to_id(text) is not None)
     }
     named = declared.named | more

@@ -45,7 +45,7 @@ class Config(Generating):
     """Complete prompts from a small cache, streamed, and show what each answer used."""
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Texts to complete."""
+    """Prompts: texts to complete, or messages to answer (--chat)."""
     file: pathlib.Path | None = None
     """A file of more prompts, one a line; empty lines are skipped."""
     chat: bool = False

@@ -1,4 +1,4 @@
-"""`--help` for readers: wrapped paragraphs, and `--adapter STR` in place of `{None}|STR`.
+"""Formats `--help`: wraps paragraphs, and shows `--adapter STR` instead of `{None}|STR`.
 
 tyro does not wrap descriptions, keeps the line breaks of explanations as they are in the source,
 and shows Python's types.

@@ -3,8 +3,8 @@
     root ── "You are ..." ── document ┬─ question 1 ── answer
                                       └─ question 2
 
-A node stands for the tokens from the root to its end. There is a node wherever sequences diverge,
-so the tree also knows prefixes that several share and of which nothing is cached yet.
+A node stands for the tokens from the root to its end. Sequences diverge only at nodes, so a shared
+prefix has a node even before its state is cached.
 """
 
 from collections.abc import Iterator

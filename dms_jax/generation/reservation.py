@@ -41,7 +41,7 @@ class Reservation:
       allocator: the pages.
       page_size: slots of a page (P).
       windows: Int[L], the sliding window of each layer; 0 for layers that the policy manages.
-      max_tokens: length of the sequences for which page tables are planned.
+      max_tokens: the longest sequence that page tables are sized for.
       table_width: pages per row in page tables, at least; None lets them grow.
       layer_bytes: bytes of a page of each layer.
       state_bytes: bytes of a sequence's policy state.

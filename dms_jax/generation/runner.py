@@ -177,7 +177,7 @@ class Runner:
       reservation: the pages and lengths of the rows.
       prefixes: the cached prefixes, in pages that no row needs.
       hidden: [B, E] on the device, the hidden state of the last prefilled token of each lane.
-      max_tokens: length of the sequences for which the cache is sized; longer ones may fit too.
+      max_tokens: the sequence length that the cache is sized for; longer ones may fit too.
       dirty: whether there is no cache, or a failure may have left it inconsistent; see `working`.
     """
 

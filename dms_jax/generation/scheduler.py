@@ -425,7 +425,7 @@ class Scheduler:
                 self.runner.prefixes.take(lane, self.running[lane], stop)
 
     def fork(self, source_of: dict[int, int]) -> None:
-        """Copies shared prompts to lanes as far as they fit; the other requests wait again.
+        """Copies shared prompts to lanes while pages last; requests without a copy wait again.
 
         Requests that end with their first token need no copy.
 

@@ -2,7 +2,7 @@
 
 A tokenizer decodes lists of tokens, not single tokens: a character may span several tokens, and the
 first token of a list may lose its leading space. So the text of a request is decoded in overlapping
-windows, each of which starts where an earlier one ended with a complete character:
+windows. Each starts where an earlier one ended with a complete character:
 
     tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
     committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
@@ -83,7 +83,7 @@ class _Matcher:
 
     def __init__(self, string: str):
         self.string = string
-        self._shorter = [0, 0]  # by length, as far as needed
+        self._shorter = [0, 0]  # by matched length; extended on demand
 
     def match(self, matched: int, text: str) -> tuple[int, int]:
         """Returns the matched length at the end of the text, or where the string is complete.

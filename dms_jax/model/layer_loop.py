@@ -165,8 +165,8 @@ def scan_layers(
       carry: what the first layer is given.
       layers: the layers' parameters, stacked.
       each: the layers, as stretches.
-      per_layer: arrays [L, ...], of which each layer gets its slice, and `ByCache`, of which it
-        gets its slice of the part for layers like it. Results come likewise.
+      per_layer: arrays [L, ...], and `ByCache` with one array for each kind of cache. Each layer
+        gets its slice; results are stacked the same way.
       unroll: whether the whole loop is unrolled.
       block: layers in a turn of the loop, at most, unless a group of roles is longer; each stretch
         has turns of one length.

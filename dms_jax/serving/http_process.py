@@ -104,7 +104,7 @@ class Starting:
         self._app.set_result(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Handles one ASGI request, or holds it until there is an application."""
         app: ASGIApp = JSONResponse({"status": "starting"}, 503)
         if self._app.done() or scope["path"] != OPEN:
             app = await asyncio.shield(self._app)

@@ -449,7 +449,7 @@ class EngineClient:
                 self._handle(await receive_async(reader))
         except (EOFError, OSError):
             pass
-        except Exception:  # else coroutines would wait forever
+        except Exception:  # log it, then fail every caller below instead of leaving it waiting
             _logger.exception("A message from the engine cannot be read.")
         self._disconnected = True
         for reply in self._replies.values():

@@ -28,7 +28,7 @@ def layer_parameters(shapes: Mapping[str, Any], experts: Experts | None) -> int:
 
     Args:
       shapes: the parameters of a transformer by name, or their shapes.
-      experts: the experts of its layers, of which a token meets some; None without experts.
+      experts: the expert configuration of its layers; None without experts.
     """
     found = 0
     for name, x in shapes.items():

@@ -161,7 +161,7 @@ class StepProgram:
     def jit(self) -> Any:
         """Returns the step of (state, constants, passes, schedule); it donates the state.
 
-        All but the state are plain dictionaries, which may hold shapes in place of arrays.
+        Everything but the state is a plain dictionary of arrays or of their shapes.
         """
         step = TrainingStep(
             self.rebuild,

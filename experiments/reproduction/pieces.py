@@ -86,7 +86,7 @@ def do_pieces(pieces: Sequence[Piece], results: Results, *, minutes: float) -> i
                 raise
             print(f"{piece.name}: the time is over; the same command goes on.")
             break
-        except Exception:  # a lent machine's time is short: go on with the others
+        except Exception:  # one failed piece must not stop the others; the exit status tells
             traceback.print_exc()
             print(f"{piece.name}: failed", flush=True)
             status = 1

@@ -160,7 +160,7 @@ def choose(
 
 
 def read_lessons(folder: pathlib.Path) -> list[Exchange]:
-    """Reads `lessons.jsonl`."""
+    """Returns the training examples that an earlier call wrote to `lessons.jsonl`."""
     lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
     return [_exchange(json.loads(line)) for line in lines]
 

@@ -213,8 +213,7 @@ class PIQA(ChoiceTask):
 class WinoGrande(ChoiceTask):
     """Which name a blank stands for: {"sentence", "option1", "option2", "answer"}.
 
-    The sentence has "_" in place of the name. The contexts end with each option; the rest of
-    the sentence is scored.
+    "_" marks the blank. Each context ends with one option; the rest of the sentence is scored.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
