@@ -74,7 +74,7 @@ def _call(source: str, name: str, arguments: list[Any]) -> None:
     os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
     names = _run(source, "answer")
     # First the method: the names that contest sites import may hide it (`count` of itertools).
-    owner = names.get("Solution")
+    owner: Any = names.get("Solution")
     function = getattr(owner(), name) if hasattr(owner, name) else names[name]
     rest = memoryview(json.dumps(function(*arguments)).encode())
     while rest:
