@@ -3,8 +3,7 @@
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
 `{"role": ..., "content": ...}`), a prompt with its response, or an array of token ids. Files are
 indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
-memory of its index. Files that end in .gz are unpacked into a temporary file first, up to a size
-(`decompression`).
+memory of its index (`files`).
 
 A run must be resumed with the data that it began with: their `fingerprint` is one of its settings.
 """
@@ -18,15 +17,13 @@ import hashlib
 import json
 import mmap
 import pathlib
-import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from dms_jax.data.decompression import DAMAGED, gunzip
 from dms_jax.data.documents import Documents, Source
+from dms_jax.data.files import map_text, read_json
 from dms_jax.data.records import Fields, Records
 from dms_jax.data.tables import Tables, is_table
 from dms_jax.errors import DataError
@@ -34,18 +31,7 @@ from dms_jax.errors import DataError
 SEPARATOR = "<|endoftext|>"
 _MARK = codecs.BOM_UTF8
 _COUNTED_AT_A_TIME = 2**24  # bytes in which lines are counted
-# The first ten and the last four bytes of files that are not text.
-_OTHERS = {
-    "a file packed by gzip": rb"\x1f\x8b",
-    "a file packed by zstd": rb"\x28\xb5\x2f\xfd",
-    "a file packed by xz": rb"\xfd7zXZ\x00",
-    "a file packed by bzip2": rb"BZh\d1AY&SY",
-    "a zip archive": rb"PK\x03\x04",
-    "a Parquet file": rb"(?s)PAR1.*PAR1\Z",
-    "an Arrow file": rb"ARROW1\x00\x00",
-}
 _SAMPLED = 1024  # documents that the fingerprint reads: the first, the last, evenly spaced ones
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
 
@@ -61,8 +47,7 @@ class _Files(Records):
         self._first: list[int] = []  # index of the first document of each file
         for path in self._paths:
             self._first.append(len(self._starts))
-            content = _mapped(path)
-            _check_text(path, content)
+            content = map_text(path)
             self._bytes.append(content)
             for start, end in self._spans(content):
                 self._starts.append(start)
@@ -98,35 +83,6 @@ class _Files(Records):
             return span.decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"this is not UTF-8 text: {error}") from error
-
-
-def _mapped(path: pathlib.Path) -> mmap.mmap:
-    """Returns the content of a file, unpacked."""
-    try:
-        if path.suffix != ".gz":
-            with path.open("rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with tempfile.TemporaryFile() as unpacked:
-            unpacked.writelines(gunzip(path))
-            unpacked.flush()
-            return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError as error:
-        raise DataError(f"{path} is empty.") from error
-    except DAMAGED as error:
-        raise DataError(f"{path} is no whole gzip file: {error}.") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _check_text(path: pathlib.Path, content: mmap.mmap) -> None:
-    """Raises DataError if a file is packed or of another kind that is not text."""
-    ends = content[:10] + content[-4:]
-    for kind, pattern in _OTHERS.items():
-        if re.match(pattern, ends):
-            raise DataError(
-                f"{path} holds {kind}, and no text. Unpack it, or give it the name of what it is: "
-                "files that end in .gz, .parquet or .arrow are read as such."
-            )
 
 
 def _split(content: mmap.mmap, separator: bytes) -> Iterator[tuple[int, int]]:
@@ -183,20 +139,7 @@ class JsonLines(_Files):
 
     def record(self, place: int) -> Any:
         """Returns the object of a line."""
-        text = self._text(place)
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"this is not JSON: {error}") from error
-        if _SURROGATE.search(text):
-            try:
-                json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    "this holds half of a surrogate pair, which is no character: it was written "
-                    "wrongly."
-                ) from error
-        return record
+        return read_json(self._text(place))
 
 
 def as_source(data: Any, fields: Fields | None = None) -> Source:

@@ -1,21 +1,13 @@
-"""Tables of records: Parquet files, and Hugging Face datasets that were saved to disk.
-
-Both are read through Arrow (pip install 'dms-jax[data]'), memory-mapped: a table larger than memory
-takes only its pages that are in use. Parquet is compressed, so a copy of it that is not is written
-to a temporary file while it is used, up to a size (`decompression`).
-"""
+"""Tables of records: Parquet files, and Hugging Face datasets that were saved to disk."""
 
 import bisect
 import json
 import pathlib
-import tempfile
 from typing import Any
 
-from dms_jax.data.decompression import SizeLimit
+from dms_jax.data.files import open_table
 from dms_jax.data.records import Fields, Records
-from dms_jax.errors import ConfigError, DataError
-
-_ROWS_AT_A_TIME = 1024
+from dms_jax.errors import DataError
 
 
 class Tables(Records):
@@ -38,7 +30,7 @@ class Tables(Records):
         rows = 0
         for path in paths:
             for file in _files(path):
-                table = self._open(file)
+                table = open_table(file)
                 if table.num_rows:
                     self._first.append(rows)
                     self._tables.append(table)
@@ -62,33 +54,6 @@ class Tables(Records):
         """Returns the file and the row, from 0."""
         table = bisect.bisect_right(self._first, place) - 1
         return f"{self._names[table]}, row {place - self._first[table]}"
-
-    def _open(self, path: pathlib.Path) -> Any:
-        pyarrow = _pyarrow()
-        try:
-            if path.suffix == ".parquet":
-                return self._copied(path)
-            file = pyarrow.memory_map(str(path))
-            try:
-                return pyarrow.ipc.open_stream(file).read_all()
-            except pyarrow.ArrowInvalid:
-                return pyarrow.ipc.open_file(file).read_all()
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
-
-    def _copied(self, path: pathlib.Path) -> Any:
-        """Returns a Parquet file's table, from an uncompressed copy that goes with the source."""
-        import pyarrow.parquet
-
-        pyarrow = _pyarrow()
-        file, limit = pyarrow.parquet.ParquetFile(path), SizeLimit(path)
-        with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
-            with pyarrow.ipc.new_stream(copy.name, file.schema_arrow) as writer:
-                for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
-                    limit.count(batch.nbytes)
-                    writer.write_batch(batch)
-            # The mapping keeps the file's content once its name is gone.
-            return pyarrow.ipc.open_stream(pyarrow.memory_map(copy.name)).read_all()
 
 
 def is_table(path: pathlib.Path) -> bool:
@@ -121,14 +86,3 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         f"{path} is a folder without a dataset: no state.json (datasets.save_to_disk), and no "
         ".parquet or .arrow file."
     )
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise ConfigError(
-            "Parquet and saved datasets take pyarrow: pip install 'dms-jax[data]'."
-        ) from error
-    return pyarrow

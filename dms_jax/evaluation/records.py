@@ -1,23 +1,22 @@
-"""Reads the records of data set files (JSON lines, JSON, CSV, parquet) with their line numbers.
+"""Reads the records of data set files (JSON lines, JSON, CSV, tables) with their line numbers.
 
     for record in read_records("gsm8k/test.jsonl"):
         record.text("question")    # DataError: gsm8k/test.jsonl, line 7: there is no "question"
 
-JSON lines may be packed with gzip (`.jsonl.gz`). A folder is read as all its files of these kinds,
-in the order of their names.
+Texts may be packed with gzip (`.jsonl.gz`). A folder is read as all its files of these kinds, in
+the order of their names.
 """
 
 import csv
 import dataclasses
-import json
+import io
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dms_jax.checks import is_whole, show
-from dms_jax.data.decompression import DAMAGED, gunzip
+from dms_jax.data.files import map_text, open_table, read_json
 from dms_jax.errors import DataError
-from dms_jax.evaluation.extras import import_extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,112 +107,83 @@ def read_records(
     """Reads all records of a file, or of the files of a folder.
 
     Args:
-      path: `.jsonl`, `.jsonl.gz`, `.json` (a list, or JSON lines), `.csv` or `.parquet`.
+      path: `.jsonl`, `.json` (a list, or JSON lines), `.csv`, `.parquet` or `.arrow`.
       columns: names of the fields of CSV files that have no header; None where the first line of
         a CSV file names them.
 
     Raises:
       DataError: a file is missing, empty, of another kind, or a line is not what it should be.
-      ConfigError: the file is parquet and pyarrow is not installed.
+      ConfigError: the file is a table and pyarrow is not installed.
     """
     path = pathlib.Path(path)
     paths = [path]
     if path.is_dir():
-        paths = sorted(each for each in path.iterdir() if each.name.endswith(_SUFFIXES))
+        paths = sorted(each for each in path.iterdir() if _unpacked_name(each).suffix in _SUFFIXES)
         if not paths:
             raise DataError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}.")
     records: list[Record] = []
     for each in paths:
-        before = len(records)
-        try:
-            records += _read(each, columns)
-        except OSError as error:
-            raise DataError(f"{each} cannot be read: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{each} is not UTF-8 text: {error}.") from error
+        before, file = len(records), _unpacked_name(each).stem
+        for place, fields in _read(each, columns):
+            records.append(Record(fields, f"{each}, {place}", file))
         if len(records) == before:
             raise DataError(f"{each} holds no record.")
     return tuple(records)
 
 
-_PACKED = ".jsonl.gz"
-_SUFFIXES = (".jsonl", _PACKED, ".json", ".csv", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+_Placed = Iterator[tuple[str, dict[str, Any]]]  # fields, and where in the file they stand
 
 
-def _read(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Record]:
-    if path.suffix == ".csv":
-        return _read_csv(path, columns)
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    if path.suffix in (".jsonl", ".json") or path.name.endswith(_PACKED):
-        return _read_json(path)
-    raise DataError(f"{path} ends in none of {', '.join(_SUFFIXES)}.")
+def _unpacked_name(path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(path.name.removesuffix(".gz"))
 
 
-def _read_json(path: pathlib.Path) -> Iterator[Record]:
-    content = _unpacked(path).decode("utf-8")
-    if path.suffix == ".json" and content.lstrip().startswith("["):
-        places = ((f"item {i}", each) for i, each in enumerate(_parse(content, f"{path}"), 1))
+def _read(path: pathlib.Path, columns: Sequence[str] | None) -> _Placed:
+    suffix = _unpacked_name(path).suffix
+    if suffix not in _SUFFIXES:
+        raise DataError(f"{path} ends in none of {', '.join(_SUFFIXES)}.")
+    if suffix in (".parquet", ".arrow"):
+        return ((f"row {i}", fields) for i, fields in enumerate(open_table(path).to_pylist()))
+    try:
+        text = map_text(path)[:].decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}.") from error
+    return _read_csv(path, text, columns) if suffix == ".csv" else _read_json(path, text)
+
+
+def _read_json(path: pathlib.Path, text: str) -> _Placed:
+    if _unpacked_name(path).suffix == ".json" and text.lstrip().startswith("["):
+        places = ((f"item {i}", each) for i, each in enumerate(_parse(text, f"{path}"), 1))
     else:
         places = (
             (f"line {i}", _parse(line, f"{path}, line {i}"))
-            for i, line in enumerate(content.split("\n"), 1)
+            for i, line in enumerate(text.split("\n"), 1)
             if line.strip()
         )
     for place, fields in places:
         if not isinstance(fields, dict):
             raise DataError(f"{path}, {place}: expected a JSON object, got {show(fields)}.")
-        yield Record(fields, f"{path}, {place}", path.name.partition(".json")[0])
-
-
-def _unpacked(path: pathlib.Path) -> bytes:
-    if not path.name.endswith(_PACKED):
-        return path.read_bytes()
-    try:
-        return b"".join(gunzip(path))
-    except DAMAGED as error:
-        raise DataError(f"{path} is not a whole gzip file: {error}.") from error
+        yield place, fields
 
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: this is not JSON: {error}.") from error
+        return read_json(text)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
-def _read_csv(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Record]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True)
-        while True:
-            line = rows.line_num + 1  # a row may take several lines
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                raise DataError(f"{path}, line {line}: this is not CSV: {error}.") from error
-            if row is None:
-                return
-            if columns is None:
-                columns = row
-                continue
-            if not row:
-                continue
-            if len(row) != len(columns):
-                raise DataError(
-                    f"{path}, line {line}: {len(columns)} fields were expected "
-                    f"({', '.join(columns)}), and there are {len(row)}."
-                )
-            yield Record(dict(zip(columns, row, strict=True)), f"{path}, line {line}", path.stem)
-
-
-def _read_parquet(path: pathlib.Path) -> Iterator[Record]:
-    with path.open("rb"):
-        pass  # a missing file is an OSError here, whatever pyarrow says
-    parquet = import_extra("pyarrow.parquet", package="pyarrow", purpose=f"Reading {path}")
-    pyarrow = import_extra("pyarrow", package="pyarrow", purpose=f"Reading {path}")
+def _read_csv(path: pathlib.Path, text: str, columns: Sequence[str] | None) -> _Placed:
+    """Yields the rows, each with the line that it ends on: it may take several."""
+    rows = csv.DictReader(io.StringIO(text, newline=""), columns, strict=True)
     try:
-        rows = parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a parquet file: {error}.") from error
-    for number, fields in enumerate(rows, 1):
-        yield Record(fields, f"{path}, row {number}", path.stem)
+        for fields in rows:
+            if None in fields or None in fields.values():
+                raise DataError(
+                    f"{path}, line {rows.line_num}: there are more or fewer fields than "
+                    f"{', '.join(rows.fieldnames or ())}."
+                )
+            yield f"line {rows.line_num}", fields
+    except csv.Error as error:
+        raise DataError(f"{path}, line {rows.line_num + 1}: this is not CSV: {error}.") from error

@@ -1,0 +1,125 @@
+"""Open data files, for training and for evaluation.
+
+Texts are memory-mapped; those that end in .gz are unpacked into a temporary file first, up to a
+size (`decompression`). Tables are read through Arrow (pip install 'dms-jax[data]'), memory-mapped
+too: a table larger than memory takes only its pages that are in use. Parquet is compressed, so a
+copy of it that is not is written to a temporary file while it is used, up to a size.
+"""
+
+import json
+import mmap
+import pathlib
+import re
+import tempfile
+from typing import Any
+
+from dms_jax.data.decompression import DAMAGED, SizeLimit, gunzip
+from dms_jax.errors import ConfigError, DataError
+
+# The first ten and the last four bytes of files that are not text.
+_OTHERS = {
+    "a file packed by gzip": rb"\x1f\x8b",
+    "a file packed by zstd": rb"\x28\xb5\x2f\xfd",
+    "a file packed by xz": rb"\xfd7zXZ\x00",
+    "a file packed by bzip2": rb"BZh\d1AY&SY",
+    "a zip archive": rb"PK\x03\x04",
+    "a Parquet file": rb"(?s)PAR1.*PAR1\Z",
+    "an Arrow file": rb"ARROW1\x00\x00",
+}
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_ROWS_AT_A_TIME = 1024
+
+
+def map_text(path: pathlib.Path) -> mmap.mmap:
+    """Returns the content of a text file, unpacked.
+
+    Raises:
+      DataError: it is missing, empty, damaged, or of a kind that is not text.
+    """
+    content = _mapped(path)
+    ends = content[:10] + content[-4:]
+    for kind, pattern in _OTHERS.items():
+        if re.match(pattern, ends):
+            raise DataError(
+                f"{path} holds {kind}, and no text. Unpack it, or give it the name of what it is: "
+                "files that end in .gz, .parquet or .arrow are read as such."
+            )
+    return content
+
+
+def _mapped(path: pathlib.Path) -> mmap.mmap:
+    try:
+        if path.suffix != ".gz":
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with tempfile.TemporaryFile() as unpacked:
+            unpacked.writelines(gunzip(path))
+            unpacked.flush()
+            return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError as error:
+        raise DataError(f"{path} is empty.") from error
+    except DAMAGED as error:
+        raise DataError(f"{path} is no whole gzip file: {error}.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def read_json(text: str) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+      DataError: it is not JSON, or holds what is no character.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"this is not JSON: {error}") from error
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "this holds half of a surrogate pair, which is no character: it was written "
+                "wrongly."
+            ) from error
+    return value
+
+
+def open_table(path: pathlib.Path) -> Any:
+    """Returns the table of a Parquet file, or of an Arrow file.
+
+    Raises:
+      ConfigError: pyarrow is not installed.
+      DataError: the file is missing or damaged, or unpacks to too much.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"Reading {path} takes pyarrow, as all Parquet and saved datasets: "
+            "pip install 'dms-jax[data]'."
+        ) from error
+    try:
+        if path.suffix == ".parquet":
+            return _table_of_copy(pyarrow, path)
+        file = pyarrow.memory_map(str(path))
+        try:
+            return pyarrow.ipc.open_stream(file).read_all()
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(file).read_all()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _table_of_copy(pyarrow: Any, path: pathlib.Path) -> Any:
+    """Returns a Parquet file's table, from an uncompressed copy that goes with the table."""
+    file, limit = pyarrow.parquet.ParquetFile(path), SizeLimit(path)
+    with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
+        with pyarrow.ipc.new_stream(copy.name, file.schema_arrow) as writer:
+            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
+                limit.count(batch.nbytes)
+                writer.write_batch(batch)
+        # The mapping keeps the file's content once its name is gone.
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(copy.name)).read_all()
