@@ -7,8 +7,9 @@ shardings of parameters and batches, and everything ragged (caches, kernels) run
 (`jax.set_mesh`), never from a config.
 
 Parameters declare their logical axes in metadata `axes`, not in flax's `out_sharding`: training,
-decoding and single layers shard one parameter by different rules, and flax by default applies
-`out_sharding` where a parameter is made.
+decoding and single layers shard one parameter by different rules; flax by default applies
+`out_sharding` where a parameter is made; and its rules rename axes, while `parameter_sharding` also
+replicates a dimension that a mesh axis does not divide, and uses each mesh axis once.
 
 There are two mesh axes: `data` (sequences; in training also a shard of every matrix, FSDP) and
 `model` (heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values

@@ -1,7 +1,9 @@
 """`evaluate_choices`: questions answered by the likelihood of their options, from the real cache.
 
 Two scores, as in lm-evaluation-harness: **acc**, how often the right option is the most likely, and
-**acc_norm**, how often it is the one with the largest log-probability per character.
+**acc_norm**, how often it is the one with the largest log-probability per character. It stands
+beside the harness's own tasks (`harness`) because it reads the publishers' files without the extra
+`eval` or the hub, and counts the tokens in the cache of each question.
 """
 
 import dataclasses

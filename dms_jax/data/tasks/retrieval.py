@@ -8,6 +8,10 @@ Differences, because nothing is downloaded: the essays are public-domain novels,
 regular expression splits sentences, and drops a closing quotation mark; adjectives and nouns come
 from our lists; a needle may come after the last line of noise; several chains are spread over the
 noise independently; and there is no worked example before the question (zero-shot).
+
+`evaluation.tasks.ruler` has RULER itself, to compare models by. These problems are to train on too:
+their sizes are in words, so that they need neither a tokenizer nor a search for a length, and every
+essay begins at another place of the split's own books (RULER's is the same text each time).
 """
 
 import bisect

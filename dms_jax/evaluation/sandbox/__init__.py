@@ -26,6 +26,10 @@ refuses to run and names it; `allow_weaker=True` runs with what there is.
 The sandbox protects the machine, not the score. Expected outputs never enter the process, so
 LiveCodeBench's tests cannot be read or faked. HumanEval's tests are code and run in the process of
 the answer, as in the original: code that sets out to deceive them can. Exiting early is a failure.
+
+It is part of this package because lm-evaluation-harness runs HumanEval's programs unconfined. The
+answers to HumanEval and LiveCodeBench that a model writes here run without network, without files,
+and in a gigabyte of memory.
 """
 
 from dms_jax.evaluation.sandbox.confined import Run, Sandbox, cores, side_by_side
