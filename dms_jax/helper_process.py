@@ -1,15 +1,18 @@
-"""A worker process with a hard timeout, which speaks JSON lines over stdin and stdout.
+"""Worker processes with a hard timeout, which speak JSON lines over stdin and stdout.
 
 A program reads lines of JSON from standard input and writes one line of JSON for each; before the
 first it writes "ready". It imports nothing from the library, so that it starts quickly. The first
 question starts it, from any thread; it runs until this process ends or an answer takes too long.
+
+`concurrent.futures.ProcessPoolExecutor` cannot kill the one process that hangs, and processes that
+`multiprocessing` spawns import the user's script once more, and with it jax.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import pathlib
-import random
 import subprocess
 import sys
 import threading
@@ -84,22 +87,23 @@ class Running:
             timer.cancel()
 
 
-class Helper:
-    """A program that is asked from any thread, one question after the other.
+class Helpers:
+    """Processes of one program, which any thread may ask: as many as questions at the same time.
 
     Args:
       program: its file.
       *arguments: those of its command line.
       seconds: the most that an answer may take; then its process is killed.
+      count: the most processes.
 
     Attributes:
-      running: its process, if there is one.
+      idle: the processes that wait for a question.
     """
 
-    def __init__(self, program: pathlib.Path, *arguments: str, seconds: float):
+    def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, count: int):
         self.program, self.arguments, self.seconds = program, arguments, seconds
-        self.running: Running | None = None
-        self._lock = threading.Lock()
+        self._count = count
+        self.forget()
         atexit.register(self.close)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forget)
@@ -110,52 +114,30 @@ class Helper:
         Raises:
           OSError: the program cannot be started.
         """
-        with self._lock:
-            if self.running is not None and self.running.ended:
-                self.close()
-            if self.running is None:
-                self.running = Running(self.program, self.arguments)
+        with self._places:
+            running = self._take()
             reply: dict[str, Any] = {"spent": True}  # an interrupt leaves half a line in the pipe
             try:
-                reply = self.running.ask(question.encode("ascii") + b"\n", self.seconds)
+                reply = running.ask(question.encode("ascii") + b"\n", self.seconds)
             finally:
                 if "spent" in reply:
-                    self.close()
+                    running.close()
+                else:
+                    self.idle.append(running)
         return reply
 
-    @property
-    def busy(self) -> bool:
-        """Whether a question is asked at the moment."""
-        return self._lock.locked()
+    def _take(self) -> Running:
+        with contextlib.suppress(IndexError):  # none is idle
+            while (running := self.idle.pop()).ended:
+                running.close()
+            return running
+        return Running(self.program, self.arguments)
 
     def close(self) -> None:
-        """End the process; the next question starts another one."""
-        if self.running is not None:
-            self.running.close()
-            self.running = None
+        """End the processes that are idle; the next question starts another one."""
+        while self.idle:
+            self.idle.pop().close()
 
     def forget(self) -> None:
-        """Drop the process after a fork: it belongs to the parent."""
-        self._lock, self.running = threading.Lock(), None
-
-
-class Helpers:
-    """Several processes of one program: threads that ask at the same time need not wait.
-
-    Args:
-      program: its file.
-      *arguments: those of its command line.
-      seconds: the most that an answer may take; then its process is killed.
-      count: the most processes. As many start as questions are asked at the same time.
-
-    Attributes:
-      each: the processes.
-    """
-
-    def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, count: int):
-        self.each = tuple(Helper(program, *arguments, seconds=seconds) for _ in range(count))
-
-    def ask(self, question: str) -> dict[str, Any]:
-        """Ask the first process that is free; see `Helper.ask`."""
-        free = next((helper for helper in self.each if not helper.busy), None)
-        return (random.choice(self.each) if free is None else free).ask(question)
+        """Drop the processes after a fork: they belong to the parent."""
+        self._places, self.idle = threading.Semaphore(self._count), list[Running]()

@@ -1,4 +1,4 @@
-"""The worker subprocess: answers belong to their questions; a dead process is replaced."""
+"""The worker subprocesses: answers belong to their questions; a dead process is replaced."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dms_jax.helper_process import Helper, Running
+from dms_jax.helper_process import Helpers, Running
 
 ECHO = """
 import sys
@@ -21,30 +21,30 @@ for line in sys.stdin:
 def helper(tmp_path):
     program = tmp_path / "echo.py"
     program.write_text(ECHO)
-    helper = Helper(program, seconds=30.0)
+    helper = Helpers(program, seconds=30.0, count=1)
     yield helper
     helper.close()
 
 
-def ask(helper: Helper, number: int) -> bool:
+def ask(helper: Helpers, number: int) -> bool:
     return helper.ask(f'{{"is": {number}}}') == {"is": number}
 
 
 def test_process_killed_during_question_is_replaced(helper, monkeypatch):
     assert ask(helper, 1)
     monkeypatch.setattr(Running, "ended", False)
-    os.kill(helper.running.process.pid, signal.SIGKILL)
+    os.kill(helper.idle[0].process.pid, signal.SIGKILL)
     assert helper.ask("2")["error"] == "it ends the process that it runs in"
     assert ask(helper, 3)
 
 
 def test_process_killed_between_questions_is_replaced(helper):
     assert ask(helper, 1)
-    running = helper.running
+    (running,) = helper.idle
     running.process.kill()
     running.process.wait()
     assert ask(helper, 2)
-    assert helper.running is not running
+    assert helper.idle != [running]
 
 
 def test_interrupted_answer_is_not_the_next_ones(helper, monkeypatch):
@@ -78,12 +78,12 @@ def test_threads_get_their_own_answers(helper):
 
 def test_fork_has_its_own_process(helper):
     assert ask(helper, 1)
-    before = helper.running
+    before = helper.idle
     helper.forget()  # called in the child after a fork
     assert ask(helper, 2)
-    assert helper.running is not before
+    assert helper.idle != before
     helper.close()
-    helper.running = before
+    helper.idle = before
     assert ask(helper, 3)
 
 

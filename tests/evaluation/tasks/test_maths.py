@@ -13,7 +13,7 @@ from dms_jax.evaluation import mathematics, mathematics_worker
 from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.statistics import majority
 from dms_jax.evaluation.tasks import AIME, GPQA, GSM8K, MATH500, Mathematics
-from dms_jax.helper_process import Helper, Helpers
+from dms_jax.helper_process import Helpers
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import lines, text
 
@@ -197,8 +197,7 @@ def test_equal_expressions_are_one_vote(tmp_path, backwards):
 @pytest.fixture
 def hurried(monkeypatch):
     """Answers have one second each."""
-    program = mathematics._workers.each[0].program
-    worker = Helper(program, "1", seconds=30.0)
+    worker = Helpers(mathematics._workers.program, "1", seconds=30.0, count=1)
     monkeypatch.setattr(mathematics, "_workers", worker)
     yield worker
     worker.close()
@@ -271,9 +270,8 @@ def test_helpers_answer_threads_in_parallel(tmp_path):
         told = pool.map(helpers.ask, map(json.dumps, (places, places[::-1])))
         assert list(told) == [{"met": "a"}, {"met": "b"}]
     assert helpers.ask(json.dumps(places)) == {"met": "a"}
-    assert helpers.each[1].running is not None
-    for each in helpers.each:
-        each.close()
+    assert len(helpers.idle) == 2
+    helpers.close()
 
 
 def test_aime(tmp_path):
