@@ -257,26 +257,22 @@ def _memory(program: StepProgram, stage: Stage) -> Memory:
     try:
         compiled = program.lower(stage).compile()
     except jax.errors.JaxRuntimeError as error:
-        temporaries = _asked_for(str(error), sum(held.values()) + bytes_a_device(passes))
-        if temporaries is None:
+        asked = _asked_for(str(error))
+        if asked is None:
             raise
-        return Memory(**held, temporaries=temporaries, refused=True)
+        return Memory(**held, temporaries=max(0.0, asked - sum(held.values())), refused=True)
     analysis: Any = compiled.memory_analysis()
     return Memory(**held, temporaries=float(bytes_a_device(passes) + analysis.temp_size_in_bytes))
 
 
-def _asked_for(message: str, arguments: float) -> float | None:
-    """Returns the bytes of temporaries that a compiler names when memory does not suffice.
+def _asked_for(message: str) -> float | None:
+    """Returns the bytes that libtpu says a program takes when it refuses it for that.
 
-    It names either everything or temporaries alone; None if it refuses for another reason.
+    It says so only in its messages. "HLO temporaries" are everything too: x + 1 of 20 GB has 40 of
+    them. None if it refuses for another reason.
     """
-    size = r"([\d.]+)([KMG])"
-    everything = re.search(rf"Used {size} of", message)
-    found = everything or re.search(rf"required for HLO temporaries \({size}\)", message)
-    if found is None:
-        return None
-    named = float(found[1]) * 1024 ** (" KMG".index(found[2]))
-    return max(0.0, named - arguments) if everything else named
+    found = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMG])", message)
+    return None if found is None else float(found[1]) * 1024 ** " KMG".index(found[2])
 
 
 def _operations(config: ModelConfig, program: StepProgram, policy: Policy, stage: Stage) -> float:

@@ -100,9 +100,9 @@ def test_the_report_of_a_plan_that_fits():
 
 
 @pytest.mark.parametrize(
-    ("message", "temporaries"),
+    ("message", "asked"),
     [
-        ("Ran out of memory in memory space hbm. Used 120.50G of 95.74G hbm.", 20.5 * 2**30),
+        ("Ran out of memory in memory space hbm. Used 120.50G of 95.74G hbm.", 120.5 * 2**30),
         (
             "Ran out of memory on HBM, the total memory required for HLO temporaries (109.82G) "
             "exceeds available HBM (95.73G). HLO module: jit_by_path.",
@@ -111,8 +111,22 @@ def test_the_report_of_a_plan_that_fits():
         ("Internal error", None),
     ],
 )
-def test_memory_named_by_a_compiler_that_refuses(message, temporaries):
-    assert planning._asked_for(message, 100.0 * 2**30) == temporaries
+def test_memory_named_by_a_compiler_that_refuses(message, asked, monkeypatch):
+    """What it names is everything, and not held twice."""
+
+    def refuse(stage):
+        raise jax.errors.JaxRuntimeError(message)
+
+    made = recipe()
+    program = program_of_shape(language_model().config, ADAPTER, made, make_mesh(1, 1), "float32")
+    monkeypatch.setattr(program, "lower", refuse)
+    if asked is None:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            planning._memory(program, made.stages[0])
+    else:
+        memory = planning._memory(program, made.stages[0])
+        assert memory.refused
+        assert memory.total == asked
 
 
 @pytest.mark.parametrize(
