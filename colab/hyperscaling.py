@@ -5,8 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -36,20 +34,44 @@ import sys
 
 SOURCE = "https://github.com/dms-jax/dms_jax"
 
+
+class NotInstalled(Exception):
+    def _render_traceback_(self):  # a notebook shows these lines, and no traceback
+        return [str(self)]
+
+
 if shutil.which("nvidia-smi"):
     runtime = "cuda"
 elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
     runtime = "tpu"
 else:
     runtime = "cpu"
+here = pathlib.Path.cwd().resolve()
+checkout = here.parent
+for uploaded in here.glob("dms_jax*.zip"):  # the repository's
+    unpacked = here / "runs" / "unpacked"
+    shutil.unpack_archive(uploaded, unpacked)
+    checkout = next(unpacked.rglob("pyproject.toml"), here).parent
+is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+if is_ours:  # the models that the wheel leaves out
+    os.environ.setdefault("DMS_JAX_ASSETS", str(checkout / "dms_jax" / "assets"))
 if importlib.util.find_spec("dms_jax") is None:
     extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
-    checkout = pathlib.Path.cwd().resolve().parent
-    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
-    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    local = next(here.glob("dms_jax*.whl"), checkout if is_ours else None)
+    what = f"{local}[{extras}]" if local else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
     packages = [what, "ipywidgets"]  # the second one draws progress bars
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", *packages]
+    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails where it would ask for a password
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise NotInstalled(
+            f"pip cannot install {what}:\n{done.stderr}"
+            if local
+            else f"pip cannot install from {SOURCE}: get the repository's zip there (Code, "
+            f"Download ZIP) or from a checkout (git archive -o dms_jax.zip HEAD), upload it to "
+            f"{here} and run this cell again."
+        )
 
 import jax
 
@@ -100,19 +122,13 @@ display(Markdown(result.table()))
 # squares are greedy, and faint points are surpassed by another of the same system.
 
 # %%
-import pathlib
-
-import matplotlib.pyplot as plt
+from IPython.display import Image
 
 from dms_jax.analysis.hyperscaling_plot import hyperscaling_figure
 
-path = pathlib.Path("hyperscaling.png")
+path = pathlib.Path("runs/hyperscaling.png")
 hyperscaling_figure(path, result, title="Word problems, a vote of the chains")
-figure, axis = plt.subplots(figsize=(12, 4.8), layout="constrained")
-axis.imshow(plt.imread(path))
-axis.axis("off")
-plt.show()
-display(Markdown(result.gains_table()))
+display(Image(path), Markdown(result.gains_table()))
 
 # %% [markdown]
 # Gains are averaged over the budgets that both cover, in points of accuracy, with one standard
