@@ -144,7 +144,9 @@ def mesh_axes(data: int, model: int, *, sequence: int, experts: int) -> dict[str
     return {name: size for name, size in sizes.items() if size > 1 or name in (DATA, MODEL)}
 
 
-def mesh_sizes(mesh: jax.sharding.Mesh | None) -> tuple[int, int, int]:
+def mesh_sizes(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+) -> tuple[int, int, int]:
     """Returns the sizes of `data`, of `sequence`, and of `experts` and `model` together.
 
     Missing axes have size 1.

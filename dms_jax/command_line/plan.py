@@ -22,13 +22,13 @@ import dms_jax
 from dms_jax.checkpoint import gguf
 from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, provenance, read_file, write_json
-from dms_jax.command_line.retrofitting import RecipeName, Training
+from dms_jax.command_line.retrofitting import RecipeName, Training, check_window
 from dms_jax.command_line.shapes import LENGTHS, SHAPES, cache_sizes
 from dms_jax.config import ModelConfig
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
 from dms_jax.training.display import short
-from dms_jax.training.planning import find_machine, plan
+from dms_jax.training.planning import find_machine, mesh_on, plan
 
 # Packages on which the figures of a plan depend.
 COMPILERS = ("jax", "jaxlib", "libtpu")
@@ -37,6 +37,7 @@ NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # any: without one libtpu writes to the terminal
 }
 
 
@@ -90,8 +91,16 @@ def main(config: Config) -> None:
     policy, recipe = config.make_policy(), config.make_recipe(shape.max_position_embeddings)
     if config.out is not None:
         make_place("--out", config.out)
+    check_window(policy, recipe)
     for machine in config.machine:  # all are checked before the first compiles
-        find_machine(machine)
+        mesh_on(
+            find_machine(machine),
+            policy,
+            recipe,
+            model=config.model_shards,
+            expert=config.expert_shards,
+            sequence=config.sequence_shards,
+        )
     told = {} if config.out is None else made_by(config)
     plans: list[dict[str, Any]] = []
     for machine in config.machine:

@@ -31,6 +31,7 @@ from dms_jax.training.machines import Machine, find_machine
 from dms_jax.training.out_of_memory import LESS_MEMORY
 from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.shards import check_split
 
 _SHARE_OF_PEAK = 0.5
 _USABLE = 0.93  # share of a device's memory; a runtime and fragments take the rest
@@ -203,16 +204,8 @@ def plan(
     check("plan: recipe", recipe, Recipe)
     policy = Vanilla() if policy is None else as_policy(policy)
     target = find_machine(machine)
-    shards = dict(model=model_shards, expert=expert_shards, sequence=sequence_shards)
-    shards = {name: check(f"plan: {name}_shards", size, Count) for name, size in shards.items()}
-    data, rest = divmod(target.count, math.prod(shards.values()))
-    if rest:
-        asked = " times ".join(f"{name}_shards={n}" for name, n in shards.items() if n > 1)
-        raise ConfigError(
-            f"plan: {target.name} has {target.count} devices, which {asked} does not divide."
-        )
-    sizes = sharding.mesh_axes(
-        data, shards["model"], sequence=shards["sequence"], experts=shards["expert"]
+    sizes = mesh_on(
+        target, policy, recipe, model=model_shards, expert=expert_shards, sequence=sequence_shards
     )
     # In the order of the topology: the places of real devices are chosen when they are there.
     devices = np.array(target.devices(), object).reshape(tuple(sizes.values()))
@@ -227,7 +220,7 @@ def plan(
         inputs = (structure, *leaves)
         if inputs not in compiled:
             compiled[inputs] = _memory(program, stage)
-        passes = recipe.batch_of(stage) // recipe.pass_size(data)
+        passes = recipe.batch_of(stage) // recipe.pass_size(sizes[sharding.DATA])
         operations = _operations(config, program, policy, stage)
         seconds = operations / (target.count * target.device.peak * _SHARE_OF_PEAK)
         stages.append(StagePlan(stage.kind, stage.steps, passes, compiled[inputs], seconds))
@@ -239,6 +232,33 @@ def plan(
         parameters=sum(x.size for x in program.parameters.values()),
         stages=tuple(stages),
     )
+
+
+def mesh_on(machine: Machine, policy: Policy, recipe: Recipe, **shards: int) -> dict[str, int]:
+    """Returns the devices along each axis of a run's mesh.
+
+    Args:
+      machine: the devices.
+      policy: the policy to train for.
+      recipe: the recipe of the run.
+      **shards: `model`, `expert` and `sequence`, devices that each of them splits.
+
+    Raises:
+      ConfigError: the shards do not divide the devices, or they do not divide the recipe's batches.
+    """
+    shards = {name: check(f"plan: {name}_shards", size, Count) for name, size in shards.items()}
+    data, rest = divmod(machine.count, math.prod(shards.values()))
+    if rest:
+        asked = " times ".join(f"{name}_shards={n}" for name, n in shards.items() if n > 1)
+        raise ConfigError(
+            f"plan: {machine.name} has {machine.count} devices, which {asked} does not divide."
+        )
+    sizes = sharding.mesh_axes(
+        data, shards["model"], sequence=shards["sequence"], experts=shards["expert"]
+    )
+    check_split(recipe, policy, jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    recipe.pass_size(data)
+    return sizes
 
 
 def bytes_a_device(tree: Any) -> int:

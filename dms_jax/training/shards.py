@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dms_jax import sharding
 from dms_jax.errors import ConfigError
@@ -55,7 +55,7 @@ def holds_whole_layers(
     return memory is not None and (2 * layers + 6 * own) / model < memory / 8
 
 
-def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
+def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises ConfigError if the tokens of the recipe's sequences cannot be split over a mesh."""
     shards = sharding.mesh_sizes(mesh)[1]
     if shards == 1:

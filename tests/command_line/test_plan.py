@@ -54,11 +54,22 @@ def test_a_shape_is_that_of_a_directory(tmp_path):
         plan.shape_of(str(tmp_path))
 
 
-def test_machines_are_checked_before_compiling(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(machine=("8xh200", "9xh900")), "There is no machine"),
+        (dict(machine=("8xh200", "9xh200"), model_shards=8), "9 devices, which model_shards=8"),
+        (dict(model_shards=0), "model_shards must be"),
+        (dict(sequence_shards=8, sequence_length=100, batch_size=1), "100 tokens cannot be split"),
+        (dict(batch_size=3), "a batch of 3 does not divide"),
+        (dict(sequence_length=10, options=("window=16",)), "No token leaves a window of 16"),
+    ],
+)
+def test_a_plan_is_checked_before_the_first_compiles(options, message, monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **__: pytest.fail("compiled"))
-    with pytest.raises(dms_jax.ConfigError, match="There is no machine"):
-        plan.main(plan.Config(machine=("8xh200", "9xh900")))
-    assert not capsys.readouterr().out
+    with pytest.raises(dms_jax.ConfigError, match=message):
+        plan.main(plan.Config(**options))
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_file_of_plans(tmp_path, monkeypatch, capsys):
