@@ -34,6 +34,7 @@ from jax._src import xla_bridge  # whether a backend was started has no public n
 from jax.experimental.compilation_cache import compilation_cache
 
 from dms_jax.errors import ConfigError
+from dms_jax.terminal import Lines
 
 SWITCH = "DMS_JAX_COMPILATION_CACHE"
 MOST_BYTES = 8 * 10**9
@@ -238,22 +239,25 @@ def counted(
 ) -> Iterator[Callable[[], None]]:
     """Yields a function to call, from any thread, whenever one of `total` programs is ready.
 
-    On a terminal, standard error shows the count after the first second, until the context ends.
+    On a terminal, standard error shows the count after the first second, until the context ends;
+    a file gets a line every ten seconds.
 
     Args:
       total: number of programs, or of other units.
       what: label of the line.
       unit: name of a unit.
     """
-    start, stream, lock = time.monotonic(), sys.stderr, threading.Lock()
+    lines, start, stream, lock = Lines(), time.monotonic(), sys.stderr, threading.Lock()
     done = written = 0
 
     def count() -> None:
         nonlocal done, written
         with lock:
             done += 1
-            if stream.isatty() and time.monotonic() - start >= COUNTED_SECONDS:
-                line = f"{what}: {done} of {_counted(total, unit)}"
+            line = f"{what}: {done} of {_counted(total, unit)}"
+            if not stream.isatty():
+                lines.write(line)
+            elif time.monotonic() - start >= COUNTED_SECONDS:
                 stream.write(f"\r{line}")
                 stream.flush()
                 written = len(line)

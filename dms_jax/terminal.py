@@ -1,8 +1,28 @@
 """Where progress is shown: a terminal, a file, or a notebook."""
 
 import importlib.util
+import sys
+import time
 
 from rich.console import Console
+
+LINE_SECONDS = 10.0
+
+
+class Lines:
+    """Writes lines of progress to standard error where no terminal shows a bar.
+
+    There are `LINE_SECONDS` between two lines, and before the first; those between are left out.
+    """
+
+    def __init__(self):
+        self._last = time.monotonic()
+
+    def write(self, line: str) -> None:
+        """Writes a line, if it is time for one."""
+        if time.monotonic() - self._last >= LINE_SECONDS:
+            self._last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
 
 
 def console_for_progress(*, stderr: bool = False) -> Console:

@@ -159,6 +159,11 @@ def test_a_terminal_shows_how_many_programs_are_compiled(monkeypatch):
     assert lines == ["Compiling: 2 of 3 programs", "Compiling: 3 of 3 programs", " " * 26, ""]
 
 
+def test_a_file_gets_a_line_in_ten_seconds(monkeypatch):
+    written = count_to_three(monkeypatch, is_terminal=False, seconds=4.0)
+    assert written == "Compiling: 2 of 3 programs\n"
+
+
 def test_a_terminal_shows_how_many_arrays_are_loaded(monkeypatch):
     stream = Terminal(is_terminal=True)
     monkeypatch.setattr(compilation.sys, "stderr", stream)

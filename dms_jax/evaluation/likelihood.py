@@ -6,14 +6,14 @@ generated the continuation itself. A context that continuations share is prefill
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dms_jax.errors import DataError
 from dms_jax.evaluation.serving import Serving
-from dms_jax.generation.engine import Source
-from dms_jax.generation.requests import SCORED, Request, scored_request
+from dms_jax.generation.engine import scored_source
+from dms_jax.generation.requests import Request, scored_request
 from dms_jax.interrupts import keep_finished
 from dms_jax.model.language_model import LanguageModel, check_tokens
 from dms_jax.policies import Policy
@@ -97,6 +97,7 @@ def likelihoods(
     *,
     policy: Policy | str | None = None,
     serving: Serving | None = None,
+    on_done: Callable[[], None] | None = None,
 ) -> list[Likelihood]:
     """Computes the log-probabilities of continuations given their contexts.
 
@@ -106,6 +107,7 @@ def likelihoods(
       policy: the checkpoint's own if None. One with a compression_ratio takes its share of each
         pair's own length.
       serving: options of the cache; `Serving()` if None.
+      on_done: called whenever a pair is done.
 
     Raises:
       DataError: a part is empty, outside the vocabulary, or both are beyond the positions.
@@ -145,7 +147,7 @@ def likelihoods(
         return {each.index: _likelihood_of(each) for each in requests if each.usage is not None}
 
     with keep_finished(finished):
-        engine.serve(Source(ordered, SCORED))
+        engine.serve(scored_source(ordered, on_done))
     return list(map(_likelihood_of, requests))
 
 

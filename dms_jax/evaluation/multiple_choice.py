@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.likelihood import encode_pair, likelihoods
+from dms_jax.evaluation.progress import progress_bar
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import Measured, mean_over_problems
 from dms_jax.evaluation.tasks.choices import ChoiceTask
@@ -87,6 +88,7 @@ def evaluate_choices(
     policy: Policy | str | None = None,
     problems: int | None = None,
     serving: Serving | None = None,
+    progress: bool = False,
 ) -> ChoiceResult:
     """Answers questions by the likelihood of their options after the question.
 
@@ -96,6 +98,7 @@ def evaluate_choices(
       policy: the cache policy; the checkpoint's own if None.
       problems: number of questions; all of the file if None.
       serving: options of the cache; `Serving()` if None.
+      progress: whether to show a progress bar on standard error.
 
     Raises:
       ConfigError: an argument or the policy does not fit.
@@ -121,7 +124,9 @@ def evaluate_choices(
         for question in questions
         for context, continuation in zip(question.contexts, question.continuations, strict=True)
     ]
-    found = iter(likelihoods(model, pairs, policy=policy, serving=serving))
+    with progress_bar(len(pairs), title="Options", shown=progress) as tick:
+        done = likelihoods(model, pairs, policy=policy, serving=serving, on_done=tick)
+    found = iter(done)
     answers = [[next(found) for _ in question.continuations] for question in questions]
     return ChoiceResult(
         settings={"task": task.to_dict(), "policy": policy.to_dict()},

@@ -10,7 +10,7 @@ the first one of any other window after the last one before it.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from dms_jax.checks import Count, check
 from dms_jax.data import TextFiles
 from dms_jax.errors import DataError
 from dms_jax.evaluation.likelihood import first_token
+from dms_jax.evaluation.progress import progress_bar
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import Measured, standard_error
 from dms_jax.generation import Score, score
@@ -105,6 +106,7 @@ def perplexity(
     window: int | None = None,
     max_tokens: int | None = None,
     serving: Serving | None = None,
+    progress: bool = False,
 ) -> Perplexity:
     """Predicts a text file token by token through the cache, as decoding would.
 
@@ -115,6 +117,7 @@ def perplexity(
       window: tokens predicted together; what the model's positions hold, at most 4096, if None.
       max_tokens: predict only so many tokens; all of them if None.
       serving: options of the cache; 64 windows at a time if None.
+      progress: whether to show a progress bar on standard error.
 
     Raises:
       DataError: the file cannot be read or is empty, or a window is beyond the model's positions.
@@ -146,7 +149,8 @@ def perplexity(
         if room == 0:
             break
     count = sum(len(each) - 1 for each in windows)
-    scores = score_tokens(model, windows, policy, serving)
+    with progress_bar(len(windows), title="Windows", shown=progress) as tick:
+        scores = score_tokens(model, windows, policy, serving, tick)
     nats = [-float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
     return Perplexity(
         settings={"path": str(path), "policy": policy.to_dict(), "window": window},
@@ -164,7 +168,11 @@ def perplexity(
 
 
 def score_tokens(
-    model: LanguageModel, windows: list[list[int]], policy: Policy, serving: Serving
+    model: LanguageModel,
+    windows: list[list[int]],
+    policy: Policy,
+    serving: Serving,
+    on_done: Callable[[], None] | None = None,
 ) -> list[Score]:
     """Scores sequences through the cache; see `dms_jax.score`."""
     return score(
@@ -176,6 +184,7 @@ def score_tokens(
         num_lanes=serving.lanes,
         memory=serving.memory,
         kv_dtype=serving.kv_dtype,
+        on_done=on_done,
     )
 
 

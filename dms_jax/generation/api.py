@@ -1,7 +1,7 @@
 """`generate` and `score`: the calls that make an engine for one use."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -10,9 +10,8 @@ from jaxtyping import Float
 from dms_jax.cache.accounting import Usage
 from dms_jax.checks import Count, CountOnDevice, check, check_keywords, show_options
 from dms_jax.errors import DataError
-from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source
+from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source, scored_source
 from dms_jax.generation.requests import (
-    SCORED,
     Completion,
     OnTokens,
     Prompt,
@@ -166,6 +165,7 @@ def score(
     memory: float | int | None = None,
     chunk: int = 64,
     max_length: int | None = None,
+    on_done: Callable[[], None] | None = None,
     **options: Unpack[EngineKeywords],
 ) -> list[Score]:
     """Scores given sequences by teacher-forced decoding, token by token through the paged cache.
@@ -181,6 +181,7 @@ def score(
       num_lanes, memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
       max_length: tokens from which a policy with a `compression_ratio` computes its budget; None
         for the length of each sequence.
+      on_done: called whenever a sequence is done.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
@@ -219,7 +220,7 @@ def score(
         **options,
     )
     with keep_finished(lambda: {each.index: _score_of(each) for each in requests if each.usage}):
-        engine.serve(Source(requests, SCORED))
+        engine.serve(scored_source(requests, on_done))
     return list(map(_score_of, requests))
 
 

@@ -60,11 +60,13 @@ from dms_jax.generation.precompile import compile_all, compile_first
 from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import bucket
 from dms_jax.generation.requests import (
+    SCORED,
     Completion,
     OnTokens,
     Prompt,
     Request,
     State,
+    Update,
     check_call,
     check_list,
     check_stop,
@@ -174,6 +176,17 @@ class Source:
     def given(self) -> bool:
         """Whether the answers are given and only scored (`Request.given`)."""
         return any(each.given is not None for each in self.requests)
+
+
+def scored_source(requests: Sequence[Request], on_done: Callable[[], None] | None = None) -> Source:
+    """Returns the source of answers that are scored; `on_done` is called when one of them ends."""
+
+    def heard(update: Update) -> None:
+        if update.finished and on_done is not None:
+            on_done()
+
+    on_tokens = None if on_done is None else heard
+    return Source(requests, SCORED, on_tokens=on_tokens, streaming=False, late=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def sample(
             requests = make_requests(model.config, prompts, sampling)
 
             serving = Serving(lanes=config.lanes, page_size=config.page_size)
-            with progress_bar(len(due), title="answers", shown=sys.stderr.isatty()) as tick:
+            with progress_bar(len(due), title="answers", shown=True) as tick:
 
                 def keep(
                     number: int, each: Answer, due: list[Place] = due, tick: Tick = tick

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ def measure(
     sequences = [whole(each).tolist() for each in lessons.held_out]
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
     scores: list[Score] = []
-    with progress_bar(len(sequences) + 1, title="sequences", shown=sys.stderr.isatty()) as tick:
+    with progress_bar(len(sequences) + 1, title="sequences", shown=True) as tick:
         far = held_out(model)
         tick()
         options: Any = dict(num_lanes=config.lanes, page_size=config.page_size)
@@ -115,7 +114,7 @@ def measure(
             chat=questions.chat,
             serving=Serving(lanes=config.lanes, page_size=config.page_size),
             out=folder / f"{name}-answers",
-            progress=sys.stderr.isatty(),
+            progress=True,
         )
         figures["answers"] = result.to_dict(problems=True)
     write_json(file, figures)
