@@ -37,6 +37,7 @@ from rich.console import Console
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.checks import Count, Whole, check
 from dms_jax.command_line.candidates import (
     FAILURES,
     Candidate,
@@ -52,11 +53,13 @@ from dms_jax.command_line.options import (
     load_model,
     read_chat,
     read_choices,
+    read_files,
     read_options,
     read_policy,
     read_tasks,
 )
 from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.data import TextFiles
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import (
     SAMPLING,
@@ -236,7 +239,11 @@ def read_task(config: Config) -> Measure:
 
     Raises:
       ConfigError: there is no such task, or an option means nothing to it.
+      DataError: the task's file cannot be read.
     """
+    check("--problems", config.problems, Count | None)
+    check("--chains", config.chains, Count)
+    check("--seed", config.seed, Whole)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
     if config.task not in CHOICES and config.task != TEXT:
         return answered(config, serving)
@@ -246,6 +253,7 @@ def read_task(config: Config) -> Measure:
     if config.task == TEXT:
         return predicted(config, serving)
     choices = read_choices(config.task, config.task_options)
+    read_files([choices], config.problems)
 
     def measure(
         model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
@@ -256,6 +264,7 @@ def read_task(config: Config) -> Measure:
             policy=candidate.policy_for(model),
             problems=config.problems,
             serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
+            progress=True,
         )
 
     return measure
@@ -267,6 +276,9 @@ def predicted(config: Config, serving: Serving) -> Measure:
     fields = read_options(config.task_options, "--task-options")
     check_names("--task-options", fields, _TEXT_OPTIONS)
     path = fields.pop("path", assets.path("tinystories") / "valid.txt")
+    TextFiles(path)  # whether it can be read is known before a long load
+    for name, value in fields.items():
+        check(f"--task-options {name}", value, Count | None)
     serving = dataclasses.replace(serving, lanes=min(serving.lanes, _TEXT_LANES))
 
     def measure(
@@ -277,6 +289,7 @@ def predicted(config: Config, serving: Serving) -> Measure:
             path,
             policy=candidate.policy_for(model),
             serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
+            progress=True,
             **fields,
         )
 
@@ -287,6 +300,7 @@ def answered(config: Config, serving: Serving) -> Measure:
     """Returns a function that scores answers in words or programs."""
     chat, sampling = config.make_chat(), config.make_sampling()
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
+    read_files(tasks, config.problems)
 
     def measure(
         model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
@@ -302,7 +316,7 @@ def answered(config: Config, serving: Serving) -> Measure:
             chat=chat,
             seed=config.seed,
             out=answers,
-            progress=sys.stderr.isatty(),
+            progress=True,
             serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
         )
 
@@ -352,9 +366,8 @@ def describe(config: Config, result: Evaluated) -> None:
             if len(result.tasks) > 1:
                 rows += [{"label": each, **result.of_task(each).to_dict()} for each in result.tasks]
             print(summary_table(rows))
-            rate = float(result.new_tokens.sum()) / result.seconds
             print(
-                f"\n{name}: {result.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
+                f"\n{name}: {result.seconds:.1f} s with compilation"
                 "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of "
                 "all chains\nof a problem, averages over layers and heads. ratio: tokens seen "
                 "over live ones."

@@ -20,16 +20,18 @@ import inspect
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
 import dms_jax
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
+from dms_jax.checks import Count, NotNegative, Whole, check
+from dms_jax.command_line.candidates import Candidate
 from dms_jax.command_line.options import (
     load_model,
-    on_checkpoint,
     read_chat,
+    read_files,
     read_options,
     read_tasks,
 )
@@ -73,7 +75,8 @@ class Config:
     lengths: tuple[int, ...] = (128, 256, 512)
     """L, the most new tokens of an answer."""
     chains: tuple[int, ...] = (1, 3, 9)
-    """W, answers to each problem; odd, since two chains that differ settle nothing by a vote."""
+    """W, answers to each problem. Ties of a vote go to the answer seen first, so that two chains
+    score as one: take odd numbers."""
     problems: int | None = CALL["problems"].default
     """Problems to answer; by default all of a file, and 200 of those made from seeds."""
     seeds: tuple[int, ...] = CALL["seeds"].default
@@ -103,10 +106,16 @@ def main(config: Config) -> Hyperscaling:
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     chat = read_chat(asked=config.chat, system=config.system, template=config.template)
     load = functools.cache(functools.partial(load_model, dtype=config.dtype))
-    for temperature in config.temperatures:  # checked before a model is read
-        dms_jax.Sampling(temperature=temperature)
+    # All is checked before a model is read.
+    for numbers in ("lengths", "chains", "seeds", "temperatures"):
+        kind = dict(seeds=Whole, temperatures=NotNegative).get(numbers, Count)
+        for each in getattr(config, numbers):
+            check(f"--{numbers}", each, kind)
+    read_files(tasks, check("--problems", config.problems, Count | None))
     sampling = dms_jax.Sampling(top_p=config.top_p)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
+    for text in config.systems:
+        parse_system(text, config.model)
     systems = [read_system(text, config.model, load) for text in config.systems]
     result = dms_jax.hyperscale(
         load(config.model, None),
@@ -122,7 +131,7 @@ def main(config: Config) -> Hyperscaling:
         chat=chat,
         serving=serving,
         out=config.out,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     Console(width=None if sys.stdout.isatty() else 200).print(result.rich_table(config.method))
     print(
@@ -143,13 +152,12 @@ def main(config: Config) -> Hyperscaling:
     return result
 
 
-def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageModel]) -> System:
-    """Reads POLICY,option=value,... and loads its model.
+def parse_system(text: str, default: str) -> tuple[Candidate, Any]:
+    """Reads POLICY,option=value,...; returns the system, and its nominal ratio or None.
 
     Args:
       text: as it is written; "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS.
       default: the model of a system that names none.
-      load: takes the name of a model and that of an adapter, or None.
 
     Raises:
       ConfigError: the policy or an option is unknown.
@@ -158,11 +166,19 @@ def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageMod
     options = read_options(given, "--systems")
     adapter, path = options.pop("adapter", None), str(options.pop("model", default))
     name, ratio = options.pop("name", policy), options.pop("ratio", None)
-    named = dms_jax.policies.from_dict({**options, "name": policy})  # before the model is read
-    model = load(path, None if adapter is None else str(adapter))
-    return System(
-        name=str(name),
-        policy=on_checkpoint(named, options, model.policy),
-        model=model,
-        compression_ratio=ratio,
-    )
+    named = dms_jax.policies.from_dict({**options, "name": policy})
+    adapter = None if adapter is None else str(adapter)
+    return Candidate(str(name), named, options, path, adapter), ratio
+
+
+def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageModel]) -> System:
+    """Returns the system of a text (`parse_system`), with its model.
+
+    Args:
+      text: as it is written.
+      default: the model of a system that names none.
+      load: takes the name of a model and that of an adapter, or None.
+    """
+    read, ratio = parse_system(text, default)
+    model = load(read.model, read.adapter)
+    return System(read.name, read.policy_for(model), model, ratio)

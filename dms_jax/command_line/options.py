@@ -241,6 +241,17 @@ def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
     return ruler_tasks(**fields)
 
 
+def read_files(tasks: Sequence[Task | ChoiceTask], problems: int | None) -> None:
+    """Reads the files of tasks, so that what is wrong with them is said before a long load.
+
+    Raises:
+      DataError: a file is missing or malformed, or holds fewer problems.
+    """
+    for task in tasks:
+        if isinstance(task, FromFile):
+            task.example_records(task.record((problems or 1) - 1))
+
+
 def read_choices(name: str, options: Sequence[str]) -> ChoiceTask:
     """Returns a task that is answered by likelihood."""
     fields = read_options(options, "--task-options")

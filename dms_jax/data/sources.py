@@ -102,6 +102,8 @@ class _Files(Records):
 
 def _mapped(path: pathlib.Path) -> mmap.mmap:
     """Returns the content of a file, unpacked."""
+    if path.is_fifo():
+        raise DataError(f"{path} is a pipe; a regular file is needed, as it is read several times.")
     try:
         if path.suffix != ".gz":
             with path.open("rb") as file:

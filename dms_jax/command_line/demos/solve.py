@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dms_jax
+from dms_jax.checks import Count, Whole, check
 from dms_jax.command_line.options import shipped
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Problem, Task, WordChain
 from dms_jax.evaluation import Result, evaluate
@@ -55,6 +56,15 @@ class Config:
     seed: int = 0
     """Seed of the sampling: the same seed gives the same answers."""
 
+    def __post_init__(self):
+        check("--solve.problems", self.problems, Count)
+        check("--solve.seed", self.seed, Whole)
+        self.make_sampling()
+
+    def make_sampling(self) -> dms_jax.Sampling:
+        """Returns the sampling options."""
+        return dms_jax.Sampling(temperature=self.temperature, max_new_tokens=500)
+
 
 def main(config: Config) -> dict[str, Result]:
     """Solves the problems with both models and shows them; returns what was measured."""
@@ -70,9 +80,9 @@ def main(config: Config) -> dict[str, Result]:
             model,
             TASKS,
             problems=count,
-            sampling=dms_jax.Sampling(temperature=config.temperature, max_new_tokens=500),
+            sampling=config.make_sampling(),
             seed=config.seed,
-            progress=console.is_terminal,
+            progress=True,
         )
         for name, model in models.items()
     }

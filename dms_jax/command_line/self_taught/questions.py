@@ -58,8 +58,15 @@ class Questions:
         return task.scores([(task.problem("train", number), text) for number, text in answers])
 
 
-def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
-    """Reads and encodes the prompts.
+def read_questions(
+    config: SelfTaught, model: LanguageModel, records: list[Record] | None = None
+) -> Questions:
+    """Encodes the prompts.
+
+    Args:
+      config: the settings.
+      model: the model.
+      records: the rows of --prompts, if they are read already.
 
     Raises:
       ConfigError: there are too few, or the judge has nothing to go by.
@@ -71,7 +78,7 @@ def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
         raise dms_jax.ConfigError(f"--model {config.model} came without a tokenizer.")
     fingerprint = hashlib.sha256(read_file("--prompts", config.prompts)).hexdigest()
     chat = config.make_chat(model)
-    records = _records(config.prompts)
+    records = read_prompts(config.prompts) if records is None else records
     task = _task(config, records, chat)
     first_held_out = len(records) - config.held_out
     held_out = range(first_held_out, len(records))
@@ -119,7 +126,12 @@ def _asked(
     return encode_problem(model, task.problem("train", number), chat, name=task.name)
 
 
-def _records(path: pathlib.Path) -> list[Record]:
+def read_prompts(path: pathlib.Path) -> list[Record]:
+    """Returns the rows of --prompts.
+
+    Raises:
+      DataError: the file is missing or malformed.
+    """
     if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
         return list(read_records(path))
     source = TextFiles(path)

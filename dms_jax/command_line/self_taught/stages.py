@@ -19,7 +19,7 @@ from dms_jax.command_line.retrofitting import check_window
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
 from dms_jax.command_line.self_taught.measuring import HeldOut, measure
 from dms_jax.command_line.self_taught.page import write_page
-from dms_jax.command_line.self_taught.questions import read_questions
+from dms_jax.command_line.self_taught.questions import read_prompts, read_questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Documents
 from dms_jax.model.language_model import LanguageModel
@@ -41,6 +41,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         )
     recipe, policy = config.make_recipe(), config.make_policy()
     check_window(policy, recipe)
+    records = read_prompts(config.prompts)
     with reserve_folder("--out", config.out):
         _check_settings(config)
         base = config.load()
@@ -50,7 +51,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
                 f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
                 f"of --model {config.model}: give at most so many."
             )
-        questions = read_questions(config, base)
+        questions = read_questions(config, base, records)
     write_json(config.out / "settings.json", config.to_dict())  # a wrong call leaves none
     answers = sample(config, base, questions, config.out / "answers")
     lessons = choose(config, questions, answers, config.out)
