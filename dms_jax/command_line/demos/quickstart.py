@@ -16,7 +16,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from rich.box import SIMPLE
@@ -33,12 +33,13 @@ from rich.table import Table
 import dms_jax
 from dms_jax import assets
 from dms_jax.analysis import View, eviction_page, retention, token_texts
+from dms_jax.checks import Count, Range, Whole, check
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents
 from dms_jax.evaluation import standard_error
 from dms_jax.generation import Update
-from dms_jax.training import recipes
+from dms_jax.training import Recipe, recipes
 
 LENGTH = 512  # tokens a sequence: the model's positions
 ROWS = 9  # of the table
@@ -62,6 +63,26 @@ class Config:
     """Target compression ratio of the retrofit; the reached one is measured."""
     seed: int = 0
     """Seed of the order of the data and of the noise of training."""
+
+    def __post_init__(self):
+        check("--quickstart.seed", self.seed, Whole)
+        self.make_policy()
+        self.make_recipe()
+
+    def make_policy(self) -> dms_jax.DMS:
+        """Returns the policy to retrofit for."""
+        return dms_jax.DMS(window=self.window, source="adapter")
+
+    def make_recipe(self) -> Recipe:
+        """Returns the recipe, which also keeps the models at lower ratios.
+
+        Raises:
+          ConfigError: the ratio is below that of the first model, or a number is malformed.
+        """
+        ratio = check("--quickstart.ratio", self.ratio, Annotated[float, Range(EARLY_RATIO)])
+        stops = {EARLY_RATIO, *map(float, range(2, math.ceil(ratio), 2))}
+        steps = check("--quickstart.steps-per-ratio", self.steps_per_ratio, Count)
+        return recipes.dms_quickstart(ratio, steps_per_ratio=steps, snapshots=tuple(sorted(stops)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +209,10 @@ def retrofit(
         on_the_way[ratio] = model
         tell(f"  ratio {ratio:g} after {time.perf_counter() - start:.0f} s")
 
-    stops = {EARLY_RATIO, *map(float, range(2, int(np.ceil(config.ratio)), 2))}
     model = dms_jax.retrofit(
         base,
-        dms_jax.DMS(window=config.window, source="adapter"),
-        recipe=recipes.dms_quickstart(
-            config.ratio, steps_per_ratio=config.steps_per_ratio, snapshots=tuple(sorted(stops))
-        ),
+        config.make_policy(),
+        recipe=config.make_recipe(),
         data=Documents(assets.stories("train")),
         seed=config.seed,
         on_snapshot=keep,
@@ -336,14 +354,16 @@ def main(config: Config) -> list[Row]:
         f"[bold]1. Decode[/bold] {count:,} held-out tokens, each from the whole cache so far\n"
         "  (every new kind of step is compiled first, a few seconds each)"
     )
-    bench.run("dense", "dense", base, dms_jax.Vanilla())
+    with progress:
+        bench.run("dense", "dense", base, dms_jax.Vanilla())
     console.print(
         f"[bold]2. Retrofit[/bold] to compression ratio {config.ratio:g}, window {config.window}: "
-        "about a minute"
+        "one to two minutes"
     )
     # print, which the bar of the retrofit puts above itself; another console would write into it.
     model, early, seconds = retrofit(config, base, print)
     console.print("[bold]3. Decode[/bold] the same tokens from small caches")
+    progress.reset(rows, completed=len(bench.rows))  # or the retrofit would count in what remains
     with progress:
         row = bench.run(f"DMS, trained to ratio {EARLY_RATIO:g}", "DMS", early, early.policy)
         compare_windows(bench, base, row)
