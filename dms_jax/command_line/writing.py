@@ -23,12 +23,15 @@ class Writer:
       console: where to write.
       width: columns of a line; by default those of the terminal, and unlimited elsewhere.
       style: rich style on a terminal.
+      column: column in which the text begins.
     """
 
-    def __init__(self, console: Console, width: int | None = None, style: str = ""):
+    def __init__(
+        self, console: Console, width: int | None = None, style: str = "", column: int = 0
+    ):
         self._console, self._style = console, style
         self._width = width or (console.width if console.is_terminal else None)
-        self._held, self._spaces, self._column = "", "", 0
+        self._held, self._spaces, self._column = "", "", column
 
     def write(self, text: str, *, last: bool = False) -> None:
         """Writes a piece; the last one flushes the held word and ends the line."""
@@ -47,6 +50,15 @@ class Writer:
         if last:
             self._out("\n")
             self._spaces, self._column = "", 0
+
+    def pause(self) -> int:
+        """Writes what is held back; returns the column in which another text can go on."""
+        if self._width is not None:
+            self._write(self._held, self._width)
+            self._out(self._spaces)
+            self._column += cell_len(self._spaces)
+            self._held, self._spaces = "", ""
+        return self._column
 
     def _write(self, part: str, width: int) -> None:
         """Writes a word, or keeps the spaces for the next one."""
@@ -83,10 +95,11 @@ class AnswerWriter:
     Args:
       console: where to write.
       form: how thoughts are marked.
+      column: column in which the answer begins.
     """
 
-    def __init__(self, console: Console, form: AnswerForm):
-        self._reader, self._says = AnswerReader(form), Writer(console)
+    def __init__(self, console: Console, form: AnswerForm, column: int = 0):
+        self._reader, self._says = AnswerReader(form), Writer(console, column=column)
         self._thinks = Writer(console, style="dim") if console.is_terminal else None
         self._last: Writer | None = None  # the writer of the last piece
 

@@ -29,7 +29,9 @@ def test_one_answer_and_its_usage(capsys):
     """With the programs of the library: the words are the model's."""
     assert call(["Once upon a time", *QUICK]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("Once upon a time\n, there was a")
+    assert shown.startswith("Once upon a time, there was a")
+    assert "tokens a second" not in shown  # of a time that is compilation's
+    assert "held" not in shown  # where it is what the peak is
     assert "Vanilla" in shown
     assert "length" in shown
 
@@ -45,7 +47,7 @@ def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
         shown = capsys.readouterr().out
         assert len(texts[0]) > 20
         assert all(
-            f"{prompt}\n{text}\n" in shown for prompt, text in zip(prompts, texts, strict=True)
+            f"{prompt}{text}\n" in shown for prompt, text in zip(prompts, texts, strict=True)
         )
 
 
@@ -64,15 +66,27 @@ def test_more_shards_than_devices_are_refused(capsys):
     )
 
 
+@pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_prompt_is_shown_as_it_is(terminal):
+def test_a_prompt_is_shown_as_it_is(terminal, continues):
     out, prompt = io.StringIO(), "a :dog: in [bold]"
     console = Console(file=out, force_terminal=terminal, color_system=None)
-    screen = generate.Screen(console, [prompt], [PLAIN])
+    screen = generate.Screen(console, [prompt], [PLAIN], continues=continues)
     assert out.getvalue() == ""  # what is refused is refused before there is an answer
     screen(Update(0, [1], " and", finished=False))
     screen(Update(0, [2], " so", finished=True))
-    assert out.getvalue() == f"{prompt}\n and so\n"
+    between = "" if continues else "\n"
+    assert out.getvalue() == f"{prompt}{between} and so\n"
+
+
+def test_an_answer_goes_on_in_the_last_line_of_its_prompt():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=12)
+    screen = generate.Screen(console, ["Once upon a "], [PLAIN], continues=True)
+    screen(Update(0, [1], "time there was", finished=True))
+    assert console.file.getvalue() == "Once upon a \ntime there\nwas\n"
+    screen = generate.Screen(console, ["Once upon"], [PLAIN], continues=True)
+    screen(Update(0, [1], " a time", finished=True))
+    assert console.file.getvalue().endswith("was\nOnce upon a\ntime\n")
 
 
 @pytest.mark.usefixtures("fakes")
@@ -152,6 +166,7 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
     assert shown.count("Lily and Tom") == 2
     assert "One [bold]day" in shown
     assert "all" in shown
+    assert "held" in shown
 
 
 @pytest.mark.parametrize(
