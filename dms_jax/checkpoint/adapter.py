@@ -144,7 +144,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         raise CheckpointError(f"there is no directory {directory} of an adapter")
     fields = read_json(directory, ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
     if fields is None:
-        hint = ""
+        hint = f"; the directory of an adapter holds {ADAPTER_CONFIG} and {ADAPTER_TENSORS}"
         if find(directory, "config.json"):
             hint = "; it holds a whole model: load that"
         elif find(directory, "adapter_config.json"):

@@ -27,6 +27,7 @@ from dms_jax.policies.values import AdapterShape
 MAX_END_TOKENS = 64
 # Names that begin as paths, or end as files of weights, are not looked up on the hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+HOLDS = "a checkpoint directory holds config.json, *.safetensors and tokenizer.json"
 _TOKENIZER = "the tokenizer"  # a source of token ids, for messages
 _WEIGHTS = (".gguf", ".safetensors")
 _PATH = ("/", "./", "../", "~")
@@ -66,7 +67,7 @@ def _read_directory(directory: pathlib.Path) -> Contents:
                 f"with adapter={str(directory)!r}"
             )
         found = sorted(plain(file.name) for file in directory.glob("*.gguf"))
-        hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else ""
+        hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else f"; {HOLDS}"
         if below := of_run(directory, "config.json"):
             hint = f"; the model of this run is in {below}"
         elif below := of_run(directory, ADAPTER_CONFIG):

@@ -20,6 +20,7 @@ import jax
 
 import dms_jax
 from dms_jax.checkpoint import gguf
+from dms_jax.checkpoint.contents import HOLDS
 from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, provenance, read_file, write_json
 from dms_jax.command_line.retrofitting import RecipeName, Training, check_window
@@ -75,6 +76,8 @@ def shape_of(model: str) -> ModelConfig:
             f"--model {model}: no directory or GGUF file, and none of the shapes "
             f"{', '.join(SHAPES)}, nor a model that ships ({', '.join(SHIPPED)})."
         )
+    if not (path / "config.json").exists():
+        raise dms_jax.ConfigError(f"--model {model}: there is no config.json in it; {HOLDS}.")
     content = read_file("--model", path / "config.json")
     try:
         return ModelConfig.from_hf(json.loads(content))

@@ -49,6 +49,8 @@ def test_a_shape_is_that_of_a_directory(tmp_path):
     gguf_files.convert(assets.path("stories260k"), tmp_path / "stories.gguf")
     found = plan.shape_of(str(tmp_path / "stories.gguf"))
     assert (found.hidden_size, found.num_layers) == (shape.hidden_size, shape.num_layers)
+    with pytest.raises(dms_jax.ConfigError, match=r"no config.json in it; a checkpoint directory"):
+        plan.shape_of(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(dms_jax.ConfigError, match=r"config\.json is not JSON"):
         plan.shape_of(str(tmp_path))
