@@ -42,7 +42,7 @@ from dms_jax import compilation
 from dms_jax.checkpoint.adapter import read_adapter
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.options import find_adapter, read_bytes, tell_if_short
+from dms_jax.command_line.options import find_adapter, read_bytes, read_options, tell_if_short
 from dms_jax.generation.answers import template_text, with_shown_markers
 from dms_jax.generation.call_formats import format_of
 from dms_jax.serving import Service
@@ -132,8 +132,7 @@ def main(config: Config) -> None:
     sampling = config.make_sampling()
     access = make_access(config)
     with take_address(config.host, config.port) as taken, Server(taken) as server:
-        console.print(f"Loading {config.model} ...", soft_wrap=True)
-        service = make_service(config)
+        service = make_service(config, console)
         console.print("Reading or compiling the programs that requests can need ...")
         start = time.monotonic()
         with compilation.watched() as made:
@@ -181,9 +180,11 @@ def make_access(config: Config) -> Access:
     return Access(keys, (*config.allowed_hosts, *sorted(names)), config.allowed_origins)
 
 
-def make_service(config: Config) -> Service:
-    """Returns a service of the model, not yet started."""
+def make_service(config: Config, console: Console) -> Service:
+    """Returns a service of the model, not yet started; says so when it begins to load."""
     config.make_policy()  # first, because its errors come before a long load
+    read_options(config.template, "--template")
+    find_adapter(config.own_adapter)
     adapters = find_adapters(config)
     policies = [read_adapter(place).policy for place in adapters.values()]
     mesh = config.make_mesh()
@@ -200,6 +201,7 @@ def make_service(config: Config) -> Service:
     limits |= config.cache()
     for place in adapters.values():
         tell_if_short(place)
+    console.print(f"Loading {config.model} ...", soft_wrap=True)
     model = config.load()
     model = with_shown_markers(model, call_format_of(config, model))
     declared = model

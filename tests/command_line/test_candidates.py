@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax import assets
+from dms_jax import assets, terminal
 from dms_jax.command_line import evaluate
 from dms_jax.command_line.candidates import change, gave_up, observed, read_candidates, table
 from dms_jax.evaluation import ChoiceResult, Measured
@@ -43,7 +43,8 @@ def test_a_bare_name_is_the_checkpoints_own_policy(stories):
 
 
 @pytest.mark.usefixtures("scored")
-def test_policies_predict_the_same_text(tmp_path, capsys):
+def test_policies_predict_the_same_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     config = evaluate.Config(
         model="stories260k",
         task="text",
@@ -61,7 +62,8 @@ def test_policies_predict_the_same_text(tmp_path, capsys):
     assert rows[1]["change"] == [pytest.approx(0.25), pytest.approx(0, abs=1e-6)]
     assert rows[1]["loss"][1] > 0.01
     assert rows[2]["cache_bytes"] == rows[0]["cache_bytes"] / 4
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert told.count("Windows: 3 of 3\n") == len(rows)
     assert "+0.2500 ±0.0000" in shown
     assert "reads/token" in shown
 

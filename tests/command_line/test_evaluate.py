@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 import dms_jax
-from dms_jax import assets
+from dms_jax import assets, terminal
 from dms_jax.command_line import evaluate, hyperscale, options
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
 from dms_jax.evaluation import Chat
@@ -54,7 +54,7 @@ def test_out_holds_figures_and_provenance(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_tasks_on_files(tmp_path, capsys):
+def test_tasks_on_files(tmp_path, capsys, monkeypatch):
     gpqa, piqa = text(tmp_path / "q.csv", GPQA_CSV), lines(tmp_path / "p.jsonl", PIQA)
     small = dict(model=MODEL, page_size=16, lanes=4)
     config = evaluate.Config(
@@ -67,10 +67,13 @@ def test_tasks_on_files(tmp_path, capsys):
     assert len(evaluate.main(config).scores) == 2
     assert "| gpqa |" in (tmp_path / "answers/table.md").read_text()
     out = tmp_path / "piqa.json"
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     config = evaluate.Config(task="piqa", task_options=(f"path={piqa}",), out=out, **small)
     result = evaluate.main(config)
     assert json.loads(out.read_text())["acc"][0] == result.accuracy.value
-    assert "piqa, 1 questions: acc" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "piqa, 1 questions: acc" in printed.out
+    assert "Options: 2 of 2\n" in printed.err
     for name in ("gpqa", "piqa"):
         with pytest.raises(dms_jax.ConfigError, match=f"--task {name} reads a file"):
             evaluate.main(evaluate.Config(task=name, **small))

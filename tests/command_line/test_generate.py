@@ -1,6 +1,7 @@
 """`dms-jax generate`: what it shows, and its errors."""
 
 import dataclasses
+import functools
 import io
 import re
 import types
@@ -199,7 +200,9 @@ def test_options_are_refused_before_a_model_is_loaded(command, wrong, monkeypatc
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(command.Config, "load", load)
-    main = serve.make_service if command is serve else command.main
+    main = command.main
+    if command is serve:
+        main = functools.partial(serve.make_service, console=Console())
     given = {"prompts": ("Once",)} if command is generate else {}
     with pytest.raises(dms_jax.ConfigError, match="must be"):
         main(command.Config(**given, **wrong))

@@ -13,6 +13,7 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
 import dms_jax
 from dms_jax.command_line import main, serve
@@ -99,6 +100,8 @@ def test_it_answers_until_a_signal_ends_it(stories, monkeypatch, capsys):
             ["--adapter", "a=smollm2-135m-instruct-dms"],
             "adapter 'a': the adapter in",  # was trained on another base
         ),
+        (["--adapter", "x", "--adapter", "y"], "x and y have no names"),
+        (["--template", "thinking"], "--template takes name=value"),
         (["--prefix-cache", "much"], "--prefix-cache takes bytes (500MB, 4GB) or off, got 'much'"),
         (["--data-shards", "0"], "--data-shards"),
         (["--data-shards", "2", "--prefix-cache", "1GB"], "several devices keep no prefixes"),
@@ -107,8 +110,9 @@ def test_it_answers_until_a_signal_ends_it(stories, monkeypatch, capsys):
 def test_wrong_settings_exit_2(options, said, stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     assert main(["serve", "--port", str(free_port()), *options]) == 2
-    told = capsys.readouterr().err
+    loads, told = capsys.readouterr()
     assert said in told
+    assert ("Loading" in loads) == ("the adapter in" in said)  # which must be compared with it
     errors = [line for line in told.splitlines() if not line.startswith("Warning: ")]
     assert len(errors) == 1
 
@@ -203,7 +207,7 @@ def test_a_port_that_cannot_be_taken_is_a_sentence():
 @pytest.mark.nightly
 def test_a_server_on_several_devices_answers():
     config = serve.Config(data_shards=2, model_shards=2, lanes=2, max_tokens=64, page_size=16)
-    service = serve.make_service(config)
+    service = serve.make_service(config, Console())
     assert dict(service.engine.model.mesh.shape) == {"data": 2, "model": 2}
     service.warm()
     service.start()

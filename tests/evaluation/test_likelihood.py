@@ -106,12 +106,13 @@ def test_continuations_of_many_lengths_share_programs(monkeypatch):
         ran.append((num_steps, np.minimum(remaining, num_steps).tolist()))
         return follow(runner, tokens, remaining, *arguments, num_steps=num_steps, **options)
 
-    pairs = [([1, 2, 5], list(range(3, 3 + size))) for size in (20, 9, 3, 1)]
+    pairs, done = [([1, 2, 5], list(range(3, 3 + size))) for size in (20, 9, 3, 1)], []
     want = by_plain_passes("vanilla", pairs)
     peaks = [len(context) + len(continuation) - 1 for context, continuation in pairs]
     monkeypatch.setattr(Runner, "decode", count)
-    found = likelihoods(stories(), pairs, serving=SERVING)
+    found = likelihoods(stories(), pairs, serving=SERVING, on_done=lambda: done.append(1))
     assert_as_plain_passes(found, want)
+    assert len(done) == len(pairs)
     assert [each.peak_tokens for each in found] == peaks
     assert ran == [(8, [8, 8, 2, 0]), (8, [8, 0, 0, 0]), (8, [3, 0, 0, 0])]
     ran.clear()
