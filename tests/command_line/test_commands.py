@@ -339,6 +339,8 @@ SLIPS = {
     "hyperscale --problems 0": "--problems must be",
     "hyperscale --systems Vanilla TOVa": "Unknown cache policy 'TOVa'",
     "hyperscale --task gsm8k --task-options path=no.jsonl": "no.jsonl cannot be read: No such file",
+    "retrofit self-taught-stories260k --held-out 9999999": "leaves none to train on.",
+    "retrofit self-taught-stories260k --keep correct": "--keep correct needs a judge",
     "retrofit self-taught --prompts no.jsonl": "no.jsonl cannot be read: No such file",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "generate Hi": "there is no directory or file /",

@@ -72,19 +72,16 @@ def read_questions(
       ConfigError: there are too few, or the judge has nothing to go by.
       DataError: the file is malformed.
     """
-    if config.prompts is None:
-        raise dms_jax.ConfigError("give --model and --prompts.")
+    records = read_prompts(config) if records is None else records
+    assert config.prompts is not None
     if model.tokenizer is None:
         raise dms_jax.ConfigError(f"--model {config.model} came without a tokenizer.")
     fingerprint = hashlib.sha256(read_file("--prompts", config.prompts)).hexdigest()
     chat = config.make_chat(model)
-    records = read_prompts(config.prompts) if records is None else records
     task = _task(config, records, chat)
     first_held_out = len(records) - config.held_out
     held_out = range(first_held_out, len(records))
-    tokens = {}
-    if first_held_out > 0:
-        tokens = {number: _asked(number, records, task, model, chat, config) for number in held_out}
+    tokens = {number: _asked(number, records, task, model, chat, config) for number in held_out}
     # Short beginnings, and files that repeat themselves, give some prompts twice.
     known = {tuple(each) for each in tokens.values()}
     training, same = [], 0
@@ -97,12 +94,8 @@ def read_questions(
             continue
         training.append(number)
         tokens[number] = own
-    also = f" ({same} of the others are the same as one of these)" if same else ""
     if not training:
-        raise dms_jax.ConfigError(
-            f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
-            f"{config.held_out} leaves none to train on{also}."
-        )
+        raise _none_left(config, records, f" ({same} of the others are the same as one of these)")
     if same:
         warnings.warn(
             f"{same} prompts are the same as one of the {config.held_out} that are held out, and "
@@ -126,12 +119,23 @@ def _asked(
     return encode_problem(model, task.problem("train", number), chat, name=task.name)
 
 
-def read_prompts(path: pathlib.Path) -> list[Record]:
-    """Returns the rows of --prompts.
+def read_prompts(config: SelfTaught) -> list[Record]:
+    """Returns the rows of --prompts; what can be checked without the model is checked.
 
     Raises:
+      ConfigError: there are too few, or the judge has nothing to go by.
       DataError: the file is missing or malformed.
     """
+    if config.prompts is None:
+        raise dms_jax.ConfigError("give --model and --prompts.")
+    records = _records(config.prompts)
+    _judge(config, records)
+    if len(records) <= config.held_out:
+        raise _none_left(config, records)
+    return records
+
+
+def _records(path: pathlib.Path) -> list[Record]:
     if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
         return list(read_records(path))
     source = TextFiles(path)
@@ -141,7 +145,15 @@ def read_prompts(path: pathlib.Path) -> list[Record]:
     ]
 
 
-def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathematics | None:
+def _none_left(config: SelfTaught, records: list[Record], also: str = "") -> dms_jax.ConfigError:
+    return dms_jax.ConfigError(
+        f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
+        f"{config.held_out} leaves none to train on{also}."
+    )
+
+
+def _judge(config: SelfTaught, records: list[Record]) -> str:
+    """Returns the name of the judge, or "none"."""
     name = config.judge
     if name == "auto":
         answer = records[0].fields.get("answer")
@@ -158,6 +170,12 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathe
                 f"--style {config.style} is of problems that a judge knows, and these prompts are "
                 "asked as they are: give --judge, or leave it out."
             )
+    return name
+
+
+def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathematics | None:
+    name = _judge(config, records)
+    if name == "none":
         return None
     assert config.prompts is not None
     style: Any = config.style

@@ -41,7 +41,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         )
     recipe, policy = config.make_recipe(), config.make_policy()
     check_window(policy, recipe)
-    records = read_prompts(config.prompts)
+    records = read_prompts(config)
     with reserve_folder("--out", config.out):
         _check_settings(config)
         base = config.load()
