@@ -25,6 +25,11 @@ class Lines:
             print(line, file=sys.stderr, flush=True)
 
 
+def has_bar(console: Console) -> bool:
+    """Whether a console can show a bar, and needs no `Lines`."""
+    return console.is_terminal or console.is_jupyter
+
+
 def console_for_progress(*, stderr: bool = False) -> Console:
     """Returns a console for a bar; a notebook without ipywidgets gets lines, as a file does.
 

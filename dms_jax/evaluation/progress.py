@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dms_jax.terminal import Lines, console_for_progress
+from dms_jax.terminal import Lines, console_for_progress, has_bar
 
 Tick = Callable[..., None]
 # Of this process: short runs that follow each other write a line now and then, not one each.
@@ -22,7 +22,7 @@ def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
       A function to call for each with its score, or with nothing where none is known.
     """
     console = console_for_progress(stderr=True)
-    has_bar = console.is_terminal or console.is_jupyter
+    drawn = has_bar(console)
     columns = (
         TextColumn("{task.description}", style="progress.description", markup=False),
         BarColumn(),
@@ -32,13 +32,13 @@ def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
     )
     scores: list[float] = []
     done = 0
-    with Progress(*columns, console=console, disable=not shown or not has_bar) as bar:
+    with Progress(*columns, console=console, disable=not shown or not drawn) as bar:
         line = bar.add_task(title, total=total, score="")
 
         def show() -> None:
             score = f"score {100 * sum(scores) / len(scores):.1f}%" if scores else ""
             bar.update(line, completed=done, score=score)
-            if shown and not has_bar:
+            if shown and not drawn:
                 _lines.write(f"{title}: {done} of {total}{score and ', '}{score}")
 
         def tick(score: float | None = None) -> None:

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from dms_jax.checks import Number
 from dms_jax.policies import Policy
-from dms_jax.terminal import console_for_progress
+from dms_jax.terminal import Lines, console_for_progress, has_bar
 from dms_jax.training.recipe import Recipe
 
 _SHORT = {"distillation": "KL", "language modeling": "LM"}
@@ -44,7 +44,7 @@ _MEAN_OVER = 20  # steps
 
 
 class Display:
-    """The progress bar of a run, with a line before and after it.
+    """The progress bar of a run, with a line before and after it; without a terminal, lines.
 
     Args:
       total, done: optimizer steps in total, and those already done.
@@ -74,6 +74,7 @@ class Display:
             console=console_for_progress(),
             disable=not enabled,
         )
+        self._lines = None if has_bar(self._bar.console) else Lines()
         self._task = self._bar.add_task("training", total=total, completed=done)
         self._last: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MEAN_OVER)
         self._began, self._tokens = time.perf_counter(), 0
@@ -106,6 +107,8 @@ class Display:
         self._tokens += record["tokens"]
         self._bar.details = self.figures(record)
         self._bar.update(self._task, completed=record["step"])
+        if self._enabled and self._lines is not None:
+            self._lines.write(f"step {record['step']} of {self._total} | {self._bar.details}")
 
     def figures(self, record: Mapping[str, Any]) -> str:
         """Returns the figures of a step, in a line."""

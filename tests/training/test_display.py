@@ -9,6 +9,7 @@ import types
 import jax
 import pytest
 
+from dms_jax import terminal
 from dms_jax.policies import KVzap, Vanilla
 from dms_jax.sharding import make_mesh
 from dms_jax.training import display as displays
@@ -52,6 +53,16 @@ def test_the_figures_of_a_step(monkeypatch):
     assert plain.figures(skipped) == "LM 0.500 | gradient 0.41 | 12,346 tok/s | 2 skipped"
     uneven = plain.figures(skipped | {"busiest_expert": 1.8125})
     assert uneven == "LM 0.500 | gradient 0.41 | busiest expert 1.8x | 12,346 tok/s | 2 skipped"
+
+
+def test_a_file_gets_lines(monkeypatch, capsys):
+    """A run without a terminal, as under Slurm, said nothing for hours."""
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(displays, "peak_memory", lambda: None)
+    for enabled in (True, False):
+        display(enabled=enabled).update(record(step=3))
+    told = "KL 0.375 + CR 0.125 | ratio 2.50 of 3.97 | gradient 0.41 | 12,346 tok/s | 31% of peak"
+    assert capsys.readouterr() == ("", f"step 3 of 10 | {told}\n")
 
 
 def test_a_finished_run_shows_no_bar(capsys):
