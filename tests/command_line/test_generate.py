@@ -81,13 +81,14 @@ def test_a_prompt_is_shown_as_it_is(terminal, continues):
 
 
 def test_an_answer_goes_on_in_the_last_line_of_its_prompt():
-    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=12)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system=None, width=12)
     screen = generate.Screen(console, ["Once upon a "], [PLAIN], continues=True)
     screen(Update(0, [1], "time there was", finished=True))
-    assert console.file.getvalue() == "Once upon a \ntime there\nwas\n"
+    assert out.getvalue() == "Once upon a \ntime there\nwas\n"
     screen = generate.Screen(console, ["Once upon"], [PLAIN], continues=True)
     screen(Update(0, [1], " a time", finished=True))
-    assert console.file.getvalue().endswith("was\nOnce upon a\ntime\n")
+    assert out.getvalue().endswith("was\nOnce upon a\ntime\n")
 
 
 @pytest.mark.usefixtures("fakes")
