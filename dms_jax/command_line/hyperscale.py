@@ -33,7 +33,7 @@ from dms_jax.command_line.options import (
     read_options,
     read_tasks,
 )
-from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
+from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json, write_text
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
 
@@ -136,7 +136,7 @@ def main(config: Config) -> Hyperscaling:
         data = {**provenance(config), **result.to_dict(config.method)}
         write_json(config.out / "results.json", data)
         table = f"{result.table(config.method)}\n\n{result.gains_table(config.method)}\n"
-        (config.out / "table.md").write_text(table, encoding="utf-8")
+        write_text(config.out / "table.md", table)
         figure = config.out / "figure.png"
         if len(result.systems) <= MOST_SYSTEMS and can_draw(figure):
             hyperscaling_figure(figure, result, title=config.task, method=config.method)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -32,13 +33,15 @@ def provenance(config: Any) -> dict[str, Any]:
 
 
 def make_folder(option: str, path: pathlib.Path) -> None:
-    """Makes a folder.
+    """Makes a folder, and tries that it takes a file.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: it cannot be made, or takes none.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
 
@@ -62,10 +65,10 @@ def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
 
 
 def make_place(option: str, path: pathlib.Path) -> None:
-    """Makes the folder of a file.
+    """Makes the folder of a file, and tries that it takes one.
 
     Raises:
-      ConfigError: the folder cannot be made, or the path is no regular file.
+      ConfigError: the folder cannot be made or takes no file, or the path is no regular file.
     """
     make_folder(option, path.parent)
     if path.is_dir():
@@ -95,7 +98,21 @@ def can_draw(path: pathlib.Path) -> bool:
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes JSON atomically; numbers that are not finite become null."""
+    """Writes JSON atomically (`write_text`); numbers that are not finite become null."""
+    write_text(path, json_text(data, indent=1) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a text atomically.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json_text(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise dms_jax.ConfigError(f"{path} cannot be written: {error.strerror}.") from error

@@ -350,6 +350,23 @@ def test_a_report_replaces_files_alone(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="a folder has this name"):
         reports.make_place("--out", tmp_path)
     reports.make_place("--out", tmp_path / "new" / "figures.json")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self").exists(), reason="no /proc")
+@pytest.mark.parametrize("typed", ["evaluate --out /proc/x.json", "hyperscale --out /proc"])
+def test_a_folder_that_takes_no_file_is_refused_before_the_work(typed, capsys):
+    assert main([*typed.split(), "--task", "none"]) == 2  # which would be the next error
+    assert re.match(r"ConfigError: --out /proc: .+\.\n", capsys.readouterr().err)
+
+
+def test_a_report_that_cannot_be_written_is_an_error_in_a_line(tmp_path):
+    (tmp_path / "figures.json").mkdir()
+    with pytest.raises(dms_jax.ConfigError, match=r"figures\.json cannot be written: Is a dir"):
+        reports.write_json(tmp_path / "figures.json", {})
+    assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
+    with pytest.raises(dms_jax.ConfigError, match="cannot be written: No such file"):
+        reports.write_text(tmp_path / "absent" / "table.md", "")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from rich.table import Table
 import dms_jax
 from dms_jax import assets
 from dms_jax.analysis import View, eviction_page, retention, token_texts
-from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.command_line.reports import make_folder, provenance, write_json, write_text
 from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents
 from dms_jax.evaluation import standard_error
@@ -280,7 +280,7 @@ def write_page(
         note="stories260K after the DMS retrofit, and beside it two policies that need no training "
         "with as many tokens in the cache at the end.",
     )
-    (config.out / "evictions.html").write_text(page, encoding="utf-8")
+    write_text(config.out / "evictions.html", page)
 
 
 def tell_a_story(console: Console, model: dms_jax.LanguageModel) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import write_json
+from dms_jax.command_line.reports import write_json, write_text
 from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
@@ -152,9 +152,7 @@ def choose(
         "longest": max(lengths),
         "held_out": len(questions.held_out),
     }
-    with (folder / ".lessons.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    (folder / ".lessons.jsonl").replace(folder / "lessons.jsonl")
+    write_text(folder / "lessons.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_json(folder / "lessons.json", figures)
     return Lessons(training, held_out, figures)
 
