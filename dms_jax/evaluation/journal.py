@@ -17,11 +17,13 @@ import jax
 import numpy as np
 
 from dms_jax.cache.accounting import Usage
+from dms_jax.differences import difference
 from dms_jax.errors import DataError
 from dms_jax.evaluation.traces import Answer, Trace
 from dms_jax.file_lock import lock
 from dms_jax.generation.requests import Completion
 from dms_jax.model.language_model import LanguageModel
+from dms_jax.regular_files import check_regular
 
 NAME = "answers.jsonl"
 Place = tuple[int, int]  # problem, chain
@@ -47,11 +49,13 @@ class Journal:
         settings = json.loads(json.dumps(settings))
         with contextlib.ExitStack() as undo, _writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            check_regular(self._path)
             self._file = self._path.open("a+b")
             undo.callback(self.close)
             if lock(self._file) is False:
                 raise DataError(
-                    f"Another run is writing {self._path}. Wait for its end, or name another `out`."
+                    f"Another run is writing {self._path}. Wait for its end, or name another "
+                    "folder."
                 )
             self._file.seek(0)
             whole = self._file.read().split(b"\n")[:-1]  # a last line may be incomplete
@@ -105,9 +109,13 @@ class Journal:
             if number == 1 and found != settings:
                 names = sorted(found.keys() | settings.keys())
                 other = [name for name in names if found.get(name) != settings.get(name)]
+                told = ", ".join(
+                    "another model" if name == "model" else difference(found, settings, name)
+                    for name in other
+                )
                 raise DataError(
-                    f"{self._path} holds answers of other settings ({', '.join(other)}). Name "
-                    "another folder, or remove the file."
+                    f"{self._path} holds answers of other settings: {told}. Give the same to go "
+                    "on after them, or name another folder."
                 )
         return answers
 
@@ -132,7 +140,7 @@ def _writing(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror}. Make room, or name another `out`."
+            f"{path} cannot be written: {error.strerror}. Make room, or name another folder."
         ) from error
 
 

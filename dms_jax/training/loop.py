@@ -267,7 +267,7 @@ class Loop:
             back = (
                 f" The last checkpoint is of step {latest}" if latest else " There is no checkpoint"
             )
-            back += f": restart_from={latest} goes on from there with other rates."
+            back += f": `restart_from={latest}` goes on from there with other rates."
         return f"Step {step} is not finite: {parts}.{skipped} Lower the learning rates.{back}"
 
     def _checkpoint(self, done: int) -> None:

@@ -16,18 +16,15 @@ import os
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dms_jax import processes
+from dms_jax.differences import difference
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
 from dms_jax.file_lock import lock
 from dms_jax.json_text import json_text
+from dms_jax.regular_files import check_regular
 from dms_jax.training.checkpoints import Checkpoints, Meta
-
-_MOST_CHANGES = 4  # named in a message, for each setting
-_LONGEST_VALUE = 24  # characters of a value in a message
-_SCALAR = (bool, int, float, str, type(None))
 
 
 class RunDirectory:
@@ -153,8 +150,8 @@ class RunDirectory:
             )
         if differing:
             only = differing == {"recipe"} and self.latest_step is not None
-            restart = f", restart_from={self.latest_step} to go on with this one" if only else ""
-            told = ", ".join(_difference(saved, self._settings, name) for name in sorted(differing))
+            restart = f", `restart_from={self.latest_step}` to go on with this one" if only else ""
+            told = ", ".join(difference(saved, self._settings, name) for name in sorted(differing))
             raise ConfigError(
                 f"{self.path} holds a run with another {told}. Give the "
                 f"same to resume it{restart}, or another directory."
@@ -247,34 +244,6 @@ class RunDirectory:
                     file.close()
 
 
-def _difference(saved: Mapping[str, Any], given: Mapping[str, Any], name: str) -> str:
-    """Returns the name of a setting with its differences.
-
-    # In: {"recipe": {"batch_size": 4}}, {"recipe": {"batch_size": 2}}, "recipe"
-    # Out: "recipe (`batch_size` 4, not 2)"
-    # In: {"seed": 0}, {"seed": 1}, "seed"      Out: "`seed` 0, not 1"
-    """
-    found = list(_changes(saved.get(name), given.get(name), name))
-    if not isinstance(given.get(name), dict):
-        return found[0]
-    more = ", ..." if len(found) > _MOST_CHANGES else ""
-    return f"{name} ({', '.join(found[:_MOST_CHANGES])}{more})"
-
-
-def _changes(saved: Any, given: Any, name: str, where: str = "") -> Iterator[str]:
-    """Yields the differences of a setting, by the innermost names."""
-    if isinstance(saved, dict) and isinstance(given, dict):
-        for key in sorted(saved.keys() | given.keys()):
-            yield from _changes(saved.get(key), given.get(key), key, where)
-    elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
-        for index, pair in enumerate(zip(saved, given, strict=True), 1):
-            yield from _changes(*pair, name, f" of {name} {index}")
-    elif saved != given:
-        short = all(isinstance(each, _SCALAR) for each in (saved, given))
-        short = short and max(len(str(saved)), len(str(given))) <= _LONGEST_VALUE
-        yield f"`{name}`{where}" + (f" {saved}, not {given}" if short else "")
-
-
 def _locked(directory: pathlib.Path) -> Any:
     """Returns a file that keeps a directory for this run until it is closed.
 
@@ -287,6 +256,8 @@ def _locked(directory: pathlib.Path) -> Any:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
+        for name in (".lock", "log.jsonl", ".log.jsonl"):
+            check_regular(directory / name)
         file = (directory / ".lock").open("a")
     except OSError as error:
         raise CheckpointError(

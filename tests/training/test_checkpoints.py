@@ -268,6 +268,15 @@ def test_a_name_taken_by_something_else_is_refused(tmp_path, name):
     opened(tmp_path).close()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", ".log.jsonl"])
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name):
+    """Reading it would wait for a writer."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is no regular file. Give another `out`"):
+        opened(tmp_path)
+
+
 def test_an_unreadable_log_is_refused(tmp_path):
     (tmp_path / "log.jsonl").mkdir()
     with (
@@ -321,10 +330,10 @@ def test_no_checkpoint_is_kept_after_which_no_step_was_finite(model, tmp_path):
 
 def test_a_diverged_run_restarts_with_other_rates(model, tmp_path):
     """The advice of the error can be followed, twice; the log has each step once."""
-    with pytest.raises(TrainingDivergedError, match="restart_from=2 goes on from there"):
+    with pytest.raises(TrainingDivergedError, match="`restart_from=2` goes on from there"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=2)
     lower = dataclasses.replace(STEEP, stages=(STEEP.stages[0], Stage("ramp", 4, 1e-3, 4.0)))
-    with pytest.raises(ConfigError, match=r"another recipe.*restart_from=2 to go on with"):
+    with pytest.raises(ConfigError, match=r"another recipe.*`restart_from=2` to go on with"):
         run(model, recipe=lower, out=tmp_path)
     with pytest.raises(ConfigError, match="another `seed` 0, not 1"):
         run(model, recipe=lower, out=tmp_path, restart_from=2, seed=1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import write_json, write_text
+from dms_jax.command_line.reports import read_file, write_json, write_text
 from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
@@ -118,7 +118,7 @@ def choose(
         for number in questions.held_out
     ]
     if (folder / "lessons.json").exists():
-        figures = json.loads((folder / "lessons.json").read_text(encoding="utf-8"))
+        figures = json.loads(read_file("--out", folder / "lessons.json"))
         return Lessons(read_lessons(folder), held_out, figures)
     training: list[Exchange] = []
     rows: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ def choose(
 
 def read_lessons(folder: pathlib.Path) -> list[Exchange]:
     """Returns the training examples that an earlier call wrote to `lessons.jsonl`."""
-    lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = read_file("--out", folder / "lessons.jsonl").splitlines()
     return [_exchange(json.loads(line)) for line in lines]
 
 

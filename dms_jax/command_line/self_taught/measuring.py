@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import write_json
+from dms_jax.command_line.reports import read_file, write_json
 from dms_jax.command_line.self_taught.answering import Lessons
 from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
@@ -82,7 +82,7 @@ def measure(
     """Measures a model with its own policy, unless the folder has its figures."""
     file = folder / f"{name}.json"
     if file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_file("--out", file))
     print(f"measuring {name}", flush=True)
     sequences = [whole(each).tolist() for each in lessons.held_out]
     sequences = [sequence for sequence in sequences if len(sequence) > 1]

@@ -14,7 +14,13 @@ import json
 from typing import Any
 
 import dms_jax
-from dms_jax.command_line.reports import make_folder, provenance, reserve_folder, write_json
+from dms_jax.command_line.reports import (
+    make_folder,
+    provenance,
+    read_file,
+    reserve_folder,
+    write_json,
+)
 from dms_jax.command_line.retrofitting import check_window
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
 from dms_jax.command_line.self_taught.measuring import HeldOut, measure
@@ -69,7 +75,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         name = f"{ratio:g}"
         if not (folder / f"{name}.json").exists():
             measure(config, exported(config, name), *told, name)
-        systems[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        systems[name] = json.loads(read_file("--out", folder / f"{name}.json"))
     results = {
         "provenance": provenance(config),
         "prompts": questions.fingerprint,
@@ -118,7 +124,7 @@ def _check_settings(config: SelfTaught) -> None:
     file, settings = config.out / "settings.json", config.to_dict()
     if not file.exists():
         return
-    there = json.loads(file.read_text(encoding="utf-8"))
+    there = json.loads(read_file("--out", file))
     differ = [
         f"--{name.replace('_', '-')} {there.get(name)}, not {settings.get(name)}"
         for name in sorted(there.keys() | settings.keys())
