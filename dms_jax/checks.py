@@ -137,9 +137,11 @@ def check(name: str, value: Any, kind: Any) -> Any:
     """
     fit = _fit(value, kind)
     if fit is _UNFIT:
-        raise ConfigError(
+        error = ConfigError(
             f"{name} must be {_describe(kind, value)}, got {show(value)}{_advice(kind)}."
         )
+        error.argument = name
+        raise error
     return fit
 
 
@@ -314,6 +316,4 @@ def _advice(kind: Any) -> str:
 
 
 def _bound(value: float | int) -> str:
-    if isinstance(value, int) and value >= MOST_ON_DEVICE and (value + 1).bit_count() == 1:
-        return f"2**{value.bit_length()} - 1"
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -105,7 +105,7 @@ def sampling_cases() -> dict[str, Case]:
         "stop empty": case(("stop", "empty"), stop=["a", ""]),
         "stop empty text": case(("stop", "empty"), stop=""),
         "stop ids": case(("stop", "a sequence, each a text"), stop=[13]),
-        "seed below zero": case(("seed", "at most 2**32 - 1"), seed=-1),
+        "seed below zero": case(("seed", "at most 4,294,967,295"), seed=-1),
         "seeds fraction": case(("seed", "whole number"), seed=[1, 0.5]),
         "logprobs number": case(("logprobs", "True or False"), logprobs=3),
     }
@@ -322,7 +322,7 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "CapacityError", "Use fewer lanes", num_lanes=10**8, memory=10**7
         ),
         "engine prefill_tokens huge": engine(
-            "ConfigError", "prefill_tokens", "at most 2**31 - 1", prefill_tokens=10**30
+            "ConfigError", "prefill_tokens", "at most 2,147,483,647", prefill_tokens=10**30
         ),
         "conversation chunk huge": Case(
             lambda: dms_jax.Conversation(model, chunk=10**30), "ConfigError", ("chunk must be",)

@@ -21,19 +21,15 @@ on after a stop.
 import contextlib
 import dataclasses
 import pathlib
-import re
-from collections.abc import Iterator
 
 import dms_jax
 from dms_jax import assets, processes
-from dms_jax.checks import kinds
 from dms_jax.command_line.options import find_adapter, find_model, read_options
 from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.self_taught.stages import self_taught
-from dms_jax.policies import DMC, DMS, FixedPooling
 from dms_jax.training.tensorboard import TensorBoard
 
 INTERRUPTED = "Interrupted. Run the same command to go on."
@@ -95,36 +91,8 @@ PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
 }
 
 
-@contextlib.contextmanager
-def spelled_as_options() -> Iterator[None]:
-    """Rewrites errors that name arguments of the library to name options of this command.
-
-    # In: "... (`batch_size` 4, not 2), policy (`window` 8, not 9) ... restart_from=6"
-    # Out: "... (--batch-size 4, not 2), policy (--options window=8, not 9) ... --restart-from 6"
-    """
-    try:
-        yield
-    except dms_jax.DmsJaxError as error:
-        text = str(error)
-        for field in dataclasses.fields(Config):
-            option = f"--{field.name.replace('_', '-')}"
-            text = text.replace(f"`{field.name}`", option)
-            text = re.sub(rf"\b{field.name}=(?=\S)", f"{option} ", text)
-        for name in {**kinds(DMS), **kinds(DMC), **kinds(FixedPooling)}:
-            text = text.replace(f"`{name}` ", f"--options {name}=")
-        if text == str(error):
-            raise
-        raise type(error)(text) from error
-
-
 def main(config: Config | SelfTaught) -> None:
-    """Runs a retrofit, and names the options of this command in its errors."""
-    with spelled_as_options():
-        run(config)
-
-
-def run(config: Config | SelfTaught) -> None:
-    """Runs a retrofit; errors name arguments of the library."""
+    """Runs a retrofit."""
     if isinstance(config, SelfTaught):
         self_taught(config)
         return

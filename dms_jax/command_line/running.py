@@ -20,6 +20,7 @@ import tyro
 
 import dms_jax
 from dms_jax.command_line import help_texts, interrupts
+from dms_jax.command_line.spelling import spelled_as_options
 from dms_jax.errors import EngineFailedError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
@@ -63,8 +64,11 @@ def run(
 
     def call() -> Any:
         if isinstance(settings, Mapping):
-            return main(_from_starting_point(settings, called, description, given))
-        return main(_parsed(settings, called, description, given))
+            config = _from_starting_point(settings, called, description, given)
+        else:
+            config = _parsed(settings, called, description, given)
+        with spelled_as_options(type(config)):
+            return main(config)
 
     return status_of(call, interrupted)
 

@@ -92,7 +92,7 @@ class Fields(Options):
         field = self.field or ("messages" if "messages" in record else "text")
         if field not in record:
             found = ", ".join(sorted(map(str, record))) or "none"
-            wanted = "" if self.field else f" Accepted are {ACCEPTED}; name another by field=."
+            wanted = "" if self.field else f" Accepted are {ACCEPTED}; name another by `field`."
             raise DataError(f"there is no field {field!r}; fields: {found}.{wanted}")
         value = _chat_or_text(record[field])
         if is_chat(value) or (isinstance(value, str) and field != "messages"):

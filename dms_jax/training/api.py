@@ -242,7 +242,7 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     if recipe.trainable == "adapter" and not policy.retrofit.adapter:
         raise ConfigError(
             f"The recipe trains only the adapter, and {policy} has none. Use "
-            "DMS(source='adapter') or trainable='all'."
+            "DMS(source='adapter') or `trainable='all'`."
         )
     if recipe.trainable == "low_rank":
         _check_low_rank(model, policy, recipe)
@@ -278,7 +278,7 @@ def _check_low_rank(model: LanguageModel, policy: Policy, recipe: Recipe) -> Non
         raise ConfigError(
             f"The recipe trains low-rank updates beside frozen weights, and {policy} needs "
             "neurons whose weights are set to zero first. Use DMS(source='adapter') or "
-            "trainable='all'."
+            "`trainable='all'`."
         )
     present = low_rank_of(model.transformer)
     if present not in (None, recipe.low_rank):
@@ -293,8 +293,8 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
     """Raises ConfigError if the result of a run could not be saved without the base."""
     if recipe.trained_for(policy) == "all":
         raise ConfigError(
-            "adapter_only writes what was trained beside frozen weights, and this recipe trains "
-            "all weights. Set trainable='adapter' or trainable='low_rank' in the recipe."
+            "`adapter_only` writes what was trained beside frozen weights, and this recipe trains "
+            "all weights. Set `trainable='adapter'` or `trainable='low_rank'` in the recipe."
         )
     if model.source is None:
         raise ConfigError(

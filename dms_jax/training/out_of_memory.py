@@ -16,9 +16,9 @@ from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.parameters import parameters
 
 LESS_MEMORY = (
-    "These take less memory: micro_batch_size=1; remat='everything'; trainable='adapter' or "
-    "'low_rank', without moments of frozen weights; a shorter sequence_length; more devices, "
-    "along `data`, or along `sequence` (make_mesh(..., sequence=2), --sequence-shards 2) for "
+    "These take less memory: `micro_batch_size=1`; `remat='everything'`; `trainable='adapter'` or "
+    "'low_rank', without moments of frozen weights; a shorter `sequence_length`; more devices, "
+    "along 'data', or along 'sequence' (make_mesh(..., sequence=2), --sequence-shards 2) for "
     "long sequences."
 )
 # From the most memory to the least.

@@ -207,7 +207,7 @@ def plan(
     shards = {name: check(f"plan: {name}_shards", size, Count) for name, size in shards.items()}
     data, rest = divmod(target.count, math.prod(shards.values()))
     if rest:
-        asked = " times ".join(f"{name}_shards={n}" for name, n in shards.items() if n > 1)
+        asked = " times ".join(f"`{name}_shards={n}`" for name, n in shards.items() if n > 1)
         raise ConfigError(
             f"plan: {target.name} has {target.count} devices, which {asked} does not divide."
         )

@@ -242,7 +242,7 @@ class Recipe(Options):
             require(
                 batch % size == 0 and size % data_shards == 0,
                 f"Recipe: a batch of {batch} does not divide into passes of {size} sequences over "
-                f"{data_shards} shards of data. Change batch_size or micro_batch_size.",
+                f"{data_shards} shards of data. Change `batch_size` or `micro_batch_size`.",
             )
         return size
 

@@ -63,8 +63,8 @@ def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
     if recipe.supervises:
         raise ConfigError(
             f"{policy.name} learns in the recipe {recipe.name} from the attention of all queries "
-            "to each key, and a mesh axis `sequence` splits the queries. Train on `data` and "
-            "`model` alone."
+            "to each key, and a mesh axis 'sequence' splits the queries. Train on 'data' and "
+            "'model' alone."
         )
     if recipe.sequence_length % (PIECES * shards):
         raise ConfigError(

@@ -76,7 +76,7 @@ def test_every_stage_counts_by_itself():
     for line in (
         "together                                    148.00",
         "of h200: DOES NOT FIT",
-        "These take less memory: micro_batch_size=1",
+        "These take less memory: `micro_batch_size=1`",
         "2,000 steps of neuron_decay: 0.5 seconds each of 32 passes\n",
         "1,000 steps of ramp: 2.0 seconds each\n",
     ):
@@ -119,7 +119,7 @@ def test_memory_named_by_a_compiler_that_refuses(message, temporaries):
     ("options", "message"),
     [
         (dict(machine="h300"), "There is no machine 'h300'"),
-        (dict(model_shards=3), "8 devices, which model_shards=3 does not divide"),
+        (dict(model_shards=3), "8 devices, which `model_shards=3` does not divide"),
         (dict(model_shards=2, expert_shards=8), "model_shards=2 times expert_shards=8 does not"),
     ],
 )
