@@ -122,8 +122,7 @@ def prepare_save(
     if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
         raise ConfigError(
             f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
-            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST} Tests "
-            "load the model with untrained=True."
+            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST}"
         )
     return _ModelSaving(model, policy, target, max_shard_bytes)
 

@@ -223,8 +223,8 @@ class Tokenizer:
             raise DataError(f"a chat template must be a text, got {type(template).__name__}")
         if template is None:
             raise DataError(
-                "this checkpoint has no chat template: write the prompt as plain text, or set "
-                "tokenizer.chat_template"
+                "this checkpoint has no chat template: write the prompt as plain text, or add a "
+                "chat_template to tokenizer_config.json"
             )
         from dms_jax.checkpoint.chat import render_chat  # not at the top: jinja2 is slow to import
 

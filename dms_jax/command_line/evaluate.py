@@ -312,11 +312,11 @@ def answered(config: Config, serving: Serving) -> Measure:
 def refuse(config: Config, names: Sequence[str], those: str) -> None:
     """Raises ConfigError if an option is given that this task does not use."""
     defaults = Config()
+    how = "predicted token by token" if config.task == TEXT else "answered by likelihood"
     for name in names:
         if getattr(config, name) != getattr(defaults, name):
             raise dms_jax.ConfigError(
-                f"--{name.replace('_', '-')} is for {those}; {config.task} is answered by "
-                "likelihood."
+                f"--{name.replace('_', '-')} is for {those}; {config.task} is {how}."
             )
 
 

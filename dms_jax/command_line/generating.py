@@ -5,6 +5,7 @@ import inspect
 from typing import Any, Literal
 
 import dms_jax
+from dms_jax.checks import Positive, Seed, check
 from dms_jax.command_line.options import (
     SHIPPED,
     Devices,
@@ -58,7 +59,7 @@ class Generating(Devices):
     """Tokens of a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]
     """Decode steps between two updates of the text."""
-    kv_dtype: str | None = CALL["kv_dtype"]
+    kv_dtype: Literal["float8_e4m3", "int4"] | None = CALL["kv_dtype"]
     """Type of the cache, if not that of the weights: float8_e4m3, or int4."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
@@ -84,6 +85,7 @@ class Generating(Devices):
     def make_sampling(self, **more: Any) -> dms_jax.Sampling:
         """Returns the sampling options."""
         names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "seed")
+        check("--seed", self.seed, Seed)  # the library also takes a seed for each prompt
         return dms_jax.Sampling(**{name: getattr(self, name) for name in names} | more)
 
     def cache(self) -> dict[str, Any]:
@@ -92,7 +94,8 @@ class Generating(Devices):
         Raises:
           ConfigError: one is malformed; checked here, before a model is loaded.
         """
-        memory = None if self.memory_gb is None else self.memory_gb * 1e9
+        gigabytes = check("--memory-gb", self.memory_gb, Positive | None)
+        memory = None if gigabytes is None else gigabytes * 1e9
         cache: dict[str, Any] = dict(
             memory=memory, page_size=self.page_size, chunk=self.chunk, kv_dtype=self.kv_dtype
         )

@@ -26,6 +26,7 @@ from rich.console import Console
 
 import dms_jax
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
+from dms_jax.checks import Ratio, check
 from dms_jax.command_line.options import (
     load_model,
     on_checkpoint,
@@ -158,6 +159,7 @@ def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageMod
     options = read_options(given, "--systems")
     adapter, path = options.pop("adapter", None), str(options.pop("model", default))
     name, ratio = options.pop("name", policy), options.pop("ratio", None)
+    check("--systems: ratio", ratio, Ratio | None)
     named = dms_jax.policies.from_dict({**options, "name": policy})  # before the model is read
     model = load(path, None if adapter is None else str(adapter))
     return System(

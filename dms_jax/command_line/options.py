@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 import pathlib
 import re
 import sys
@@ -123,10 +124,19 @@ class Devices:
         Raises:
           ConfigError: there are fewer devices, or a number is malformed.
         """
+        check_devices(data_shards=self.data_shards, model_shards=self.model_shards)
         if self.data_shards == self.model_shards == 1:
             return None
-        data = check("--data-shards", self.data_shards, Count)
-        return dms_jax.make_mesh(data, check("--model-shards", self.model_shards, Count))
+        return dms_jax.make_mesh(self.data_shards, self.model_shards)
+
+
+def check_devices(**shards: int) -> None:
+    """Raises ConfigError if shards, by the names of their options, need more devices than are."""
+    given = {f"--{name.replace('_', '-')}": shard for name, shard in shards.items()}
+    count = math.prod(check(option, each, Count) for option, each in given.items())
+    if count > jax.device_count():
+        asked = " x ".join(f"{option} {each}" for option, each in given.items() if each > 1)
+        raise dms_jax.ConfigError(f"{asked} takes {count} devices; there are {jax.device_count()}.")
 
 
 def tell_if_short(place: str | pathlib.Path) -> None:
@@ -135,7 +145,7 @@ def tell_if_short(place: str | pathlib.Path) -> None:
         warnings.warn(
             f"{place} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
             f"{short[1]:.2f}, so the cache holds more. Train it longer: dms-jax retrofit with more "
-            "--steps.",
+            "--tokens.",
             stacklevel=2,
         )
 
@@ -167,13 +177,16 @@ def on_checkpoint(
     return dms_jax.policies.from_dict({**own.to_dict(), **options})
 
 
-def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Chat | None:
+def read_chat(
+    *, asked: bool, system: str | None, template: Sequence[str], by: str = "--chat"
+) -> Chat | None:
     """Returns how questions go through the chat template; None to ask in plain text.
 
     Args:
       asked: whether --chat is given.
       system: --system.
       template: --template, as name=value.
+      by: how a chat is asked for.
 
     Raises:
       ConfigError: --system or --template is given without --chat.
@@ -182,7 +195,7 @@ def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Ch
         return Chat(system=system, variables=read_options(template, "--template"))
     for option, given in (("system", system), ("template", template)):
         if given:
-            raise dms_jax.ConfigError(f"--{option} is for a chat: give --chat too.")
+            raise dms_jax.ConfigError(f"--{option} is for a chat: give {by} too.")
     return None
 
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 import dms_jax
-from dms_jax.command_line.options import on_checkpoint, read_options
+from dms_jax.command_line.options import check_devices, on_checkpoint, read_options
 from dms_jax.data import Fields, as_source
 from dms_jax.model.low_rank import LowRank
 from dms_jax.model.rematerialisation import Remat
@@ -38,7 +38,7 @@ class Training:
 
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
     """What to learn: to evict tokens, to merge them, or to do with averages of a fixed number of
-    them. The recipe's own unless given."""
+    them. The recipe's own unless given. Policies such as TOVA need no training."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object; those of the recipe
     unless given. dms-jax policies DMS DMC FixedPooling explains them."""
@@ -215,6 +215,12 @@ class Config(Training, Files):  # --help lists the fields of the last base first
         others = self.model_shards * self.expert_shards * self.sequence_shards
         if shards == "all":
             shards = max(1, jax.device_count() // others)
+        check_devices(
+            data_shards=shards,
+            model_shards=self.model_shards,
+            expert_shards=self.expert_shards,
+            sequence_shards=self.sequence_shards,
+        )
         if shards * others == 1:
             return None
         return dms_jax.make_mesh(

@@ -74,7 +74,8 @@ def prompt_text(
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
             f"{name}: chat prompts were requested, and the model's tokenizer has no chat template. "
-            "Leave chat out for plain text prompts, or set model.tokenizer.chat_template."
+            "Leave `chat` out to ask in plain text, or add a chat_template to "
+            "tokenizer_config.json."
         )
     messages = [] if chat.system is None else [{"role": "system", "content": chat.system}]
     for question, answer in problem.examples:

@@ -88,7 +88,7 @@ class LanguageModel:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ConfigError(
                 f"This model has no chat template, so that {show(sorted(variables))} cannot be "
-                "variables of it. Set model.tokenizer.chat_template first."
+                "variables of it. Leave them out, or add a chat_template to tokenizer_config.json."
             )
         check_template_variables("with_template", variables)
         tokenizer = copy.copy(self.tokenizer)
@@ -184,8 +184,7 @@ class LanguageModel:
         if not self.untrained:
             raise ConfigError(
                 f"{policy.name} learns what to evict, and this model was never trained for it: it "
-                f"would evict by neurons that say nothing. {LEARN_FIRST} Tests and benchmarks "
-                "load the model with untrained=True."
+                f"would evict by neurons that say nothing. {LEARN_FIRST}"
             )
 
     def logits(

@@ -383,8 +383,9 @@ _register(Policy)
 
 
 LEARN_FIRST = (
-    "Train the model for it with `dms-jax retrofit` (dms_jax.retrofit), load an adapter that was "
-    "trained (adapter=), or use a policy that needs no training, such as dms_jax.TOVA(budget=512)."
+    "Train the model for it (dms_jax.retrofit; dms-jax retrofit takes DMS, DMC and FixedPooling), "
+    "give an `adapter` that was trained for it, or use a policy that needs no training, such as "
+    "TOVA."
 )
 
 

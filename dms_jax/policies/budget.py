@@ -47,7 +47,7 @@ class Divisor(NamedTuple):
         return divisor
 
 
-Tokens = Annotated[int, Range(1, LONGEST), "use Vanilla() to keep everything"]
+Tokens = Annotated[int, Range(1, LONGEST), "Vanilla keeps everything"]
 Budget = Annotated[Tokens, Traced(int)]
 Sinks = Annotated[int, Range(0, LONGEST), Traced(int)]
 BudgetRatio = Annotated[

@@ -59,7 +59,7 @@ def test_several_devices_write_the_text_of_one():
 
 def test_more_shards_than_devices_are_refused(capsys):
     assert call(["Once", "--data-shards", "5", "--model-shards", "2"]) == 2
-    assert "A mesh of 5 x 2 takes 10 devices; there are 8." in " ".join(
+    assert "--data-shards 5 x --model-shards 2 takes 10 devices; there are 8." in " ".join(
         capsys.readouterr().err.split()
     )
 

@@ -137,7 +137,8 @@ def held_out(model: dms_jax.LanguageModel, count: int) -> np.ndarray:
     available = len(stream) // LENGTH
     if not 1 <= count <= available:
         raise dms_jax.ConfigError(
-            f"--sequences: the held-out text makes 1 to {available} sequences, not {count}."
+            f"--quickstart.sequences: the held-out text makes 1 to {available} sequences, not "
+            f"{count}."
         )
     return np.asarray(stream[: count * LENGTH], np.int32).reshape(count, LENGTH)
 
@@ -311,7 +312,7 @@ def main(config: Config) -> list[Row]:
     """Runs the whole demonstration and returns the table."""
     start = time.perf_counter()
     console = Console(highlight=False)
-    make_folder("--out", config.out)
+    make_folder("--quickstart.out", config.out)
     base = dms_jax.load(str(assets.path("stories260k")))
     sequences = held_out(base, config.sequences)
     progress = Progress(

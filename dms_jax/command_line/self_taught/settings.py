@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import pathlib
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.checks import Count, NotNegative, Range, check
 from dms_jax.command_line.options import find_model, read_chat
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
@@ -110,19 +112,17 @@ class SelfTaught:
     """Seed of sampling, of the order of the data and of the noise of training."""
 
     def __post_init__(self):
-        checks = {
-            "ratios": bool(self.ratios) and all(ratio > 1 for ratio in self.ratios),
-            "temperatures": bool(self.temperatures)
-            and all(each >= 0 for each in self.temperatures),
-            "questions": self.questions is None or self.questions >= 1,
-        }
+        above_one = Annotated[float, Range(1, above=True)]
         counts = ("answers", "held_out", "beginning", "max_new_tokens", "lanes", "page_size")
-        for name in (*counts, "evaluate_every", "checkpoint_every"):
-            checks[name] = getattr(self, name) >= 1
-        wrong = [name for name, right in checks.items() if not right]
-        if wrong:
-            option = "--" + wrong[0].replace("_", "-")
-            raise dms_jax.ConfigError(f"{option} cannot be {getattr(self, wrong[0])}.")
+        counts = (*counts, "questions", "evaluate_every", "checkpoint_every")
+        kinds: dict[str, Any] = dict.fromkeys(counts, Count)
+        kinds |= dict(ratios=Sequence[above_one], temperatures=Sequence[NotNegative])
+        for name, kind in kinds.items():
+            option, value = "--" + name.replace("_", "-"), getattr(self, name)
+            if value == ():
+                raise dms_jax.ConfigError(f"{option} needs a number.")
+            if value is not None:
+                check(option, value, kind)
 
     @property
     def adapter_only(self) -> bool:
@@ -170,7 +170,7 @@ class SelfTaught:
         """
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
         asked = self.chat == "yes" or (self.chat == "auto" and has_template)
-        return read_chat(asked=asked, system=self.system, template=self.template)
+        return read_chat(asked=asked, system=self.system, template=self.template, by="--chat yes")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings that must not change between calls, as JSON data.

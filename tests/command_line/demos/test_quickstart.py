@@ -117,5 +117,5 @@ def test_verdict_needs_two_standard_errors():
 
 def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(dms_jax.ConfigError, match=r"--out .*file: "):
+    with pytest.raises(dms_jax.ConfigError, match=r"--quickstart\.out .*file: "):
         quickstart.main(quickstart.Config(out=tmp_path / "file"))
