@@ -285,7 +285,7 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             page_size=16,
             sampling=big,
         ),
-        "page_size large": case("CapacityError", "a smaller page_size", page_size=2**31 - 1),
+        "page_size large": case("CapacityError", "a smaller `page_size`", page_size=2**31 - 1),
         "ids of 5001 digits": case(
             "DataError", "Prompt 0 holds a number of 16610 bits", prompts=[[10**5000]]
         ),

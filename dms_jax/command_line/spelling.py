@@ -21,6 +21,7 @@ _OWNERS = (
     *("", "Sampling", "EngineOptions", "Serving", "Recipe", "Stage", "LowRank", "RunOptions"),
     *("recipes", "dms_self_taught", "evaluate", "evaluate_choices", "hyperscale", "plan"),
 )
+_ARGUMENTS = {"memory_gb": "memory"}  # of options that are named otherwise
 _NAMED = re.compile(r"`(\w+)(?:=([^`]+))?`")
 _POLICY = re.compile(r"\bpolicy \([^()]*\)")  # what `differences` says of one
 _CHANGED = re.compile(r"`(\w+)` (?=\S)")
@@ -41,7 +42,7 @@ def spelled_as_options(settings: type) -> Iterator[None]:
 
 
 def options_of(settings: type) -> dict[str, str]:
-    """Returns the option of each field of a dataclass.
+    """Returns the option of each argument that a dataclass of settings has a field for.
 
     # Out: {"top_p": "--top-p", ...}; of a dataclass within, "problems": "--solve.problems", and
     #      the name itself where two of them have it
@@ -53,7 +54,7 @@ def options_of(settings: type) -> dict[str, str]:
             for name, own in options_of(field.type).items():
                 found[name] = f"{option}.{own.removeprefix('--')}" if name not in found else name
         elif tyro.conf.Positional not in getattr(field.type, "__metadata__", ()):
-            found[field.name] = option
+            found[_ARGUMENTS.get(field.name, field.name)] = option
     return found
 
 

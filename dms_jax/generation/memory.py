@@ -247,7 +247,7 @@ def pool_pages(
         if memory > total:
             raise CapacityError(
                 f"memory={memory:,.0f} bytes were asked for the cache, and the device has "
-                f"{total:,.0f}. Ask for less, or leave memory out to take what is free."
+                f"{total:,.0f}. Ask for less, or leave `memory` out to take what is free."
             )
     # A program makes the next state of a policy beside the last one.
     room = free - beside - state if memory is None else memory
@@ -263,8 +263,8 @@ def pool_pages(
             f"The cache of a sequence takes at least {rows * bytes_per_page + state:,} bytes: "
             f"{rows} rows (layers x KV heads) of one page of {page_size} tokens"
             + (f", and {state:,} bytes of state for {num_lanes} sequences" if state else "")
-            + f". There are {room:,.0f} bytes. Give it more memory, "
-            "a smaller page_size or fewer sequences at a time"
+            + f". There are {room:,.0f} bytes. Give it more memory (`memory`), "
+            "a smaller `page_size` or fewer sequences at a time"
             + (", or the policy a smaller window." if state > rows * bytes_per_page else ".")
         )
     return pages

@@ -384,7 +384,7 @@ def check_finite(drawn: Iterable[tuple[Request, np.bool_ | np.ndarray]]) -> None
         position += int(np.argmin(finite))  # the first bad one
         raise NotNumbersError(
             f"The model's logits are not numbers (NaN) at token {position} of prompt "
-            f"{request.index}. Check the weights, or load the model with dtype=float32 if they "
+            f"{request.index}. Check the weights, or load the model with `dtype=float32` if they "
             "overflow float16.",
             (each.index for each, _ in wrong),
         )

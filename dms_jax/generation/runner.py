@@ -281,7 +281,7 @@ class Runner:
             )
             with fits_device(
                 f"The device has no room for a cache of {num_pages} pages "
-                f"({num_pages * self.page_bytes:,} bytes). Give it less (memory=)."
+                f"({num_pages * self.page_bytes:,} bytes). Give it less (`memory`)."
             ):
                 # Otherwise the first program would find out that it does not fit.
                 self.cache = jax.block_until_ready(make())

@@ -163,13 +163,13 @@ class Admission:
         tokens = request.seen + len(request.before) + len(request.prompt) + len(request.generated)
         # A pool has no more pages than its lanes need for sequences of the length it is made for.
         beyond = request.max_length > runner.max_tokens
-        more = f"a larger max_tokens (it is {runner.max_tokens}), more" if beyond else "more"
+        more = f"a larger `max_tokens` (it is {runner.max_tokens}), more" if beyond else "more"
         return CapacityError(
             f"The cache cannot hold {what} of prompt {request.index} ({tokens} tokens so far) "
             f"even alone: it has {pages} pages of {runner.page_size} tokens"
             f"{' on each device' if runner.num_shards > 1 else ''} for {rows} "
-            f"rows (layers x KV heads). Give it {more} memory (memory=), a smaller chunk or "
-            "page_size, a shorter prompt, fewer max_new_tokens, or a policy that keeps less."
+            f"rows (layers x KV heads). Give it {more} memory (`memory`), a smaller `chunk` "
+            "or `page_size`, a shorter prompt, fewer `max_new_tokens`, or a policy that keeps less."
         )
 
     def _free_lanes(self, taken: Container[int]) -> list[int]:

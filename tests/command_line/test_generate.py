@@ -159,7 +159,10 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
     [
         (["a", "--model", "not/a/path/at/all"], "it is not a hub id"),
         (["a", "--policy", "DMS"], "dms-jax retrofit"),
-        (["a", "--memory-gb", "0.000001"], "Give it more memory"),
+        (
+            ["a", "--memory-gb", "0.000001"],
+            "Give it more memory (--memory-gb), a smaller --page-size",
+        ),
         (["Once " * 600], "601 tokens do not fit"),
         (["a", "--chat"], "no chat template"),
         (["a", "--template", "x=1"], "This model has no chat template"),

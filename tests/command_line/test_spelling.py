@@ -11,6 +11,7 @@ from dms_jax.checks import Count, check
 from dms_jax.command_line import demo, evaluate, generate, retrofit
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.spelling import options_of, spelled, spelled_as_options
+from dms_jax.evaluation.journal import Journal
 
 
 def test_arguments_in_backquotes_become_options():
@@ -23,6 +24,19 @@ def test_arguments_in_backquotes_become_options():
     assert str(caught.value) == (
         "another policy (--options window=8, not 9), recipe (--batch-size 4, not 2). Give "
         "--restart-from 6, --remat auto, or another --out; `hidden_size` stays."
+    )
+
+
+def test_a_resumed_evaluation_is_told_the_option_that_differs(tmp_path):
+    first = dict(sampling={"max_new_tokens": 2}, policy={"temperature": 1})
+    Journal(tmp_path, first).close()
+    other = dict(sampling={"max_new_tokens": 3}, policy={"temperature": 2})
+    with pytest.raises(dms_jax.DataError) as caught, spelled_as_options(evaluate.Config):
+        Journal(tmp_path, other)
+    assert str(caught.value) == (
+        f"{tmp_path / 'answers.jsonl'} holds answers of other settings: policy (--options "
+        "temperature=1, not 2), sampling (--max-new-tokens 2, not 3). Give the same to go on after "
+        "them, or name another folder."
     )
 
 

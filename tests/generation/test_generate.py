@@ -205,7 +205,7 @@ def test_sequence_that_cannot_fit_is_refused():
     answer(*prompts([5]), short).check(completion)
     with pytest.raises(CapacityError, match=r"at least .* 20 rows \(layers x KV heads\)"):
         Engine(host_engine().model, memory=20 * page - 1, **SHAPE)
-    with pytest.raises(CapacityError, match=r"Give it more memory \(memory=\)"):
+    with pytest.raises(CapacityError, match=r"Give it more memory \(`memory`\)"):
         engine.generate(prompts([42]), sampling=GREEDY)
     # More memory would add no page to a pool that is made for less, so the error names what would.
     small = Engine(host_engine().model, max_tokens=16, **SHAPE)

@@ -120,7 +120,10 @@ def test_memory_named_by_a_compiler_that_refuses(message, temporaries):
     [
         (dict(machine="h300"), "There is no machine 'h300'"),
         (dict(model_shards=3), "8 devices, which `model_shards=3` does not divide"),
-        (dict(model_shards=2, expert_shards=8), "model_shards=2 times expert_shards=8 does not"),
+        (
+            dict(model_shards=2, expert_shards=8),
+            "`model_shards=2` times `expert_shards=8` does not",
+        ),
     ],
 )
 def test_impossible_plans_are_refused(options, message):
