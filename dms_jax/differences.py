@@ -16,7 +16,7 @@ def difference(saved: Mapping[str, Any], given: Mapping[str, Any], name: str) ->
     # In: {"seed": 0}, {"seed": 1}, "seed"      Out: "`seed` 0, not 1"
     """
     found = list(_changes(saved.get(name), given.get(name), name))
-    if not isinstance(given.get(name), dict):
+    if not all(isinstance(each.get(name), dict) for each in (saved, given)):
         return found[0]
     more = ", ..." if len(found) > _MOST_CHANGES else ""
     return f"{name} ({', '.join(found[:_MOST_CHANGES])}{more})"

@@ -28,13 +28,13 @@ def test_arguments_in_backquotes_become_options():
 
 
 def test_a_resumed_evaluation_is_told_the_option_that_differs(tmp_path):
-    first = dict(sampling={"max_new_tokens": 2}, policy={"temperature": 1})
+    first = dict(sampling={"max_new_tokens": 2}, policy={"temperature": 1}, chat=None)
     Journal(tmp_path, first).close()
-    other = dict(sampling={"max_new_tokens": 3}, policy={"temperature": 2})
+    other = dict(sampling={"max_new_tokens": 3}, policy={"temperature": 2}, chat={"system": None})
     with pytest.raises(dms_jax.DataError) as caught, spelled_as_options(evaluate.Config):
         Journal(tmp_path, other)
     assert str(caught.value) == (
-        f"{tmp_path / 'answers.jsonl'} holds answers of other settings: policy (--options "
+        f"{tmp_path / 'answers.jsonl'} holds answers of other settings: --chat, policy (--options "
         "temperature=1, not 2), sampling (--max-new-tokens 2, not 3). Give the same to go on after "
         "them, or name another folder."
     )

@@ -209,7 +209,7 @@ def test_sequence_that_cannot_fit_is_refused():
         engine.generate(prompts([42]), sampling=GREEDY)
     # More memory would add no page to a pool that is made for less, so the error names what would.
     small = Engine(host_engine().model, max_tokens=16, **SHAPE)
-    with pytest.raises(CapacityError, match=r"Give it a larger `max_tokens` \(it is 16\), more mem"):
+    with pytest.raises(CapacityError, match=r"Give it a larger `max_tokens` \(it is 16\), more"):
         small.generate(prompts([50]), sampling=GREEDY)
 
 
