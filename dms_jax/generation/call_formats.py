@@ -43,7 +43,8 @@ class CallFormat:
       before, between, behind: text before the first call, between two, and after the last;
         `between` is None if an answer has at most one call.
       head, tail: text before and after the arguments of a call; {name} is the function's name.
-      trigger: the start of `before` that content never has; empty if an answer starts with calls.
+      trigger: the start of `before`, which content never contains; empty if an answer starts with
+        calls.
       header: text before content.
       prose: a Lark rule of content without calls, if an answer starts with calls.
     """

@@ -319,7 +319,7 @@ class HermesReader(CallReader):
         text, closing = self.held.lstrip(), "</tool_call>"
         if text.startswith(closing):
             self.held = text[len(closing) :]
-        elif closing.startswith(text):  # the answer may have ended before it did
+        elif closing.startswith(text):  # the answer may have ended before the closing marker did
             self.held = "" if self.ended else self.held
             return False
         self.state = self.read_text
@@ -353,7 +353,7 @@ class ParametersReader(HermesReader):
         self.held = self.held.lstrip()
         if opening := _PARAMETER.match(self.held):
             end = _PARAMETER_END.search(self.held, max(opening.end(), self._searched))
-            if end is None:  # the next search begins where a marker may have begun
+            if end is None:  # resume the search where a marker may have begun
                 self._searched = len(self.held) - len("</parameter>")
                 return False
             name, text = opening[1], self.held[opening.end() : end.start()]
@@ -372,7 +372,7 @@ class ParametersReader(HermesReader):
         return True
 
     def end(self) -> list[Piece]:
-        if self.state == self.read_parameter:  # one that is not complete has no value
+        if self.state == self.read_parameter:  # an incomplete parameter has no value
             self.held = ""
         return super().end()
 

@@ -28,7 +28,7 @@ from typing import Any
 from dms_jax.generation.requests import Request
 
 _INCOMPLETE = "\ufffd"
-# The most tokens that may be pending; then every complete character is committed.
+# The most pending tokens; beyond them every complete character is committed.
 _MOST_PENDING = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -56,7 +56,7 @@ class StopStrings:
         return max(self._matched, default=0)
 
     def find(self, more: str) -> int | None:
-        """Returns where the first stop string would begin if `more` came next, or None.
+        """Returns where the first stop string would begin if `more` were appended, or None.
 
         The position counts from the start of `more`, and is negative before it.
         """
@@ -245,8 +245,8 @@ class TextTracker:
     def _context(self, prompt: list[int]) -> list[int]:
         """Returns the prompt tokens with which the first window begins; none after a special one.
 
-        It is the last token with a text of its own, which a byte token does not have; for a prompt
-        of byte tokens alone, as many of the last ones as form characters.
+        That is the last token that decodes alone, which a byte token does not; for a prompt of byte
+        tokens only, the last tokens that form whole characters.
         """
         bytes_behind: list[int] = []
         for token in prompt[: -_MOST_PENDING - 1 : -1]:
@@ -256,7 +256,7 @@ class TextTracker:
             if self._length_alone(token):
                 return [token]
             bytes_behind.insert(0, token)
-        for cut in range(min(4, len(bytes_behind))):  # perhaps in the middle of a character
+        for cut in range(min(4, len(bytes_behind))):  # may start in the middle of a character
             if _INCOMPLETE not in self._decode(bytes_behind[cut:]):
                 return bytes_behind[cut:]
         return []
@@ -337,11 +337,11 @@ class TextTracker:
         """Returns the fewest tokens whose text contains a stop string, and the text before it.
 
         The result does not depend on chunks: every token is checked as if it came alone. With
-        `final` no more tokens come, and an incomplete character stays so.
+        `final` no more tokens come, so an incomplete character stays incomplete.
         """
         behind = self._behind(stream, tokens, len(tokens))
         # A stop string may appear and vanish while a character is incomplete. With many pending
-        # tokens, what is committed depends on where it is checked.
+        # tokens, the committed text depends on where it is checked.
         few = len(tokens) - stream.committed <= _MOST_PENDING
         if few and _INCOMPLETE not in behind and stream.stops.find(behind) is None:
             return None
@@ -359,8 +359,8 @@ class TextTracker:
     def _known(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the certain part of the uncommitted text of tokens[:end].
 
-        U+FFFD at its end may be the start of a character: one for each token of a run of byte
-        tokens, which is decoded as a whole, else a single one.
+        U+FFFD at its end may be the start of a character: one U+FFFD per token of a run of byte
+        tokens, which is decoded as a whole, otherwise a single one.
         """
         behind = self._behind(stream, tokens, end)
         complete = behind.rstrip(_INCOMPLETE)
@@ -370,7 +370,7 @@ class TextTracker:
         run = itertools.takewhile(self._may_continue, window)
         most = max(1, sum(map(self._is_byte, run)))
         known = behind[: max(len(complete), len(behind) - most)]
-        if end - stream.committed > _MOST_PENDING:  # what is committed then is known
+        if end - stream.committed > _MOST_PENDING:  # then all committed text is known
             known = max(known, self._last_complete(stream, tokens, end)[1], key=len)
         return known
 
@@ -392,7 +392,7 @@ class TextOffsets:
         self._tracker = TextTracker(tokenizer, ())
         self._stream = None if tokenizer is None else self._tracker.begin(prompt)
         self._length = 0
-        self._part, self._begins = b"", 0  # the bytes of an incomplete character, and its place
+        self._part, self._begins = b"", 0  # bytes of an incomplete character, and its offset
 
     def add(self, tokens: Iterable[int]) -> list[int]:
         """Returns the offsets of the next tokens."""
