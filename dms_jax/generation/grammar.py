@@ -231,8 +231,8 @@ def _check_ends(model: LanguageModel, opening: Opening) -> None:
     for place, token in enumerate(opening.tokens):
         if token in model.generation.eos_token_ids:
             raise ConfigError(
-                f"Token {place + 1} is {token}, which ends an answer of this model, so nothing "
-                "behind it can be scored. Leave out what comes from there on."
+                f"Token {place + 1} is {token}, an end token of this model, so nothing after "
+                "it can be scored. Leave out this token and those after it."
             )
 
 
@@ -326,7 +326,7 @@ class TokenMasks:
             what = first.get_error().partition("\n<state>")[0]
             read = requests[lane].max_new_tokens - remaining[lane]
             raise GrammarError(
-                f"The grammar of an answer cannot be followed behind token {read:,}: "
+                f"The grammar of an answer cannot be followed after token {read:,}: "
                 f"{plain(what, _LONGEST_ERROR)}. Give a simpler grammar.",
                 (requests[lane].index for _, lane in wrong),
             )

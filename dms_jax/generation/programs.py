@@ -52,10 +52,10 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 #
 # Loops stay outside of graphs. Unrolled in one graph, a step with Qwen2.5-0.5B's shape and 256
 # sequences of 256 tokens takes 1.89 ms instead of 2.04 (`experiments.benchmarks.step_options`). But
-# a cold engine call and two runs after it, 25 s otherwise, had not ended after 50 s. A step has
-# next to nothing of its own in memory, so none of it is computed twice to save some. XLA counts a
-# cache that is updated in place three times, and beside a large one would read the gates of a
-# mixture of experts up to three times a step (Qwen3-30B-A3B, 64 sequences of 4,096 tokens).
+# a cold engine call and two runs after it, 25 s otherwise, had not ended after 50 s. A step
+# allocates next to nothing, so nothing is recomputed to save memory. XLA counts a cache that is
+# updated in place three times, and beside a large cache would read the gates of a mixture of
+# experts up to three times a step (Qwen3-30B-A3B, 64 sequences of 4,096 tokens).
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper,rematerialization",

@@ -536,7 +536,7 @@ def check_characters(characters: int, most: int, name: str = "The prompt") -> No
     if characters > CHARACTERS_A_TOKEN * most:
         raise TooLongError(
             f"{name} has {characters:,} characters, too many for the {most:,} tokens of a sequence "
-            f"here: {CHARACTERS_A_TOKEN * most:,} are the most that are looked at. Shorten it."
+            f"here: {CHARACTERS_A_TOKEN * most:,} at most are tokenized. Shorten it."
         )
 
 

@@ -141,7 +141,7 @@ class Sampling(Options):
         super().__post_init__()
         if self.ignore_eos and self.grammar is not None:
             raise ConfigError(
-                "Sampling: ignore_eos is not for an answer with a grammar, which an end token ends."
+                "Sampling: ignore_eos cannot be used with a grammar: an end token ends the answer."
             )
         if not all(self.stop_strings):
             raise ConfigError(f"Sampling: no stop string may be empty, got {show(self.stop)}.")

@@ -46,7 +46,7 @@ class Tools:
           parallel: whether it may call several.
 
         Raises:
-          RefusalError: two have one name, or the one to call is not among them.
+          RefusalError: two tools have the same name, or the tool to call is unknown.
         """
         found = tuple(tools)
         names = [tool.name for tool in found]
