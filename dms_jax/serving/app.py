@@ -246,9 +246,7 @@ class _Api:
 
     @contextlib.contextmanager
     def _body_counter(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a body until it is parsed; enforces the limit on all bodies
-        together.
-        """
+        """Counts the bytes of a body until it is parsed; limits those of all bodies together."""
         own = 0
 
         def count(size: int) -> None:
