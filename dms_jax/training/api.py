@@ -148,7 +148,7 @@ def train(
     if not hasattr(data, "__next__"):
         data = as_source(data)
         data = AnswersOnly(data) if recipe.answers_only else data
-        # Before the fingerprint, which includes the held-out documents.
+        # Before the fingerprint: dropping documents that cannot be encoded changes it.
         data = keep_encodable(data, model.tokenizer, model.config.vocab_size)
         digest = fingerprint(data)
         source = process_batches(
