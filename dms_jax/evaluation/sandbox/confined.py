@@ -101,8 +101,7 @@ class Sandbox(Options):
             return Run(None, failure)
         try:
             return Run(json.loads(text))
-        # the source exited early, or wrote to the output itself
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # the source exited early, or wrote there itself
             return Run(None, "no value")
 
     def _run(self, job: dict[str, Any], **streams: Any) -> tuple[bytes, str]:

@@ -92,9 +92,7 @@ class Needles(Family):
         return _PATTERNS[self.settings.value].findall(completion)
 
     def _new_key(self, rng: random.Random, known: Container[str]) -> str:
-        """A key different from the known ones. (RULER's may repeat, which makes questions
-        ambiguous.)
-        """
+        """A new key. RULER's may repeat an old one, which makes a question ambiguous."""
         while (key := _drawn(rng, self.settings.key, self.words)) in known:
             pass
         return key
