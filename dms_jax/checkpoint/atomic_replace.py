@@ -1,13 +1,13 @@
-"""Replace a checkpoint directory atomically, and never delete files that are not its own.
+"""Replace a checkpoint directory atomically, and never delete foreign files.
 
     out/                      the old checkpoint
     .out.saving-k3x9/new/     the new one while it is written
     .out.saving-k3x9/old/     the old one while the new one takes its place
 
 The new checkpoint is complete and flushed before two renames exchange it for the old one. If the
-process is killed between them, nothing is left at `out`, and the next save restores the old
-checkpoint. A save holds a lock on its staging directory. The next save removes staging directories
-that no process has locked: their saves were killed.
+process is killed between them, `out` is missing, and the next save restores the old checkpoint. A
+save locks its staging directory. The next save removes unlocked staging directories, whose saves
+were killed.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ class Layout:
     """The files of one kind of directory.
 
     Attributes:
-        kind: what it is called in messages.
-        mark: the file that every directory of this kind has.
+        kind: its name in messages.
+        mark: a file that every directory of this kind has.
         files: names of all its files, except the tensors that an index names.
     """
 
@@ -41,7 +41,7 @@ class Layout:
     files: frozenset[str]
 
 
-# Includes tokenizer files that are never written: old ones would not fit the new tokenizer.
+# Includes tokenizer files that we never write: old ones would not fit the new tokenizer.
 CHECKPOINT = Layout(
     "a checkpoint",
     "config.json",
@@ -64,7 +64,7 @@ CHECKPOINT = Layout(
     ),
 )
 ADAPTER = Layout("an adapter", ADAPTER_CONFIG, frozenset({ADAPTER_CONFIG, ADAPTER_TENSORS}))
-# Files beside a checkpoint that are kept, in upper or lower case.
+# Documents beside a checkpoint to keep, in upper or lower case.
 _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattributes")
 
 
@@ -72,11 +72,11 @@ _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattr
 def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
     """Yield a directory to write into, which replaces `target` at the end.
 
-    If the block raises, or `target` cannot be replaced, `target` stays as it was.
+    If the block raises, or `target` cannot be replaced, `target` is unchanged.
 
     Raises:
         CheckpointError: the target contains files that are not part of this layout.
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
     """
     _remove_leftovers(target)
     own, documents = _classify_files(target, layout)
@@ -101,7 +101,7 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
     """List the files of this layout, and the documents beside them.
 
     Raises:
-        CheckpointError: there are other files, which a replacement would destroy.
+        CheckpointError: there are other files, which replacing would destroy.
     """
     if not os.path.lexists(target):
         return set(), set()
@@ -144,7 +144,7 @@ def _some(names: list[str]) -> str:
 
 
 def flush(*paths: pathlib.Path) -> None:
-    """Flush files and directories to disk; some disks report only then that they are full."""
+    """Flush files and directories to disk; some disks report only now that they are full."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     for path in paths:
@@ -172,12 +172,12 @@ def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def _stage(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Make a directory beside the target, locked until it is removed."""
+    """Create a directory beside the target, locked until it is removed."""
     while True:
         stage = pathlib.Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
         try:
             with _lock(stage) as mine:
-                # Another save may have removed it as a leftover before it was locked.
+                # Another save may have removed it as a leftover before we locked it.
                 if mine is not False and stage.exists():
                     yield stage
                     return
@@ -190,7 +190,7 @@ def _prefix(target: pathlib.Path) -> str:
 
 
 def _remove_leftovers(target: pathlib.Path) -> None:
-    """Clean up after killed saves to this target; restore a checkpoint that they had moved."""
+    """Clean up after killed saves to this target; restore a checkpoint that they moved away."""
     if not target.parent.is_dir():
         return
     for stage in list(target.parent.iterdir()):
