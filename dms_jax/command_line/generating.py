@@ -35,7 +35,8 @@ class Generating(Devices):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; by default that of the files."""
     policy: str | None = None
-    """Name of a cache policy, of those above; by default the one that the checkpoint declares."""
+    """Name of a cache policy from the list above; by default the one that the checkpoint
+    declares."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     temperature: float = SAMPLING.temperature
@@ -53,7 +54,8 @@ class Generating(Devices):
     seed: int = 0
     """Seed of the sampling: the same seed gives the same text."""
     memory_gb: float | None = None
-    """Gigabytes for the cache; by default what the sequences can need, up to the free memory."""
+    """Gigabytes for the cache; by default as much as the sequences may need, up to the free
+    memory."""
     page_size: int = CALL["page_size"]
     """Tokens of a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]
@@ -75,7 +77,7 @@ class Generating(Devices):
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:
-        """Returns the named policy; given a model, options left out are those that it declares."""
+        """Returns the named policy; given a model, missing options are those that it declares."""
         policy = read_policy(self.policy, self.options)
         if model is None:
             return policy
@@ -90,7 +92,7 @@ class Generating(Devices):
         """Returns the cache's keyword arguments of `generate`, `Conversation` and `Service`.
 
         Raises:
-          ConfigError: one is malformed; checked here, before a model is loaded.
+          ConfigError: an argument is malformed; checked before a model is loaded.
         """
         memory = None if self.memory_gb is None else self.memory_gb * 1e9
         cache: dict[str, Any] = dict(

@@ -1,7 +1,7 @@
 """Formats `--help`: wraps paragraphs, and shows `--adapter STR` instead of `{None}|STR`.
 
-tyro does not wrap descriptions, keeps the line breaks of explanations as they are in the source,
-and shows Python's types.
+tyro does not wrap descriptions, keeps the source's line breaks in explanations, and shows Python
+types.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-LONGEST = 100  # characters of a line of prose on a wide terminal
+LONGEST = 100  # the most characters of a line of prose
 ASKED = ("-h", "--help")
 
 
 def show(description: str | None, given: Sequence[str]) -> None:
-    """Prints the description if --help is among the arguments; tyro's list of options follows."""
+    """Prints the description if --help is among the arguments; tyro then prints the options."""
     if description and not set(ASKED).isdisjoint(given):
         print(filled(description, _columns()), end="\n\n")
 
@@ -49,7 +49,7 @@ def _columns() -> int:
 
 
 def filled(text: str, width: int) -> str:
-    """Returns a text with its paragraphs wrapped; indented blocks, such as commands, stay."""
+    """Returns a text with wrapped paragraphs; indented blocks, such as commands, are kept."""
     parts: list[str] = []
     for block in textwrap.dedent(text).strip().split("\n\n"):
         indented = any(line.startswith(" ") for line in block.splitlines())
@@ -58,13 +58,13 @@ def filled(text: str, width: int) -> str:
 
 
 class _Explained:
-    """A rule for tyro that reads a dataclass as tyro does and rewrites each field's explanation."""
+    """A tyro rule that reads a dataclass like tyro and rewrites each field's explanation."""
 
     def __init__(self):
         self.inside = False
 
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
-        """Returns the fields; None leaves it to tyro: no dataclass, or a call from within."""
+        """Returns the fields; None falls back to tyro (not a dataclass, or a nested call)."""
         if self.inside or not dataclasses.is_dataclass(info.type):
             return None
         self.inside = True
@@ -86,7 +86,7 @@ def _explained(field: StructFieldSpec) -> StructFieldSpec:
     takes, marks = _takes(field.type, field.default), getattr(field.type, "__metadata__", ())
     if tyro.conf.Positional in marks:
         takes = f"[{field.name.upper().removesuffix('S')} ...]"
-    if takes is not None and tyro.conf.UseAppendAction in marks:  # the option is given again
+    if takes is not None and tyro.conf.UseAppendAction in marks:  # a repeatable option
         takes = takes.removesuffix(" ...")
     if takes is not None:
         told["metavar"] = takes
@@ -95,7 +95,7 @@ def _explained(field: StructFieldSpec) -> StructFieldSpec:
 
 
 def _takes(kind: Any, default: Any) -> str | None:
-    """Returns the placeholder behind an option of a type; None to leave it to tyro.
+    """Returns the placeholder after an option of a type; None falls back to tyro.
 
     # In: str | None, None   Out: "STR"         tuple[int, ...], (1, 4)     Out: "INT ..."
     # In: int | None, 12     Out: "INT|none"    int | Literal["all"], 1     Out: "INT|all"

@@ -1,4 +1,4 @@
-"""Reports of commands: where figures come from, and the files that they go to."""
+"""Reports of commands: provenance of figures, and output files."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from dms_jax.json_text import json_text
 
 
 def provenance(config: Any) -> dict[str, Any]:
-    """Returns how, where and when figures were measured, as JSON data."""
+    """Returns the command, device, versions and date of a measurement, as JSON data."""
     return {
         "command": command(),
         "date": datetime.date.today().isoformat(),
@@ -32,10 +32,10 @@ def provenance(config: Any) -> dict[str, Any]:
 
 
 def make_folder(option: str, path: pathlib.Path) -> None:
-    """Makes a folder.
+    """Creates a folder.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: it cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -45,32 +45,32 @@ def make_folder(option: str, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
-    """Makes a folder; removes it again, if it is empty, when the context fails.
+    """Creates a folder; if the context fails, removes it again if it is empty.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: it cannot be created.
     """
     made = [each for each in (path, *path.parents) if not each.exists()]
     make_folder(option, path)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # something is in it
+        with contextlib.suppress(OSError):  # not empty
             for each in made:
                 each.rmdir()
         raise
 
 
 def make_place(option: str, path: pathlib.Path) -> None:
-    """Makes the folder of a file.
+    """Creates the folder of a file.
 
     Raises:
-      ConfigError: the folder cannot be made, or the path is no regular file.
+      ConfigError: the folder cannot be created, or the path is no regular file.
     """
     make_folder(option, path.parent)
     if path.is_dir():
         raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
-    if path.exists() and not path.is_file():  # a device or a pipe, which a file would replace
+    if path.exists() and not path.is_file():  # a device or a pipe; do not replace it
         raise dms_jax.ConfigError(f"{option} {path}: this is no file; name one.")
 
 
@@ -87,7 +87,7 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
 
 
 def can_draw(path: pathlib.Path) -> bool:
-    """Whether matplotlib is installed; if not, warns what to install."""
+    """Whether matplotlib is installed; otherwise warns what to install."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     warnings.warn(f"{path} is not drawn: pip install 'dms-jax[plots]'", stacklevel=2)
