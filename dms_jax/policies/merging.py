@@ -1,4 +1,4 @@
-"""Merging neighbouring tokens: weighted means of segments, with hard and with soft decisions.
+"""Merging neighbouring tokens: weighted means of segments, with hard or soft decisions.
 
 Each token either opens a segment or joins the open one, and the cache holds one slot per segment:
 
@@ -12,7 +12,7 @@ position of the newest token, so joining a segment rewrites its slot.
 
 In terms of delayed eviction a merge is an eviction with window 0: the new token takes the previous
 token's slot and stores the mean of the whole segment. In training every intermediate slot is kept,
-and those that a later token joined are masked softly: key j has the bias log(1 - alpha_{j+1}) for
+and slots that a later token joined are masked softly: key j has the bias log(1 - alpha_{j+1}) for
 every query but its own (appendix F).
 """
 
@@ -30,16 +30,16 @@ from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, Retrof
 
 
 def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) -> Any:
-    """Returns S_t over the last `window` tokens, or over all.
+    """Returns S_t over the last `window` tokens, or over all tokens.
 
     Args:
       values: omega_t x_t, a tree of [B, T, K, ...].
       alpha: degree to which each token joins the segment before it, from 0 to 1.
       window: number of tokens to sum over; None for all.
 
-    All T sums are computed at once: with a window, sums over 1, 2, 4, ... tokens are doubled and
-    joined in about log2(window) passes over the values; without one, by an associative scan.
-    Nothing is subtracted, so nothing cancels.
+    All T sums are computed at once: with a window, by doubling and joining sums over 1, 2, 4, ...
+    tokens in about log2(window) passes over the values; without one, by an associative scan. There
+    are no subtractions, so no cancellation.
     """
     if window is None or window >= alpha.shape[1]:
         return jax.lax.associative_scan(_join, (alpha, values), axis=1)[1]
@@ -116,7 +116,7 @@ class Merging(DelayedEviction):
 
     @property
     def retrofit(self) -> Retrofit:
-        """A differentiable form, but no decisions that must be learned."""
+        """A differentiable form, but no decisions to learn."""
         return Retrofit(possible=True)
 
     @property
@@ -126,7 +126,7 @@ class Merging(DelayedEviction):
 
     @property
     def merge_window(self) -> int | None:
-        """Number of most recent tokens of a segment that its mean is taken over; None for all."""
+        """Number of most recent tokens in the mean of a segment; None for all."""
         return None
 
     def init_state(self, shape: CacheShape) -> PolicyState:
@@ -160,7 +160,7 @@ class Merging(DelayedEviction):
         return dataclasses.replace(state, rows=rows), dataclasses.replace(chunk, tokens=tokens)
 
     def _carried(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
-        """Returns the part of the earlier sums that each token of the chunk still includes."""
+        """Returns the share of the earlier sums that each token of the chunk still includes."""
         before = jnp.moveaxis(rows.sums, 1, 2)  # [B, n, K, sums]
         if self.merge_window is None:
             return before
@@ -186,7 +186,7 @@ class Merging(DelayedEviction):
         take = lambda x: jnp.take_along_axis(x, index[(...,) + (None,) * (x.ndim - 2)], axis=1)  # noqa: E731
         kept = take(jnp.concatenate([before, new], axis=1))
         if self.merge_window is not None:
-            # Entries before the token that opened the segment are outside of it.
+            # Entries before the token that opened the segment do not belong to it.
             opened = take(jnp.pad(1 - alpha, ((0, 0), (entries, 0), (0, 0))))
             after = jax.lax.cumsum(opened, axis=1, reverse=True) - opened
             kept = jnp.where(after[..., None] > 0, 0, kept)

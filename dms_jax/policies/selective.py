@@ -1,10 +1,10 @@
-"""Policies that change only what is read, over another policy that decides what is kept.
+"""Policies that change only what is read, on top of a policy that decides what is kept.
 
 Selection and eviction are independent, so they compose: `Quest(over=DMS(...))` lets DMS evict
 tokens and selects pages among the kept ones, `KCache(over=DMS(...))` fetches values of kept tokens
-only. Everything about deciding and writing is handed to `over`; it must decide from the tokens
-themselves (Vanilla, DMS, DMC, StreamingLLM, RandomEviction), because the attention weights of
-tokens that are not read are unknown.
+only. Decisions and writes are delegated to `over`, which must decide from the tokens themselves
+(Vanilla, DMS, DMC, StreamingLLM, RandomEviction), because tokens that are not read have no
+attention weights.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class SelectiveReading(Policy):
 
     @property
     def retrofit(self) -> Retrofit:
-        """What `over` needs; a model is trained with `over` itself."""
+        """The training of `over`; models are trained with `over` alone."""
         return dataclasses.replace(self.over.retrofit, possible=False)
 
     @property
