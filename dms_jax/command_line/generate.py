@@ -1,6 +1,6 @@
 r"""Complete prompts from a small cache, streamed, and show the cache use of each answer.
 
-dms-jax generate "Once upon a time"
+    dms-jax generate "Once upon a time"
     dms-jax generate "Lily and Tom" --policy TOVA --options budget=64
     dms-jax generate "Prove that ..." --model path/to/model --chat --samples 4
     dms-jax generate "Hi" --model nvidia/Qwen3-8B-DMS-8x --chat \
