@@ -159,7 +159,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
             score = jnp.where(index == current, jnp.inf, score)
         # Pages that are not live have no bounds: their scores can be anything, including NaN.
         score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
-        # Those of a sequence whose numbers have overflowed have a place in the order, too.
+        # Scores of a sequence with overflowed numbers must be comparable, too.
         score = jnp.where(jnp.isnan(score), jnp.inf, score)
         # In ascending order: the last page, the only partial one, stays last.
         if selected < num_pages:
