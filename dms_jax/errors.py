@@ -1,10 +1,10 @@
 """The errors of this library: every one derives from `DmsJaxError`.
 
 A message says what was wrong, where, and what to do about it. It often quotes untrusted text (names
-of tensors, the output of a template), so it is always kept short and printable.
+of tensors, the output of a template), so it is always short and printable.
 
 Any exception that ends a running `generate`, `score` or `evaluate` (one of these errors, an
-interrupt, an error of a callback) has what was finished by then as its attribute `finished`:
+interrupt, a callback's error) has the finished results as its attribute `finished`:
 
     try:
         completions = dict(enumerate(dms_jax.generate(model, prompts).completions))
@@ -48,7 +48,7 @@ class DmsJaxError(Exception):
     """Base of every error that this library raises on purpose.
 
     Attributes:
-      finished: index in the call -> what was finished: a completion, or a score of `score`.
+      finished: index in the call -> finished result: a completion, or a score of `score`.
     """
 
     finished: Mapping[int, Any] = {}
@@ -57,7 +57,7 @@ class DmsJaxError(Exception):
         super().__init__(plain(message, MAX_MESSAGE, lines=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As it is, whatever its class is made from: it may go from one process to another.
+        # Restores it without its class's constructor, so that it can be sent to other processes.
         return _remade, (type(self), self.args), self.__dict__
 
 
@@ -78,7 +78,7 @@ class CapacityError(DmsJaxError):
 
 
 class OutOfMemoryError(CapacityError):
-    """The device could not allocate what was planned: something else takes its memory."""
+    """The device could not allocate the planned memory."""
 
 
 class BusyError(DmsJaxError):
