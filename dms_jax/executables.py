@@ -212,7 +212,7 @@ def _source() -> str | None:
             digest.update(f"{package}/{file.relative_to(root)}\0{len(content)}\0".encode())
             digest.update(content)
             number += 1
-    if not number:  # a version without a number
+    if not number:  # the packages were installed without their source
         return None
     return digest.hexdigest()
 
