@@ -118,11 +118,7 @@ def _version() -> str:
 
 
 def _policy(name: str) -> Any:
-    """Returns a cache policy by its name.
-
-    Raises:
-      AttributeError: there is none of that name.
-    """
+    """Returns a cache policy by its name."""
     policies = importlib.import_module("dms_jax.policies")
     if name in policies.__all__:
         return getattr(policies, name)
@@ -130,11 +126,7 @@ def _policy(name: str) -> Any:
 
 
 def _submodule(name: str) -> Any:
-    """Imports a package or module of this one.
-
-    Raises:
-      AttributeError: there is none of that name.
-    """
+    """Imports a package or module of this one."""
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:

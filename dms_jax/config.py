@@ -409,7 +409,7 @@ _SOFT_CAPS = {
 def _shortest_group[T](names: tuple[T, ...], length: int) -> tuple[T, ...]:
     """Returns the shortest group whose repetition equals that of `names`.
 
-    # names (a, b, a), length 3  Out: (a, b);  length 6, where they repeat to a b a a b a: as it is
+    # names (a, b, a), length 3 Out: (a, b); length 6 (a b a a b a) Out: (a, b, a)
     """
     every = [names[i % len(names)] for i in range(length)]
     size = next(

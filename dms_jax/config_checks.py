@@ -206,7 +206,7 @@ _REFUSED = {
     ),
     **dict.fromkeys(
         ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3"),
-        "chooses what it attends to by itself (sparse attention), so that a policy finds nothing "
+        "selects the attended tokens itself (sparse attention), so that a policy finds nothing "
         "to do",
     ),
     **dict.fromkeys(

@@ -146,7 +146,7 @@ class Helpers:
 
     Args:
       program: its file.
-      *arguments: those of its command line.
+      *arguments: its command line arguments.
       seconds: the most that an answer may take; then its process is killed.
       count: the most processes; they start as concurrent questions need them.
 

@@ -38,7 +38,7 @@ class Implementation:
     """One way to compute an operation.
 
     Attributes:
-      name: what a caller passes as `implementation`.
+      name: its name as the argument `implementation`.
       platform: the XLA platform that it runs on ("cuda", "tpu"), or None for every platform.
       function: called as `function(*arrays, **static)`; arrays may be pytrees of arrays.
       why_not: called with the same arguments while tracing; returns None if the implementation can

@@ -41,7 +41,7 @@ def hyperscaling_figure(
     require(
         1 <= len(result.systems) <= MOST_SYSTEMS,
         f"The figure shows one to {MOST_SYSTEMS} systems, got {len(result.systems)}. Make a "
-        "Hyperscaling of the points of those to show.",
+        "Hyperscaling with the points of fewer systems.",
     )
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     figure.suptitle(title)

@@ -121,7 +121,7 @@ def retention(
     )
     require(
         model.config.window is None,
-        "retention shows what a policy keeps in every layer, and some layers of this model keep a "
+        "retention shows a policy's kept tokens in all layers, and some layers of this model keep a "
         "window under any policy.",
     )
     tokens = whole_numbers("token ids", tokens)

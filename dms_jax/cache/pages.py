@@ -338,7 +338,7 @@ class PageAllocator:
         """Returns the cells of the table changed since the last call, (row, column).
 
         Rows are counted over layers, sequences and heads. A cell that changed twice may appear
-        twice. None if there are so many that copying the whole table is as cheap.
+        twice. None if copying the whole table is as cheap.
         """
         changes, self._changes, self._num_changes = self._changes, [], 0
         if changes is None:

@@ -171,7 +171,7 @@ class _ModelSaving(Saving):
             return
         _wait_for(directory, self._target)
         write_tensors(self._tensors, directory, self._own)
-        if not processes.is_first():  # the first process flushes everything at the end
+        if not processes.is_first():  # the first one flushes when it replaces the target
             flush(*(directory / file.name for file in self._own))
 
     def _complete(self) -> None:

@@ -96,7 +96,7 @@ def plan_shards(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
         cut[-1].append(tensor)
         room -= tensor.nbytes
     sizes = [sum(tensor.nbytes for tensor in file) for file in cut]
-    # Processes of one host have adjacent numbers; give the first files to distant processes.
+    # Processes of one host have adjacent numbers, so a few files go to evenly spaced processes.
     count, of = min(len(cut), jax.process_count()), jax.process_count()
     loads = {place * of // count: 0 for place in range(count)}
     owners = [0] * len(cut)

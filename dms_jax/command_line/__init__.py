@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status (see `running`).
 
     Args:
-      arguments: by default those of the command line.
+      arguments: by default the command line's.
 
     Raises:
       SystemExit: for `--help` (status 0) and for unknown options (status 2).

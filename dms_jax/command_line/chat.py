@@ -98,7 +98,7 @@ def answer(
     form: AnswerForm,
     sampling: dms_jax.Sampling,
 ) -> Completion | None:
-    """Streams an answer and shows what the cache holds after it.
+    """Streams an answer and shows the content of the cache after it.
 
     Returns:
       The answer; None if Ctrl-C cut it off.

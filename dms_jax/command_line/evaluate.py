@@ -182,7 +182,7 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
 
 
 def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
-    """Evaluates policies one after the other, and names those that failed at the end.
+    """Evaluates policies one after the other, and lists failed ones at the end.
 
     Raises:
       ConfigError: --policy or --options is given as well.

@@ -82,7 +82,7 @@ def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -
     if not config.chat:
         print(
             "Each prompt goes through the checkpoint's chat template as a user's message (--plain: "
-            "the prompt as it is).",
+            "plain text instead).",
             file=sys.stderr,
         )
     return [[{"role": "user", "content": text}] for text in texts]

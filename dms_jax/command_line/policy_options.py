@@ -113,7 +113,7 @@ def _other_options(kind: type[Policy]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def meaning(policy: type[Policy], option: str) -> str:
-    """Returns what the docstring of a policy, or of its base class, says about an option."""
+    """Returns an option's entry in the docstring of a policy or its base class."""
     for kind in policy.__mro__:
         entries = _entries(kind.__doc__ or "")
         if option in entries and not _ELSEWHERE.match(entries[option]):

@@ -49,7 +49,7 @@ def run(
         first is the default.
       description: text of --help, the docstring of the module.
       program: name in --help; by default that of the running script.
-      arguments: by default those of the command line.
+      arguments: by default the command line's.
       interrupted: message after Ctrl-C, such as how to resume.
 
     Returns:

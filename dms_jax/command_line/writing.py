@@ -21,7 +21,7 @@ class Writer:
 
     Args:
       console: where to write.
-      width: columns of a line; by default those of the terminal, and unlimited elsewhere.
+      width: columns of a line; by default the terminal's, and unlimited elsewhere.
       style: rich style on a terminal.
     """
 

@@ -122,7 +122,7 @@ class _ConcatenateIterator(grain.DatasetIterator):
             if self._offset > len(chunk["tokens"]):  # otherwise no sequence would ever be full
                 raise DataError(
                     f"Document {index} ends before the place up to which it was read when this "
-                    "state was taken: these are other data. Give those of the run to resume it."
+                    "state was taken: these are other data. Give the run's data to resume it."
                 )
             self._chunk = chunk
 

@@ -124,7 +124,7 @@ def _check_text(path: pathlib.Path, content: mmap.mmap) -> None:
     for kind, pattern in _OTHERS.items():
         if re.match(pattern, ends):
             raise DataError(
-                f"{path} holds {kind}, and no text. Unpack it, or give it the name of what it is: "
+                f"{path} holds {kind}, and no text. Unpack it, or rename it to its type: "
                 "files that end in .gz, .parquet or .arrow are read as such."
             )
 

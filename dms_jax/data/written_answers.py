@@ -106,7 +106,7 @@ _CLAUSE = re.compile(r"(?:[^.\n;]|\.(?=\d))*")
 _NAMED = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _SPACES = re.compile(r"\s+")
-_LONGEST = 2000  # characters of a beginning in which an answer is looked for
+_LONGEST = 2000  # characters of a text to search for an answer
 
 
 def readable(text: str) -> str:

@@ -41,7 +41,7 @@ def evaluate(
     out: str | pathlib.Path | None = None,
     progress: bool = False,
 ) -> Result:
-    """Answers problems with a cache that holds only what the policy keeps, and scores the answers.
+    """Answers problems from a cache that holds only the policy's kept tokens, and scores them.
 
     Chains of a problem that start together prefill its prompt once, and all problems share the
     prefill of their worked examples; see `dms_jax.generate`.

@@ -1,7 +1,7 @@
 """The adapters of an engine, and the policy under which it runs them.
 
 An engine has one cache, and so one policy. Adapters that were trained for another policy are
-refused: they would need a pool, and so an engine or server, of their own. Ranks may differ
+refused: they would need a separate pool, and so a separate engine or server. Ranks may differ
 (`dms_jax.model.adapters`).
 """
 

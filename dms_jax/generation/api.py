@@ -87,7 +87,7 @@ def generate(
     on_tokens: OnTokens | None = None,
     **options: Unpack[EngineKeywords],
 ) -> Generation:
-    """Completes prompts from a paged cache that holds only what the policy keeps.
+    """Completes prompts from a paged cache that holds only the tokens kept by the policy.
 
     Equal prompts are prefilled once; their chains draw with different seeds, so they differ from
     the first token on. A prefix that several prompts share (a document, examples) is prefilled once
@@ -102,7 +102,7 @@ def generate(
     Args:
       model: from `load` or `retrofit`.
       prompts: strings, lists of token ids, or lists of chat messages, of any lengths.
-      policy: the cache policy, or its name ("TOVA"); None for what the checkpoint declares.
+      policy: the cache policy, or its name ("TOVA"); None for the checkpoint's.
       sampling: how tokens are drawn and when generation ends; None for `Sampling()`.
       memory: bytes for the cache; None for as much as the requests may need, within the free
         memory. Requests that do not fit wait; a running one may be preempted and recomputed.

@@ -4,7 +4,7 @@ r"""How models write tool calls: the call format of each family.
     qwen3-coder    <tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function> ...
     llama3         {"name": "f", "parameters": {"x": 1}}         the answer begins so
     mistral        [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ...]
-    mistral-args   [TOOL_CALLS]f[ARGS]{"x": 1}                   several one behind the other
+    mistral-args   [TOOL_CALLS]f[ARGS]{"x": 1}                   several in a row
     harmony        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
 In harmony an answer is messages in channels, so its reader finds thoughts too:

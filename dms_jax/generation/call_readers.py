@@ -143,7 +143,7 @@ class _Call:
 
     def __init__(self, names: frozenset[str] | None = None):
         self.object, self.failed, self._names = _Object(), False, names
-        self._start, self._sent = 0, 0  # start of the arguments; end of what was returned
+        self._start, self._sent = 0, 0  # start of the arguments; end of the returned part
 
     @property
     def begun(self) -> bool:
@@ -196,7 +196,7 @@ def _loaded(text: str) -> Any:
 
 
 def held_back(text: str, marker: str) -> int:
-    """Returns how many characters at the end of a text may be the start of a marker."""
+    """Returns the number of last characters of a text that may be the start of a marker."""
     most = min(len(text), len(marker) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 

@@ -257,7 +257,7 @@ def _lanes(model: LanguageModel, branches: int) -> int:
 
 
 def _prefill(engine: Engine, turn: Turn, seen: int) -> None:
-    """Computes a turn of a conversation in lane 0, behind the tokens that it has seen.
+    """Computes a turn of a conversation in lane 0, after the tokens that it has seen.
 
     Raises:
       CapacityError: the pool does not hold it.

@@ -421,7 +421,7 @@ class Call:
             scheduler.finish(cancel=not reads_on)
 
     def _stays_in_flight(self) -> int:
-        """Returns how many programs of a chunk are collected after the next launch.
+        """Returns the number of programs of a chunk to collect after the next launch.
 
         If requests may join, only the last one, which keeps the device busy meanwhile; all of them
         if only the next chunk can follow.
@@ -585,7 +585,7 @@ class Engine:
                 with self.runner.working():
                     call.compile_first(self._compiled)
                     yield call
-                if call.unfinished:  # the caller has left, and nobody owns what is in the cache
+                if call.unfinished:  # the caller has left, and nobody owns the cached sequences
                     self.runner.release()
                 elif not self.runner.prefixes.keeps:
                     self.runner.prefixes.clear()
@@ -670,7 +670,7 @@ class Engine:
             runner.prefixes.drop(name)
 
     def warm(self) -> int:
-        """Compiles all programs that `incoming` requests can need; returns how many.
+        """Compiles all programs that `incoming` requests can need; returns their number.
 
         Raises:
           BusyError: it is serving a call.

@@ -210,7 +210,7 @@ def pool_pages(
     memory: float | int | None,
     kv_dtype: str | None = None,
 ) -> int:
-    """Returns the pages of the pool: what the lanes can need, limited by `memory`.
+    """Returns the number of pages of the pool: those that lanes may need, limited by `memory`.
 
     Raises:
       ConfigError: if `memory` is not a number of bytes.

@@ -128,7 +128,7 @@ def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tup
 def compile_all(
     runner: Runner, shapes: PromptShapes, num_steps: set[int], end_tokens: tuple[int, ...]
 ) -> int:
-    """Compiles all programs of an open stream; returns how many.
+    """Compiles all programs of an open stream; returns their number.
 
     These are all shapes of prefill and steps with all widths of the page table, also for answers
     that are recomputed after a preemption, and the small programs between them. Sequences have at
@@ -294,7 +294,7 @@ class _Calls:
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
-    """Reads or compiles programs for their arguments in threads; returns how many there are.
+    """Reads or compiles programs for their arguments in threads; returns their number.
 
     On an error or an interrupt it cancels queued compilations and waits for running ones: a process
     that exits while the compiler runs in a thread aborts.

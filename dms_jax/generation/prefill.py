@@ -237,7 +237,7 @@ _LAUNCH = 40_000_000_000
 def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: int) -> int:
     """Returns the number of next tokens of a sequence that attend in one pass.
 
-    Tokens after its prompt count too if the policy treats them alike.
+    Tokens after its prompt count too if the policy treats them in the same way.
 
     Args:
       policy: the policy of the cache.
@@ -351,7 +351,7 @@ class PrefillQueue:
 
     Attributes:
       shapes: the shapes of programs.
-      items: lane -> what it prefills, in the order in which they came.
+      items: lane -> its `Prefill`, in order of arrival.
     """
 
     def __init__(self, shapes: PromptShapes, *, takes_turns: bool):

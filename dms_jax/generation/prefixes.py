@@ -6,12 +6,12 @@ A request whose prompt begins like an earlier sequence continues from there:
     "system, document, question 2"      ------>  prefills only its question
 
 Which states are exact. A state may be continued if it depends only on its tokens
-(`Policy.prefix_exact`): always where a policy decides from the tokens before a query, in prompts
-and answers alike (Vanilla, DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the
-prompt for policies that treat answers differently (Quest, KCache); and before the end of the prompt
-for those that cut it there (SnapKV and similar policies, TOVA and H2O with dense prompts), or after
-it as long as the budget was not reached. A cut sequence is never continued here: a `Conversation`
-does that, turn by turn.
+(`Policy.prefix_exact`): always if a policy decides from the tokens before a query, in both prompts
+and answers (Vanilla, DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the prompt
+for policies that treat answers differently (Quest, KCache); and before the end of the prompt for
+policies that cut it there (SnapKV and similar policies, TOVA and H2O with dense prompts), or after
+it if the budget was not reached. A cut sequence is never continued here: a `Conversation` does
+that, turn by turn.
 
 How states are stored. Policies that evict overwrite slots in place, so a page holds another prefix
 a few tokens later: their states are copies of what the policy keeps, taken at a few places of a
@@ -541,7 +541,7 @@ class Prefixes:
         return True
 
     def _host_pages(self) -> HostPages | None:
-        """Returns the pages in host memory, made on first use; None if there are none."""
+        """Returns the pool of host pages, created on first use; None without one."""
         num_pages = self._host_bytes // self._runner.page_bytes
         if self._host is None and num_pages and self._runner.host is None:
             block = self._runner.page_block()

@@ -35,9 +35,9 @@ from dms_jax.policies import Policy
 # -- compiler options ------------------------------------------------------------------------------
 
 
-# XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
-# depends on the shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on
-# the number of prompts. With rounding enforced, all shapes that sum in one order agree exactly.
+# XLA may omit a rounding to bfloat16 between two fused operations, and fusion depends on the
+# shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on the number of
+# prompts. With rounding enforced, all shapes that sum in one order agree exactly.
 OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 # On a GPU XLA's own Triton products are off: they cannot read one layer out of the stacked weights
@@ -559,7 +559,7 @@ def are_numbers(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
 
 
 def _split(remaining: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Returns how many tokens lanes may generate, and whether end tokens do not end them."""
+    """Splits `remaining` into the tokens that lanes may generate, and whether they ignore ends."""
     return remaining % ENDLESS, remaining >= ENDLESS
 
 

@@ -34,10 +34,10 @@ class PromptsInFlight:
 
 
 class Reservation:
-    """The pages of rows: how many each holds, and how many the next program may need.
+    """The pages of rows: those held, and those that the next program may need.
 
     Args:
-      policy: decides how many slots a row can need.
+      policy: the policy, which bounds the slots of a row.
       allocator: the pages.
       page_size: slots of a page (P).
       windows: Int[L], the sliding window of each layer; 0 for layers that the policy manages.
@@ -100,7 +100,7 @@ class Reservation:
         self._lengths: Int[np.ndarray, "L B K"] = lengths
 
     def lengths_of(self, lane: int) -> Int[np.ndarray, "L K"]:
-        """Returns the slots in use per row of a lane; waits only for a prompt of its own."""
+        """Returns the slots in use per row of a lane; waits only for the lane's prompt."""
         if self._prompts is not None and self._prompts.counts[lane]:
             self.collect_prompts()
         return self._lengths[:, lane]
@@ -266,7 +266,7 @@ class Reservation:
         self.allocator.trim(self.slots_held())
 
     def _collect_if_needed(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool) -> None:
-        """Collects prompts unless `extra` more tokens can be launched whatever these evict.
+        """Collects prompts unless `extra` more tokens can be launched with any evictions in them.
 
         Lengths must be exact if the pool is almost full, or if their upper bound would need a wider
         page table, and so another compiled program.

@@ -171,9 +171,9 @@ class Runner:
       slots: the adapters that requests choose from; None if the model has one or none.
       traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
-      num_shards: number of devices with pages of their own.
-      page_bytes: bytes of a page, keys, values and what a policy keeps with them.
-      data_shards: number of parts of the lanes, each with pages on devices of its own.
+      num_shards: number of devices with separate pages.
+      page_bytes: bytes of a page: keys, values and the policy's state per page.
+      data_shards: number of groups of lanes, each with pages on separate devices.
       reservation: the pages and lengths of the rows.
       prefixes: the cached prefixes, in pages that no row needs.
       hidden: [B, E] on the device, the hidden state of the last prefilled token of each lane.
@@ -316,7 +316,7 @@ class Runner:
         self._adapter_of = list(self.slots.names[:1]) * self._shape[0] if self.slots else []
 
     def _set_shards(self) -> None:
-        """Counts the devices with lanes and pages of their own under the model's mesh."""
+        """Counts the devices with separate lanes and pages under the model's mesh."""
         num_lanes, config = self._shape[0], self.model.config
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)

@@ -63,7 +63,7 @@ class Filter:
     """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
     Compiled code depends on which filters are on, on whether tokens are searched for (top-k, and
-    top-p below 0.75), and on what is returned; the values are inputs, so another temperature
+    top-p below 0.75), and on the requested results; the values are inputs, so another temperature
     compiles nothing. Each value is a number for all lanes, or an array [B, 1].
 
     Attributes:
@@ -115,13 +115,13 @@ class Sampling(Options):
       stop: strings that end a request; they are cut off the text. Special tokens are not text; the
         end tokens are those of the checkpoint (generation_config.json).
       seed: one seed for all requests, or one for each. The draws of a request depend on its seed,
-        its positions, and how many equal prompts come before it in the call (so that copies of a
+        its positions, and the number of equal prompts before it in the call (so that copies of a
         prompt become different chains), not on the rest of the batch. The answer can depend on it
         through rounding, in bfloat16 and on a GPU: the module docstring says how often.
       logprobs: return the model's log-probability of each new token (before temperature, filters
         and grammar).
-      grammar: what the answer must match, or begin with (`dms_jax.generation.grammar`); tokens that
-        it does not allow are left out before the other filters.
+      grammar: the grammar that the answer must match, or the tokens it must begin with
+        (`dms_jax.generation.grammar`); other tokens are excluded before the other filters.
       ignore_eos: whether end tokens are tokens like any other and do not end the answer, for
         benchmarks that want answers of one length. Not with a grammar, which needs an end token.
     """
@@ -320,7 +320,7 @@ class Scaled(NamedTuple):
     Attributes:
       logits: the logits.
       peak: the largest of each row.
-      temperature: what the differences are divided by; one number, or one per row.
+      temperature: divisor of the differences; one number, or one per row.
     """
 
     logits: Float[Array, "B V"]

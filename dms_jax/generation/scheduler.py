@@ -43,7 +43,7 @@ Slots = int | np.integer | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Finds lanes and pages for requests, or the error that explains why there are none.
+    """Finds lanes and pages for requests, or the error that explains their lack.
 
     Attributes:
       runner: the runner that owns the lanes and pages.
@@ -132,7 +132,7 @@ class Admission:
 
         Args:
           running: lane -> its request.
-          prefills: lane -> what it prefills, if it does not decode yet.
+          prefills: lane -> its `Prefill`, if it does not decode yet.
         """
         extra = np.zeros(self.runner.reservation.allocator.reserved.shape, np.int64)
         following = [min(self.chunk, request.remaining) for request in running.values()]
@@ -196,8 +196,8 @@ class Admission:
     def _needed(self, request: Request) -> Slots:
         """Returns the slots of each row that must be free to admit a request.
 
-        They are those of its first chunks and, as it would be preempted before its first token
-        otherwise, the minimum of its prompt, with a chunk of steps unless the prompt is cut first.
+        They are the slots of its first chunks and the minimum of its prompt (with less it would be
+        preempted before its first token), plus a chunk of steps unless the prompt is cut first.
         """
         prompt = self._prompt_slots(request)
         if not self.runner.reservation.shrinks:
@@ -253,7 +253,7 @@ class Scheduler:
       keep: whether sequences stay in the cache when their requests end.
 
     Attributes:
-      waiting: requests without a lane, in the order in which they are admitted.
+      waiting: requests without a lane, in order of admission.
       running: lane -> its request, oldest first.
       seeds: UInt32[B, 2], see `programs.request_keys`.
       cancelled: indices of requests to end early; callbacks may add some.
@@ -391,7 +391,7 @@ class Scheduler:
             self.runner.fork(continued)
 
     def _prefill_of(self, request: Request, lane: int) -> Prefill:
-        """Returns what a request prefills; a preempted one recomputes its answer so far.
+        """Returns the `Prefill` of a request; a preempted one recomputes its answer so far.
 
         It is recomputed as an answer if the policy distinguishes answers from prompts. The last
         token of an answer is never in the cache.

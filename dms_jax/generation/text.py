@@ -7,8 +7,8 @@ windows. Each starts where an earlier one ended with a complete character:
     tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
     committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
 
-If the last committed token has a text of its own, the window starts with it (s = c - 1), and the
-length of that text is known.
+If the last committed token decodes alone, the window starts with it (s = c - 1), and the length of
+its text is known.
 
 An answer continues its prompt, so its first window begins with a token of the prompt: otherwise the
 indentation of a line of code would be lost. After a special token a new text starts.
@@ -228,7 +228,7 @@ class TextTracker:
             self.unfinished.pop()
 
     def begin(self, prompt: list[int], stops: tuple[str, ...] = ()) -> _Stream:
-        """Returns the state before the first token behind a prompt."""
+        """Returns the state before the first token after a prompt."""
         before = self._context(prompt)
         return _Stream(
             before,

@@ -8,7 +8,7 @@ it needs. The guarantee differs between kvpress (the default here) and the autho
 
     rule="kvpress"    a head's floor(alpha b) best, before the others compete for the rest
     rule="published"  w + round((1 - alpha) won + floor(alpha (b - w))) tokens of a head, where it
-                      won so many of the K (b - w) places beside the w
+                      won that number of the K (b - w) places beside the w
 
 The w tokens score highest, so they use up kvpress's guarantee if alpha b <= w: with SnapKV's window
 of 64 and alpha 0.2 nothing more is guaranteed up to a budget of 320. The authors' code rounds

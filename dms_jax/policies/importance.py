@@ -62,7 +62,7 @@ def importance(
 
     Args:
       q, k: rotated queries and keys.
-      value_norms: norm of each value behind the output projection, for each query head.
+      value_norms: norm of each value after the output projection, for each query head.
       input_norms: norm of the layer's input at each token.
       seen_as: the window within which queries do not count, and the reduction over the other
         queries and over the query heads of a group.

@@ -43,7 +43,7 @@ class KCache(SelectiveReading):
       renormalize: whether the weights of the fetched values are scaled to sum to one.
       values: memory of the other layers' values. "device" saves no memory; it is for meshes, which
         do not support "host", and for measuring the effect of the selection alone.
-      over: the policy that decides what the cache holds.
+      over: the policy that decides which tokens the cache holds.
     """
 
     top: Count = 128

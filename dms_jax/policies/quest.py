@@ -66,7 +66,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
         kernels); otherwise the bound decides, and at least 3 pages are read (as in the original
         evaluation code).
       per: whether each query head selects pages, or the query heads of a KV head together.
-      over: the policy that decides what the cache holds.
+      over: the policy that decides which tokens the cache holds.
     """
 
     budget: Annotated[Tokens, Traced(int, bounded=True)] = 1024  # the bound sizes the page tables
@@ -218,7 +218,7 @@ def _bounded_largest(
 
     Args:
       score: scores of pages.
-      count: at most the bound, and at least about two thirds of it (`few_sizes`).
+      count: at most the bound, and at least bound - (bound // 3 + 1) (`few_sizes`).
       bound: number of pages to return, below M.
     """
     pages, spare = score.shape[-1], bound // 3 + 1

@@ -1,4 +1,4 @@
-"""Policies that change only what is read, on top of a policy that decides what is kept.
+"""Policies that select reads, on top of a policy that decides which tokens are kept.
 
 Selection and eviction are independent, so they compose: `Quest(over=DMS(...))` lets DMS evict
 tokens and selects pages among the kept ones, `KCache(over=DMS(...))` fetches values of kept tokens
@@ -32,7 +32,7 @@ class SelectiveReading(Policy):
     """Base of policies that read less than the cache holds. Prompts get full attention.
 
     Attributes:
-      over: the policy that decides what the cache holds.
+      over: the policy that decides which tokens the cache holds.
     """
 
     over: Policy = dataclasses.field(default=Vanilla(), kw_only=True)

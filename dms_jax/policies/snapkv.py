@@ -4,7 +4,7 @@
     score_j = mean over the group of mean over |n| <= kernel / 2 of w_{j + n}
 
 for the tokens before the window, with zeros beyond both ends; the window itself is always kept. A
-question at the end of the prompt influences what is kept if it lies in the window.
+question at the end of the prompt influences the kept tokens if it lies in the window.
 
 The state holds the last `window` queries of every head, and takes as much memory as
 window * group / 2 tokens of a row.

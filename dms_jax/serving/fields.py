@@ -2,8 +2,8 @@
 
 An unsupported field that would change the answer is refused by name, unless its value changes
 nothing (`presence_penalty: 0`). All other fields are accepted: clients send many about themselves
-or for other servers. A name that nearly equals a supported one is a typo, and refused: the answer
-would not be what the client asked for.
+or for other servers. A name that nearly equals a supported one is refused as a typo, because the
+answer would differ from the client's intention.
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ _CACHE_FIELDS = (
 class Formatter:
     """Formats the response to one request: one JSON object, or the events of a stream.
 
-    Events are strings as they are sent.
+    Events are complete strings, ready to send.
 
     Args:
       request: the request.

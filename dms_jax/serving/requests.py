@@ -36,7 +36,7 @@ class Asked:
       choices: answers to each prompt.
       output: what an answer must match, as the right side of a rule of a Lark grammar.
       output_field: the field of `output`, for errors.
-      stream: whether tokens are sent as they are generated.
+      stream: whether to stream tokens.
       max_field: the field of `max_new_tokens`, for errors.
       cuts_max: whether `max_new_tokens` is reduced to what fits, for clients that always send a
         large number.

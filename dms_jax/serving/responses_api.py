@@ -1,7 +1,7 @@
 """OpenAI's Responses API, /v1/responses, in and out; Codex uses only this one.
 
 Nothing is stored: every request has the whole conversation, and `previous_response_id` is refused.
-Tools are functions; the model sees those of a namespace with its name as a prefix. Other types,
+Tools are functions; the model sees functions of a namespace with its name as a prefix. Other types,
 which OpenAI's own servers run, are ignored with a warning.
 
 An answer is a list of items, and a stream has events of each, in this order:

@@ -53,7 +53,7 @@ class Tools:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise RefusalError(
                 f"tools: {show(twice[0])} is the name of {names.count(twice[0])} tools. Give each "
-                "a name of its own.",
+                "a different name.",
                 param="tools",
             )
         if not isinstance(choice, str) or choice not in ("auto", "none", "required"):

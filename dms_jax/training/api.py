@@ -122,7 +122,7 @@ def train(
       ConfigError: an option is malformed, or model, policy, recipe, mesh and run directory do not
         fit together.
       DataError: the data cannot be used.
-      CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
+      CheckpointError: `out` cannot be written, or its run cannot be resumed.
       OutOfMemoryError: a device has too little memory; the message says what needs less.
       TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
       KeyboardInterrupt: on Ctrl-C, SIGTERM or after `stop_after`, once a checkpoint is written
@@ -226,7 +226,7 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     check_layers(config, policy)
     if config.logit_soft_cap is not None:
         raise ConfigError(
-            f"The losses of training take logits as they are, and those of a {config.model_type} "
+            f"The losses of training need logits without a cap, and those of a {config.model_type} "
             "have a soft cap. Train another model."
         )
     if recipe.supervises and (config.sinks or config.attention_soft_cap is not None):

@@ -265,7 +265,7 @@ class Checkpoints:
                 if not (place / name).is_file():
                     wrong = f"{name} is missing"
                 elif _sum(place / name) != sums[name]:
-                    wrong = f"{name} is not what was written"
+                    wrong = f"{name} has changed since it was written"
         except (OSError, ValueError, AttributeError) as error:
             wrong = f"{_CHECKSUMS} cannot be read: {_reason(error)}"
         found = list(filter(None, processes.gather(wrong)))

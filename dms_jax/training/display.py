@@ -196,7 +196,7 @@ class _Bar(Progress):
 def opening_line(
     recipe: Recipe, policy: Policy, parameters: Mapping[str, jax.Array], done: int
 ) -> str:
-    """Returns a line that says what is trained, on which devices, and for how long.
+    """Returns a line with the trained parameters, the devices, and the length of the run.
 
     Args:
       recipe: the recipe of the run.

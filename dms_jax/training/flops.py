@@ -8,8 +8,8 @@ operations: its products with the layers' matrices (only those of its experts), 
 matrix (tied or not; the lookup is free), and with keys and values. The backward pass takes twice as
 many, or the same number if the matrices are frozen and only activations need gradients. A teacher
 takes one more forward pass. A stage "supervise" runs the layers forward once, and nothing after
-them. Padding, recomputation and norms do not count: the figure is what the model needs, not what
-the program executes.
+them. Padding, recomputation and norms do not count: the figure is the work of the model, not of the
+program.
 """
 
 import math

@@ -159,7 +159,7 @@ def zero_borrowed_neurons(
 def split(
     arrays: Mapping[str, Any], *, adapter: bool, trainable: Trained
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits parameters, or their shapes, into those that are trained and those that are frozen.
+    """Splits parameters, or their shapes, into trained and frozen ones.
 
     Args:
       arrays: the parameters.

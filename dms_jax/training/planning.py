@@ -154,7 +154,7 @@ class Plan:
         }
         lines += [f"  {name:<40} {size / 1e9:9.2f}" for name, size in rows.items()]
         if memory.refused:
-            lines.append("  (what the compiler asked for when it refused the program)")
+            lines.append("  (the compiler's figure when it refused the program)")
         if not self.fits:
             lines.append(LESS_MEMORY)
         lines += ["", "Time (estimated, without what devices send to each other)"]

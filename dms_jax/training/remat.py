@@ -33,7 +33,7 @@ def kept_bytes(
     Args:
       config: the model's shape.
       recipe: the recipe, for the length of a sequence and the type of the passes.
-      remat: what is recomputed.
+      remat: the setting of recomputation.
       sequences: sequences of a pass on a device.
       model: size of the axis `model`.
       sequence: size of the axis `sequence`, which splits the tokens of sequences.

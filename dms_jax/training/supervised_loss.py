@@ -23,7 +23,7 @@ def supervised_loss(
     """Returns the loss of each sequence; 0 for one without known keys.
 
     Args:
-      learned: what the policy learns (`Retrofit.supervision`).
+      learned: the policy's training target (`Retrofit.supervision`).
       seen: predictions and importance of every layer, [L, B, K, T].
       share: s*, share of the keys that count as the least important.
     """

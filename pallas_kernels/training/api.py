@@ -123,7 +123,7 @@ def retrofit_attention(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Computes causal attention with a bias on keys more than `window` tokens behind the query.
+    """Computes causal attention with a bias on keys more than `window` tokens before the query.
 
     Query i sees key j iff j <= i and both have the same segment id. `bias[b, k, j]` (<= 0, -inf
     for an evicted key) is added to the scores of key j iff i - j > window. Every query sees its own

@@ -115,11 +115,11 @@ def remove_the_checksums(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "is not what was written"),
+        (truncate, "has changed since it was written"),
         (break_the_checksums, "checksums.json cannot be read"),
         (remove, "is missing"),
-        (flip, "is not what was written"),
-        (break_the_position, "meta/metadata is not what was written"),
+        (flip, "has changed since it was written"),
+        (break_the_position, "meta/metadata has changed since it was written"),
         (remove_the_checksums, "checksums.json cannot be read"),
     ],
 )

@@ -281,7 +281,7 @@ class GgufWeights(Tensors):
 
 
 def hugging_face_name(stored: str, of_layers: Mapping[str, str]) -> str | None:
-    """The Hugging Face name of a tensor; None if there is none."""
+    """The Hugging Face name of a tensor, or None."""
     if stored in _WHOLE:
         return _WHOLE[stored]
     found = _LAYER_TENSOR.fullmatch(stored)
@@ -291,7 +291,7 @@ def hugging_face_name(stored: str, of_layers: Mapping[str, str]) -> str | None:
 
 
 def gguf_name(name: str, of_layers: Mapping[str, str]) -> str:
-    """The GGUF name of a tensor; the name itself if there is none."""
+    """The GGUF name of a tensor, or the name itself."""
     for stored, ours in _WHOLE.items():
         if ours == name:
             return stored

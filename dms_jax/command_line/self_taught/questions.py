@@ -4,8 +4,8 @@ The last `held_out` prompts of the file are for measuring; training skips copies
 JSON lines have
 
     question, answer   problems of a task, asked as it asks them, with a judge of final answers
-    prompt             a text, asked as a user's message or (without a chat) continued as it is
-    messages           a conversation, of which the turns before the last answer are the prompt
+    prompt             a text, sent as a user's message or (without a chat) continued
+    messages           a conversation; the turns before the last answer are the prompt
     text               continued from its first tokens, as are texts between <|endoftext|>
 """
 
@@ -144,7 +144,7 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathe
         if config.style != "auto":
             raise dms_jax.ConfigError(
                 f"--style {config.style} is of problems that a judge knows, and these prompts are "
-                "asked as they are: give --judge, or leave it out."
+                "plain: give --judge, or leave it out."
             )
         return None
     assert config.prompts is not None

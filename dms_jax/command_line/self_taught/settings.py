@@ -58,7 +58,7 @@ class SelfTaught:
     max_new_tokens: int = 400
     """Most new tokens of an answer; a longer one is cut off and counts as not ended (--keep)."""
     keep: Literal["all", "ended", "correct"] = "ended"
-    """Which answers to train on: all, those that ended by themselves, or those judged correct."""
+    """Answers to train on: all, only finished ones, or only those judged correct."""
 
     trainable: Trained = "low_rank"
     """Train only the adapter, low-rank updates of attention too, or all weights."""
@@ -185,7 +185,7 @@ class SelfTaught:
 PRESETS = {
     "self-taught": (
         "DMS for a small chat model on its own answers: give --model and --prompts. The defaults "
-        "are what was measured best with 0.5B parameters on one GPU, and leave a file of a few "
+        "measured best with 0.5B parameters on one GPU, and produce a file of a few "
         "megabytes beside the model.",
         SelfTaught(model="", prompts=None, out=pathlib.Path("runs/self-taught")),
     ),

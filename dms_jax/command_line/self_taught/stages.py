@@ -48,7 +48,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         if recipe.sequence_length > positions:  # fail before hours of sampling
             raise dms_jax.ConfigError(
                 f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
-                f"of --model {config.model}: give at most so many."
+                f"of --model {config.model}: give no more."
             )
         questions = read_questions(config, base)
     write_json(config.out / "settings.json", config.to_dict())  # after all checks

@@ -114,7 +114,7 @@ class FileTask(FromFile, Task):
         """The problem of a record, without examples; `number` is its index in the file."""
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Returns problem `index` of the file, whatever the split.
+        """Returns problem `index` of the file, for any split.
 
         Raises:
           DataError: the problem does not exist, or its record is malformed.

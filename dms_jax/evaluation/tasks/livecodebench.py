@@ -161,7 +161,7 @@ def _function(record: Record) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether a program printed what was expected."""
+    """Whether a program printed the expected output."""
     mine, wanted = (text.strip().split("\n") for text in (output, expected))
     return len(mine) == len(wanted) and all(
         left.strip() == right.strip() or _same_numbers(left, right)

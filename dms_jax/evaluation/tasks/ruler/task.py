@@ -168,7 +168,7 @@ class RULER(Task):
         return {"vt": self.hops + 1, "cwe": COMMON, "fwe": 3}.get(self.task, 1)
 
     def _posed(self, split: str, index: int, size: int) -> Problem:
-        """Problem `index` with a context of `size`; the same draws come first whatever the size."""
+        """Problem `index` with a context of `size`; its first draws do not depend on the size."""
         rng = random.Random(f"RULER {self.task} {self.seed} {split} {index}")
         filled = self.family.fill(rng, size, index)
         return Problem(
