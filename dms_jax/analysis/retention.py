@@ -121,8 +121,8 @@ def retention(
     )
     require(
         model.config.window is None,
-        "retention shows a policy's kept tokens in all layers, and some layers of this model keep a "
-        "window under any policy.",
+        "retention shows the tokens that a policy keeps in all layers, and some layers of this "
+        "model have a window under any policy.",
     )
     tokens = whole_numbers("token ids", tokens)
     if tokens.ndim != 2 or not tokens.size:
