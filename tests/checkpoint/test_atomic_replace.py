@@ -12,6 +12,7 @@ import pytest
 from dms_jax import assets
 from dms_jax.checkpoint import atomic_replace, load, save
 from dms_jax.errors import CheckpointError
+from dms_jax.file_lock import lock
 from dms_jax.policies import TOVA, Vanilla
 
 
@@ -230,6 +231,20 @@ def test_next_save_cleans_up_after_a_killed_one(stories, out, tmp_path, where):
     assert names(tmp_path) == [".out.saving-link", "out"]
     assert load(out).policy == Vanilla()
     assert (out / "LICENSE").exists() == (where == "between the renames")
+
+
+def test_load_restores_what_a_killed_save_moved_aside(stories, out, tmp_path):
+    save(stories, TOVA(budget=8), out)
+    stage = tmp_path / ".out.saving-abcd1234"
+    (stage / "new").mkdir(parents=True)
+    out.rename(stage / "old")
+    running = os.open(stage, os.O_RDONLY)
+    assert lock(running)
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        load(out)
+    os.close(running)
+    assert load(out).policy == TOVA(budget=8)
+    assert names(stage) == ["new"]  # left to the next save
 
 
 def test_staging_directory_of_a_running_save_is_left_alone(stories, out, tmp_path):
