@@ -31,7 +31,7 @@ def test_no_error_bar_without_its_formula(name):
     """But for the first look at SmolLM2's adapter, whose table has its own commands."""
     text = claims.TAGGED.sub("", (claims.ROOT / name).read_text(encoding="utf-8"))
     if "smollm2" in name:
-        text = text.partition("On an H200, afterwards")[2].partition("## Again")[0]
+        text = text.partition("On an H200, afterwards")[2].partition("## Commands")[0]
     assert not re.findall(r".*\d ± .*", text)
     assert not re.findall(r".*\*\*(?:holds|does not hold).*", text)
 
