@@ -134,7 +134,7 @@ print(*times, *({HEAVY_PACKAGES} & set(sys.modules)))
     assert float(end) - float(dependencies) < 0.5 * (float(dependencies) - float(begin))
 
 
-def test_names_are_imported_when_they_are_used():
+def test_public_names_are_imported_lazily():
     assert set(policies.__all__) < set(dms_jax.__all__) <= set(dir(dms_jax))
     assert dms_jax.TOVA is policies.TOVA
     assert dms_jax.serving.__name__ == "dms_jax.serving"
@@ -144,7 +144,7 @@ def test_names_are_imported_when_they_are_used():
         assert f"Did you mean: '{meant}'?" in traceback.format_exception(caught.value)[-1]
 
 
-def test_public_names_and_those_in_messages_are_there():
+def test_names_in_all_and_in_messages_exist():
     names = {f"dms_jax.{name}" for name in dms_jax.__all__}
     assert len(names) == len(dms_jax.__all__)
     texts = (
@@ -199,7 +199,7 @@ for one in caught:
 
 
 @pytest.mark.nightly
-def test_a_checkout_that_is_not_installed_has_a_version_and_warnings_blame_the_caller(tmp_path):
+def test_uninstalled_checkout_has_version_and_warnings_name_caller(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     command = [sys.executable, str(script)]
@@ -211,7 +211,7 @@ def test_a_checkout_that_is_not_installed_has_a_version_and_warnings_blame_the_c
     assert set(blamed) == {f"{script} {line}" for line in lines}
 
 
-def test_the_wheel_holds_both_packages_and_leaves_out_what_is_fetched(tmp_path):
+def test_wheel_has_both_packages_without_fetched_assets(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (path,) = tmp_path.glob("*.whl")
@@ -231,7 +231,7 @@ def test_the_wheel_holds_both_packages_and_leaves_out_what_is_fetched(tmp_path):
     assert not inside & set(fetching.listed())
 
 
-def test_every_mutant_can_be_planted_and_names_tests():
+def test_every_mutant_applies_and_names_tests():
     """Change the table together with the code, or drop what has no place any more."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) > 40
     assert sum(mutant.night for mutant in MUTANTS) <= MOST_MUTANTS_OF_THE_NIGHT
@@ -251,7 +251,7 @@ def test_every_mutant_can_be_planted_and_names_tests():
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_gate_has_a_test_of_every_mutant(pytestconfig):
+def test_gate_has_a_test_for_every_mutant(pytestconfig):
     """Judged where all of the tests are collected; `make mutants` runs them."""
     gate = pytestconfig.stash[GATE]
     if not {mutant.tests[0].split("::")[0] for mutant in MUTANTS} <= gate.files:
@@ -269,7 +269,7 @@ def test_the_gate_has_a_test_of_every_mutant(pytestconfig):
 
 
 @pytest.mark.own_seeds("compares streams by name")
-def test_seeds_of_the_checkout_are_shifted(monkeypatch):
+def test_reseeding_shifts_only_own_seeds(monkeypatch):
     monkeypatch.setattr(np.random, "default_rng", np.random.default_rng)
     monkeypatch.setattr(jax.random, "key", jax.random.key)
     reseeding = Reseeding(2)
@@ -346,7 +346,7 @@ def shorter(text: str, place: str) -> str:
 
 @pytest.mark.release
 @pytest.mark.parametrize("place", PYTHON)
-def test_every_block_of_python_runs(place, tmp_path, monkeypatch, capsys):
+def test_every_python_block_runs(place, tmp_path, monkeypatch, capsys):
     whole = dms_jax.recipes.dms_quickstart
 
     def short_training(*given, **options):
@@ -362,7 +362,7 @@ def test_every_block_of_python_runs(place, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.release
 @pytest.mark.parametrize("line", LINES)
-def test_every_command_is_understood(line, tmp_path, monkeypatch, capsys):
+def test_every_documented_command_parses(line, tmp_path, monkeypatch, capsys):
     """It runs where it takes seconds; else its options are parsed, or its target is there."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(shorter(line, LINES[line]))

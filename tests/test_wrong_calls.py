@@ -58,7 +58,7 @@ def all_cases(scratch: pathlib.Path) -> dict[str, Case]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wrong_calls_say_what_was_wrong_and_leave_nothing(tmp_path, pytestconfig):
+def test_wrong_calls_name_the_error_and_write_nothing(tmp_path, pytestconfig):
     if pytestconfig.getoption("--jaxtyping-packages"):
         pytest.skip("jaxtyping's checks refuse what the code is to refuse")
     cases = all_cases(tmp_path)

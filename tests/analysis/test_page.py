@@ -61,7 +61,7 @@ def test_token_texts_join_to_the_text():
     assert "".join(pieces) == model.tokenizer.decode(tokens) == text
 
 
-def test_the_page_holds_every_token_and_lifetime():
+def test_page_has_every_token_and_lifetime():
     tokens = ["a", " </script>", '"b" @DATA@']
     one = found_of([[[[2, N, N]]], [[[1, 3, N]]]])
     two = found_of([[[[N, N, N]]], [[[N, N, N]]]], reads=np.array([[[[6, 3, 0]]], [[[0, 4, 2]]]]))

@@ -91,7 +91,7 @@ def test_every_policy_equals_its_oracle(row):
                     chex.assert_trees_all_equal(found.reads[layer, sequence, head], reads)
 
 
-def test_the_rows_are_of_every_policy():
+def test_rows_cover_every_policy():
     assert {type(row.policy) for row in chosen_rows()} == set(POLICIES.values())
 
 
@@ -109,7 +109,7 @@ def test_live_tokens_equal_score():
         assert score.usage.compression_ratio == pytest.approx(59 / live[..., -1].mean())
 
 
-def test_read_shares_count_steps_in_which_the_token_was_there():
+def test_read_shares_count_only_steps_with_the_token():
     found = Retention(
         policy=dms_jax.RandomEviction(window=1),
         tokens=np.zeros((1, 4), int),
@@ -126,7 +126,7 @@ def test_read_shares_count_steps_in_which_the_token_was_there():
 
 
 @pytest.mark.nightly
-def test_one_token_is_kept():
+def test_single_token_is_kept():
     model = dms_jax.load(str(assets.path("stories260k")), untrained=True)
     found = retention(model, np.ones((1, 1), int), policy=dms_jax.DMS(window=2))
     # One token, which is the whole text and, here, no prompt.

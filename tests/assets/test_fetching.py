@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCE = PROJECT["urls"]["Source"]
 
 
-def test_what_is_fetched_is_what_lies_here():
+def test_listed_hashes_match_the_assets():
     for file, one in fetching.listed().items():
         assert fetching._matches(fetching.OWN / file, one), f"write {file} to fetched.json anew"
 
@@ -27,7 +27,7 @@ def installed(tmp_path, monkeypatch):
     fetching.listed()  # was read before the files went
 
 
-def test_an_asset_that_is_not_here_says_how_to_get_it(installed, monkeypatch):
+def test_missing_asset_error_says_how_to_fetch(installed, monkeypatch):
     here = ROOT / "dms_jax" / "assets"
     with pytest.raises(dms_jax.DataError, match=r"22 MB\): dms_jax\.assets\.fetch"):
         assets.path("reasoner-11m")
@@ -54,7 +54,7 @@ def test_assets_are_fetched_checked_and_found(installed, tmp_path):
         assets.fetch("gpt5")
 
 
-def test_another_file_than_the_one_of_this_version_is_refused(installed, tmp_path):
+def test_file_of_another_version_is_refused(installed, tmp_path):
     wrong = tmp_path / "there" / "books"
     wrong.mkdir(parents=True)
     for file in fetching.listed():
@@ -65,6 +65,6 @@ def test_another_file_than_the_one_of_this_version_is_refused(installed, tmp_pat
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_files_are_fetched_from_this_version_of_the_project():
+def test_files_come_from_the_installed_version():
     host = SOURCE.replace("//github.com", "//raw.githubusercontent.com")
     assert fetching.address() == f"{host}/v{PROJECT['version']}/dms_jax/assets"

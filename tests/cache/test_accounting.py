@@ -34,13 +34,13 @@ def test_held_tokens_are_reported_beside_live_ones():
     assert usage.peak_tokens == usage.peak_held_tokens == 5.0
 
 
-def test_nothing_seen_is_nothing_compressed():
+def test_no_tokens_have_ratio_one():
     usage = Meter(rows=2).usage(prompt_tokens=0, new_tokens=0, seen=0, cache_bytes=0)
     assert usage.compression_ratio == 1.0
     assert usage.peak_tokens == 0.0
 
 
-def test_the_peak_is_at_least_what_is_held_at_the_end():
+def test_peak_is_at_least_the_final_bytes():
     """A turn of a conversation may start with more bytes than any of its chunks reserves."""
     meter = Meter(rows=2, peak_bytes=300)
     usage = meter.usage(prompt_tokens=1, new_tokens=1, seen=1, cache_bytes=700)

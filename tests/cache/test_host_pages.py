@@ -45,7 +45,7 @@ def test_contents_come_back(in_flight, monkeypatch):
     assert host.used == 5
 
 
-def test_a_shared_page_is_there_until_its_last_prefix_goes():
+def test_shared_page_stays_until_its_last_prefix_goes():
     host, device = make()
     first = host.add(np.array([7, 3]), *device)
     second = host.add(np.array([7, 3, 11]), *device)
@@ -63,7 +63,7 @@ def test_a_shared_page_is_there_until_its_last_prefix_goes():
     assert contents(host, third) == [3]
 
 
-def test_a_changed_page_of_the_device_is_copied_again():
+def test_changed_device_page_is_copied_again():
     host, device = make()
     first = host.add(np.array([7, 3]), *device)
     assert first is not None
@@ -77,7 +77,7 @@ def test_a_changed_page_of_the_device_is_copied_again():
     assert host.on_device(first).tolist() == [9, 3]
 
 
-def test_room_is_made_and_what_is_known_stays():
+def test_add_reuses_known_pages_and_makes_room():
     host, (read, _) = make(4)
     first, kept = host.add(np.array([1, 2]), read, lambda: False), None
     kept = host.add(np.array([3]), read, lambda: False)

@@ -37,7 +37,7 @@ def put(stored: Int4, x) -> tuple[jax.Array, jax.Array]:
 @every_format
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**20))
-def test_slots_hold_the_nearest_numbers_of_the_format(stored, seed):
+def test_slots_hold_nearest_numbers(stored, seed):
     options = dataclasses.asdict(stored)
     with jax.enable_x64(True):
         x = draws(seed)
@@ -123,7 +123,7 @@ def test_infinities_and_nan_stay_not_finite(stored):
 
 
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 96, 128])
-def test_the_rotation_changes_no_product_and_undoes_itself(head_dim):
+def test_rotation_preserves_products_and_inverts_itself(head_dim):
     random = np.random.default_rng(head_dim)
     q, k = jnp.asarray(random.normal(size=(2, 5, head_dim)), jnp.float32)
     rotated = Int4().rotate(q), Int4().rotate(k)
@@ -140,7 +140,7 @@ def test_the_rotation_changes_no_product_and_undoes_itself(head_dim):
 
 
 @pytest.mark.parametrize(("head_dim", "numbers", "groups"), [(8, 4, 1), (64, 32, 2), (80, 40, 5)])
-def test_bytes_are_those_of_the_arrays(head_dim, numbers, groups):
+def test_bytes_equal_those_of_the_arrays(head_dim, numbers, groups):
     config = dataclasses.replace(tiny_config(), head_dim=head_dim)
     each = 2 * (numbers + 2 * groups)
     assert entry_bytes(config, jnp.bfloat16, "int4") == each

@@ -78,7 +78,7 @@ def test_writing_one_token_equals_writing_a_chunk(dtype):
 @pytest.mark.parametrize(
     "policy", [Vanilla(), DMS(window=4), DMC(neuron="first")], ids=lambda policy: policy.name
 )
-def test_rotating_while_writing_equals_rotating_first(policy, dtype):
+def test_fused_rotation_equals_rotating_first(policy, dtype):
     """It is as if it were rotated, and then written."""
     random, head_dim, group = np.random.default_rng(6), 8, 2
     pages = jnp.asarray(random.normal(size=(2, PAGES, PAGE_SIZE, head_dim)), dtype)
@@ -109,7 +109,7 @@ def test_rotating_while_writing_equals_rotating_first(policy, dtype):
     assert len(found) == len(zero) * BATCH * KV_HEADS
 
 
-def test_rotated_tokens_take_the_dtype_of_the_pool():
+def test_rotated_tokens_have_pool_dtype():
     """A policy may merge in a wider one."""
     pool = Pool(jnp.zeros((1, 2, 16), jnp.bfloat16), jnp.zeros((1, 2, 16), jnp.bfloat16))
     table, slots = jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1), jnp.int32)
@@ -150,7 +150,7 @@ def compact_moving(pages):
     share=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     pages=st.sampled_from([1, 3, paged.PAGES_MOVED]),
 )
-def test_kept_slots_close_ranks_in_their_order(seed, share, pages):
+def test_compaction_keeps_order(seed, share, pages):
     """Every array that is addressed by page moves in the same way; other pages do not change."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, WIDTH * PAGE_SIZE + 1, (BATCH, KV_HEADS))

@@ -31,7 +31,7 @@ def draws(seed: int, dtype) -> np.ndarray:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**20))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_slots_hold_the_nearest_numbers_of_the_format(seed, dtype):
+def test_slots_hold_nearest_numbers(seed, dtype):
     x = draws(seed, dtype)
     values, scales = put(x)
     chex.assert_type([values, scales], [FLOAT8, jnp.float32])
@@ -157,7 +157,7 @@ def test_numbers_by_hand():
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "int4"])
-def test_a_pool_gives_back_what_it_stored(kv_dtype):
+def test_pool_returns_stored_numbers(kv_dtype):
     random = np.random.default_rng(0)
     pages, page_size, head_dim = 6, 4, 8
     shape = (pages, page_size, head_dim)

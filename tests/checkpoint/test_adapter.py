@@ -97,7 +97,7 @@ def test_under_a_mesh(base, adapter, tmp_path):
 
 
 @pytest.mark.nightly
-def test_on_a_quantised_gguf(tmp_path):
+def test_adapter_on_a_quantised_gguf(tmp_path):
     convert(wide(tmp_path / "model", "llama2"), tmp_path / "base.gguf", KINDS["mixed"])
     model = changed(load(tmp_path / "base.gguf", dtype="bfloat16"))
     save(model, POLICY, tmp_path / "adapter", adapter_only=True)

@@ -297,7 +297,7 @@ def test_each_device_reads_its_part(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_no_second_copy_in_float32(tmp_path, monkeypatch):
+def test_dequantisation_makes_no_float32_copy(tmp_path, monkeypatch):
     """A tensor is dequantised some rows at a time into the type that is asked for."""
     directory = wide(tmp_path / "model", "qwen2")
     convert(directory, tmp_path / "model.gguf", lambda name: Kind.Q8_0)

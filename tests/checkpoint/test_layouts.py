@@ -58,7 +58,7 @@ def differences(
 
 
 @pytest.mark.parametrize("name", layouts.TABLE)
-def test_layouts_of_well_known_models(name, tmp_path):
+def test_well_known_layouts(name, tmp_path):
     expected = [recorded(version)["table"][name] for version in (4, 5)]
     assert differences(layouts.TABLE[name], tmp_path / "model", expected) == ({}, [])
 

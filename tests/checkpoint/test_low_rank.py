@@ -71,7 +71,7 @@ def test_updates_are_loaded_beside_the_weights(base, adapter, tmp_path):
 
 
 @pytest.mark.nightly
-def test_merge(base, adapter, tmp_path):
+def test_merged_updates_equal_separate_ones(base, adapter, tmp_path):
     model, merged = load(base, adapter=adapter), load(base, adapter=adapter, merge=True)
     assert low_rank.low_rank_of(merged.transformer) is None
     logits = np.asarray(model.logits(TOKENS))
@@ -136,7 +136,7 @@ def test_under_a_mesh(base, adapter, tmp_path):
     assert kernel.sharding.spec[2] == "model"
 
 
-def test_on_a_gguf(tmp_path, base, adapter):
+def test_updates_on_a_gguf(tmp_path, base, adapter):
     convert(base, tmp_path / "base.gguf")
     assert_equal(load(tmp_path / "base.gguf", adapter=adapter), load(base, adapter=adapter))
 

@@ -44,7 +44,7 @@ def test_ids_are_those_of_the_reference(kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "stories260k", "gemma"])
-def test_text_comes_back(kind):
+def test_text_round_trip(kind):
     tokenizer = Tokenizer.from_directory(GOLDEN / kind)
     for text, ids in expected(kind):
         # stories260K was trained with runs of spaces made one, so they cannot come back.

@@ -98,7 +98,7 @@ def has_drawing(picture: str) -> bool:
 
 
 @pytest.mark.release
-def test_a_frame_alone_is_no_drawing():
+def test_control_empty_frame_is_no_drawing():
     from matplotlib.figure import Figure
 
     def drawn(*points):
@@ -115,7 +115,7 @@ def test_a_frame_alone_is_no_drawing():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_script_and_notebook_say_the_same_and_carry_no_outputs(path):
+def test_script_equals_notebook_without_outputs(path):
     assert path.stem in RUNS
     notebook = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     script = jupytext.read(path)
@@ -130,7 +130,7 @@ def test_script_and_notebook_say_the_same_and_carry_no_outputs(path):
     assert f'SOURCE = "{SOURCE}"' in notebook.cells[1].source
 
 
-def test_the_first_cell_is_the_same_everywhere():
+def test_first_cells_are_equal():
     assert len({jupytext.read(path).cells[1].source for path in SCRIPTS}) == 1
 
 
@@ -143,9 +143,7 @@ def test_the_first_cell_is_the_same_everywhere():
         (False, False, "checkout/colab", "checkout[plots]"),
     ],
 )
-def test_the_first_cell_installs_what_the_runtime_needs(
-    card, tpu, folder, expected, tmp_path, monkeypatch
-):
+def test_first_cell_installs_extras_of_runtime(card, tpu, folder, expected, tmp_path, monkeypatch):
     where = tmp_path / folder
     where.mkdir(parents=True)
     package = tmp_path / "checkout" / "dms_jax"

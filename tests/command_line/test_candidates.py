@@ -20,7 +20,7 @@ def candidates(*texts, model="stories260k", adapter=None):
     return read_candidates(texts, model=model, adapter=adapter)
 
 
-def test_reading_candidates():
+def test_candidates_are_parsed():
     plain, tova, few, named = candidates(
         "Vanilla", "TOVA,budget=64", "Vanilla,kv_dtype=int4", "DMS,adapter=a/b,model=m,name=mine"
     )
@@ -129,7 +129,7 @@ def failing(monkeypatch, errors):
     return evaluate.Config(model="stories260k", task="text", policies=policies), ran
 
 
-def test_a_failed_policy_is_named_and_the_others_run(tmp_path, capsys, monkeypatch):
+def test_failed_policy_is_named_and_others_run(tmp_path, capsys, monkeypatch):
     error = NotImplementedError("the kernel does not serve this")
     config, _ = failing(monkeypatch, {"H2O": error})
     out = tmp_path / "text.json"
@@ -139,7 +139,7 @@ def test_a_failed_policy_is_named_and_the_others_run(tmp_path, capsys, monkeypat
     assert rows[-1] == {"name": "H2O", "failed": str(error)}
 
 
-def test_a_lost_device_or_a_failed_first_row_ends_it(monkeypatch):
+def test_lost_device_or_failed_baseline_ends_the_run(monkeypatch):
     lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA error: misaligned address")
     assert gave_up(lost)
     assert not gave_up(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))

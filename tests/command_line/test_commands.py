@@ -54,7 +54,7 @@ def test_the_list_of_commands(capsys):
     assert said.startswith("ConfigError: 'generat' is no command (did you mean generate?); there")
 
 
-def test_it_runs_as_a_module_too():
+def test_python_m_runs_the_command():
     """The only process that these tests start."""
     done = subprocess.run(
         [sys.executable, "-m", "dms_jax.command_line", "--version"],
@@ -79,7 +79,7 @@ def test_it_runs_as_a_module_too():
         (dms_jax.OtherProcessError, 1),
     ],
 )
-def test_status_tells_a_wrong_call_from_a_failed_run(error, status, capsys):
+def test_wrong_call_exits_2_and_failed_run_1(error, status, capsys):
     def fail():
         raise error("Why it ended.")
 
@@ -87,7 +87,7 @@ def test_status_tells_a_wrong_call_from_a_failed_run(error, status, capsys):
     assert capsys.readouterr().err == f"{error.__name__}: Why it ended.\n"
 
 
-def test_status_of_what_ends_otherwise(capsys):
+def test_other_exit_statuses(capsys):
     def interrupt():
         raise KeyboardInterrupt("stopped after step 2")
 
@@ -117,7 +117,7 @@ def test_closed_output_is_no_error(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_explains_every_option_and_others_exit_2(name, monkeypatch, capsys):
+def test_help_lists_options_and_unknown_ones_exit_2(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
         main(typed(name, "--help"))
@@ -168,7 +168,7 @@ def test_output_goes_to_runs_and_unwritable_output_exits_2(name, capsys, tmp_pat
     assert capsys.readouterr().err.startswith("ConfigError: --out")
 
 
-def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
+def test_retrofit_presets_are_listed(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     presets = module_of("retrofit").PRESETS
     assert {"custom", "stories260k", "self-taught"} < presets.keys()
@@ -197,7 +197,7 @@ def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
         assert point in presets
 
 
-def test_options_without_a_starting_point_are_of_custom(monkeypatch, capsys):
+def test_options_without_preset_are_of_custom(monkeypatch, capsys):
     """As someone types it who has not seen the names."""
     retrofit = module_of("retrofit")
     begun = []
@@ -273,7 +273,7 @@ def test_a_policy_is_explained(capsys):
         ),
     ],
 )
-def test_how_a_policy_takes_a_prompt(policy, prompts):
+def test_policies_state_their_prefill(policy, prompts):
     assert policy_options.prompts(policy) == prompts
 
 
@@ -290,7 +290,7 @@ def test_models_outside_the_wheel_are_fetched_on_use(capsys, tmp_path, monkeypat
     assert capsys.readouterr().err == ""
 
 
-def test_a_report_has_the_command_without_its_paths(monkeypatch):
+def test_report_has_command_without_paths(monkeypatch):
     arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "hyperscale", *arguments])
     told = running.command(without=("--out", "--save"))
@@ -333,7 +333,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("typed", SLIPS)
-def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch):
+def test_options_are_checked_before_loading_the_model(typed, capsys, tmp_path, monkeypatch):
     """A real model takes minutes to load. No hub is asked for ./nowhere, which is a path."""
     monkeypatch.chdir(tmp_path)
     assert main([*typed.split(), "--model", "./nowhere"]) == 2
@@ -341,7 +341,7 @@ def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
-def test_a_report_replaces_files_alone(tmp_path):
+def test_report_replaces_only_regular_files(tmp_path):
     """Otherwise root's --out /dev/null would replace the device by a file."""
     pipe = tmp_path / "null"
     os.mkfifo(pipe)
@@ -365,7 +365,7 @@ def test_a_report_replaces_files_alone(tmp_path):
         ),
     ],
 )
-def test_misspelt_names_of_what_ships_are_corrected(typed, meant, capsys, tmp_path, monkeypatch):
+def test_misspelt_asset_names_are_corrected(typed, meant, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "Hi", *typed.split()]) == 2
     assert f"ConfigError: {meant}" in capsys.readouterr().err

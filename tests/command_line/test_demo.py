@@ -28,7 +28,7 @@ def ran(monkeypatch):
         (["--only", "quickstart", "--quickstart.sequences", "9"], [("quickstart", 9)]),
     ],
 )
-def test_parts_by_name(arguments, expected, ran):
+def test_parts_are_selected_by_name(arguments, expected, ran):
     assert run(demo.main, demo.Config, description="", arguments=arguments) == 0
     assert ran == expected
 

@@ -14,7 +14,7 @@ WIDTH = 78  # of 80, where a captured output has no boxes
 
 
 @pytest.mark.parametrize("command", ["generate", "policies", "retrofit self-taught"])
-def test_lines_are_filled(command, monkeypatch, capsys):
+def test_help_lines_are_filled(command, monkeypatch, capsys):
     """No line of an explanation ends where the next word would have had room."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -35,7 +35,7 @@ def test_lines_are_filled(command, monkeypatch, capsys):
     assert not re.search(r"\{None|\[\[|\[STR \[|None takes|default: None|\(required", listed)
 
 
-def test_a_description_is_wrapped_and_its_commands_are_not():
+def test_descriptions_wrap_but_commands_do_not():
     text = """What it
 does.
 

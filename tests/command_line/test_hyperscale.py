@@ -17,7 +17,7 @@ def declared(stories):
     return dataclasses.replace(stories, policy=dms_jax.DMS(window=10, alpha_offset=0.0))
 
 
-def test_reading_systems(stories, declared):
+def test_systems_are_parsed(stories, declared):
     def load(name, adapter=None):
         return {"plain": stories, "mine": declared}[adapter or name]
 
@@ -37,7 +37,7 @@ def test_reading_systems(stories, declared):
         read("TOVA,4")
 
 
-def test_problems_are_asked_in_a_chat(monkeypatch):
+def test_chat_option_applies_the_template(monkeypatch):
     """AIME, MATH-500 and GPQA mean nothing to a chat model outside of its template."""
     asked = {}
 

@@ -70,7 +70,7 @@ def of_page(script: str, checkpoint, page=PAGE, **other: str) -> list[str]:
     ("thinks", "begins", "page"),
     [("true", "<assistant>", PAGE), ("false", "</think>", PAGE), ("true", "<assistant>", README)],
 )
-def test_a_prompt_is_written_with_the_variable_and_answered(
+def test_template_variable_reaches_the_prompt(
     checkpoint, thinks, begins, page, monkeypatch, capsys
 ):
     read, answer = [], dms_jax.generate
@@ -92,7 +92,7 @@ def test_a_prompt_is_written_with_the_variable_and_answered(
 
 
 @pytest.mark.usefixtures("fakes")
-def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch):
+def test_template_variable_reaches_the_problems(checkpoint, tmp_path, monkeypatch):
     problems = tmp_path / "test.jsonl"
     problems.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
     own = {"--task-options": f"path={problems}", "--max-new-tokens": "12"}

@@ -52,7 +52,7 @@ def test_a_small_run_is_written_and_loads(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
+def test_adapter_or_low_rank_training_writes_an_adapter(tmp_path, capsys):
     config = dataclasses.replace(
         STORIES,
         out=tmp_path,
@@ -85,7 +85,7 @@ def test_a_recipe_is_scaled_down():
     assert warm.distillation_temperature == 2.0
 
 
-def test_a_model_with_fewer_positions_is_trained_on_shorter_sequences():
+def test_sequence_length_is_capped_at_model_positions():
     """The first line of the help failed on every model of fewer than 32,768 positions."""
     config = CUSTOM
     recipe, policy = config.make_recipe(4096), config.make_policy()
@@ -135,11 +135,11 @@ def test_presets_make_recipes():
         (dict(policy="FixedPooling", options=("every=2",)), dms_jax.FixedPooling(every=2)),
     ],
 )
-def test_policy_is_the_recipes_unless_told(given, policy):
+def test_policy_defaults_to_the_recipes(given, policy):
     assert dataclasses.replace(CUSTOM, **given).make_policy() == policy
 
 
-def test_what_is_left_out_is_as_the_library_has_it():
+def test_omitted_options_have_library_defaults():
     recipes = dms_jax.recipes
     for name, recipe in {
         "published": recipes.dms_published(),
@@ -179,7 +179,7 @@ def test_what_is_left_out_is_as_the_library_has_it():
         ),
     ],
 )
-def test_refused_settings_leave_nothing_behind(given, error, says, tmp_path, monkeypatch):
+def test_refused_settings_create_no_files(given, error, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = dataclasses.replace(STORIES, out=tmp_path / "runs" / "one", tensorboard=True, **given)
     with pytest.raises(dms_jax.DmsJaxError) as refused:
@@ -211,7 +211,7 @@ def test_refused_settings_leave_nothing_behind(given, error, says, tmp_path, mon
         ('{"q": "1 + 1?"}\n', dict(field="q"), None, ["1 + 1?"]),
     ],
 )
-def test_options_of_the_data(lines, given, warns, read, tmp_path):
+def test_data_options(lines, given, warns, read, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines)
     config = dataclasses.replace(STORIES, data=(path,), **given)

@@ -89,7 +89,7 @@ def lines(path: pathlib.Path) -> list[dict]:
 
 
 @pytest.mark.nightly
-def test_every_stage_goes_on(stopped_and_run):
+def test_every_stage_resumes(stopped_and_run):
     out = stopped_and_run.out
     settings, *answers = lines(out / "answers" / "answers.jsonl")
     places = [(answer["problem"], answer["chain"]) for answer in answers]
@@ -108,7 +108,7 @@ def test_every_stage_goes_on(stopped_and_run):
 
 
 @pytest.mark.nightly
-def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
+def test_every_snapshot_and_ratio_is_measured(stopped_and_run):
     out = stopped_and_run.out
     measured = [
         record["evaluation"]
@@ -170,7 +170,7 @@ def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsy
 
 
 @pytest.mark.nightly
-def test_the_page_has_figures_and_commands(stopped_and_run):
+def test_page_has_figures_and_commands(stopped_and_run):
     page = (stopped_and_run.out / "README.md").read_text()
     assert page.startswith("# stories260k with DMS, taught by its own answers")
     assert "| DMS, ratio 2 |" in page
@@ -233,7 +233,7 @@ def test_keep_filters_answers(stories, tmp_path, keep, kept):
     assert again.figures == lessons.figures
 
 
-def test_nothing_kept_says_what_to_change(stories, tmp_path):
+def test_no_kept_answers_error_suggests_options(stories, tmp_path):
     config = dataclasses.replace(
         TINY, prompts=problems(tmp_path / "p.jsonl"), keep="correct", held_out=1
     )
@@ -280,7 +280,7 @@ def test_prompts_of_every_form(stories, tmp_path):
         reading.read_questions(config, model)
 
 
-def test_prompts_that_are_held_out_are_not_trained_on(stories, tmp_path):
+def test_held_out_prompts_are_not_trained_on(stories, tmp_path):
     """The same words occur earlier in the file, and texts begin alike."""
     path = tmp_path / "p.jsonl"
     rows = ["One day", "Ask me", "One day", "Tell me", "So it was", "Ask me", "One day"]
@@ -359,7 +359,7 @@ def test_a_malformed_conversation_is_named_by_its_line(stories, tmp_path, row, t
 
 
 @pytest.mark.nightly
-def test_a_wrong_first_call_leaves_the_directory_free(stories, tmp_path, monkeypatch):
+def test_wrong_first_call_does_not_claim_the_directory(stories, tmp_path, monkeypatch):
     right = dataclasses.replace(TINY, out=tmp_path / "run")
     wrong = dataclasses.replace(right, prompts=tmp_path / "missing.jsonl")
     with pytest.raises(dms_jax.ConfigError, match=r"--prompts .*No such file"):
@@ -379,7 +379,7 @@ def test_a_wrong_first_call_leaves_the_directory_free(stories, tmp_path, monkeyp
         retrofit.main(dataclasses.replace(right, window=9))
 
 
-def test_the_defaults_are_the_recipe():
+def test_defaults_equal_the_recipe():
     _, custom = PRESETS["self-taught"]
     recipe = dataclasses.replace(dms_jax.recipes.dms_self_taught(), snapshots=(2.0, 3.5))
     assert custom.make_recipe() == recipe

@@ -33,7 +33,7 @@ def called(config, figures: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def test_problems_are_asked_as_they_were_for_training():
+def test_page_commands_ask_as_in_training():
     config = dataclasses.replace(
         ASKED, system="Be brief.", template=("enable_thinking=false", "a=1"), dtype="bfloat16"
     )
@@ -48,7 +48,7 @@ def test_problems_are_asked_as_they_were_for_training():
         assert (each.dtype, each.template) == ("bfloat16", ("enable_thinking=false", "a=1"))
 
 
-def test_without_a_chat_or_an_adapter():
+def test_page_commands_without_chat_or_adapter():
     plain = called(ASKED, results(chat=False, style="plain"))
     assert plain["evaluate"].task_options == ("path=test.jsonl", "style=plain")
     assert not plain["evaluate"].chat

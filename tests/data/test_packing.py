@@ -75,7 +75,7 @@ def test_state_in_a_document_that_became_shorter_is_refused():
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
-def test_every_packing_keeps_the_mask(packing):
+def test_every_packing_preserves_the_mask(packing):
     """Answers are the numbers from 50 on."""
     random = np.random.default_rng(0)
     documents = [

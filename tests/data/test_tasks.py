@@ -74,7 +74,7 @@ def test_answers_solve_linear_equations():
         assert eval(left, value) == eval(right, value)
 
 
-def test_every_line_of_a_solution_is_true():
+def test_every_line_of_a_solution_is_correct():
     checked = 0
     for task in (tasks.LinearEquation(), tasks.Arithmetic(operations=(3, 15))):
         for problem in task.problems("train", 100):
@@ -124,7 +124,7 @@ def _learn(person, said, known):
 @pytest.mark.parametrize(
     "task", [tasks.Arithmetic(operations=(6, 9)), tasks.WordChain(steps=(6, 9))], ids=str
 )
-def test_frequency_and_size_of_slips(task):
+def test_frequency_and_size_of_wrong_steps(task):
     careless = dataclasses.replace(task, slips=0.2)
     results, wrong, failed = 0, 0, 0
     for problem in careless.problems("train", 100):

@@ -185,7 +185,7 @@ def in_chunks(text, tokenizer):
 
 @pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2", "unigram"])
 @pytest.mark.parametrize("breaks", ["lines", "words"])
-def test_chunks_are_the_whole(short_chunks, name, breaks):
+def test_chunks_equal_the_whole(short_chunks, name, breaks):
     text = "\n\n".join(assets.stories("valid")[:6]) + " 1 234  567\n\n  def f(x):\n\treturn x\n"
     if breaks == "words":
         text = " ".join(text.split())
@@ -222,7 +222,7 @@ def test_text_without_a_place_to_cut_stays_whole(short_chunks):
     assert len(ends) == 2
 
 
-def test_long_document_is_tokenized_on_demand_and_not_in_the_state(
+def test_long_document_is_tokenized_on_demand_outside_the_state(
     tmp_path, encoded_sizes, monkeypatch
 ):
     """Ten megabytes took minutes, gigabytes of memory and a state of 17 MB."""
@@ -241,7 +241,7 @@ def test_long_document_is_tokenized_on_demand_and_not_in_the_state(
 
 
 @pytest.mark.parametrize("name", ["stories260k", "gpt2", "qwen2", "mistral"])
-def test_run_of_letters_is_cut_where_its_tokens_stay_the_same(short_chunks, name):
+def test_run_of_letters_is_cut_without_changing_tokens(short_chunks, name):
     own = named(name)
     text = "Tom said: " + "".join(map("{:x}".format, range(4000)))
     tokens, ends = in_chunks(text, own)

@@ -40,5 +40,5 @@ def test_pass_at_equals_the_usual_estimator():
         ([None, None], [-1.0, -2.0], None),
     ],
 )
-def test_the_likeliest_answer(answers, weights, winner):
+def test_likeliest_answer(answers, weights, winner):
     assert likeliest(answers, np.array(weights)) == winner

@@ -92,7 +92,7 @@ def test_vanilla_usage_follows_from_lengths(vanilla):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_lanes_change_nothing_and_more_chains_only_add():
+def test_answers_do_not_depend_on_lanes_or_chains():
     many, few = run(), run(serving=dataclasses.replace(SERVING, lanes=4))
     assert few.completions == many.completions
     chex.assert_trees_all_equal(few.reads, many.reads)
@@ -117,7 +117,7 @@ class Asked(Continue):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_several_tasks_skip_no_problem():
+def test_several_tasks_alternate_without_skipping():
     """They take turns, from where they start, with no problem left out and none twice."""
     ASKED.clear()
     tasks = [Asked("a"), Asked("b"), Asked("c")]
@@ -313,7 +313,7 @@ class Five(Continue):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_thoughts_are_not_judged(form, tmp_path):
+def test_reasoning_is_not_judged(form, tmp_path):
     """One wrong answer whose thoughts are right, one that is right, one that was cut off before."""
     model, written = thinking_model(form), ANSWERS[form]
     thought = written[: written.index(THOUGHT) + len(THOUGHT)]
@@ -337,7 +337,7 @@ def test_thoughts_are_not_judged(form, tmp_path):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_thoughts_are_not_judged_at_any_length(form):
+def test_reasoning_is_not_judged_at_any_length(form):
     """Each system reads its own model's answers, which are in another form."""
     model = thinking_model(form)
     sampling = saying(model, f"{ANSWERS[form]} 5", SAMPLING)

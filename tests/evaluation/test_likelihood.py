@@ -181,7 +181,7 @@ def test_interrupt_keeps_finished_likelihoods(monkeypatch):
     assert_same(list(done.values()), [want[index] for index in done])
 
 
-def test_bad_pairs_are_rejected():
+def test_invalid_pairs_are_refused():
     for pairs, message in (
         ([([1], [2]), ([], [1])], "Pair 1 has an empty"),
         ([([1], [])], "Pair 0 has an empty"),
@@ -193,7 +193,7 @@ def test_bad_pairs_are_rejected():
     assert likelihoods(stories(), [], serving=SERVING) == []
 
 
-def test_a_context_and_its_continuation_are_encoded_together():
+def test_context_and_continuation_are_encoded_together():
     tokenizer = stories().tokenizer
     context, continuation = encode_pair(stories(), "Once upon ", "a time")
     assert [*context, *continuation] == tokenizer.encode("Once upon a time")
@@ -227,7 +227,7 @@ def test_questions_are_answered_by_the_likeliest_option(tmp_path):
     assert data["per_question"]["gold"] == [0, 0]
 
 
-def test_bad_questions_are_rejected(tmp_path):
+def test_invalid_questions_are_refused(tmp_path):
     path = lines(tmp_path / "a.jsonl", published.PIQA)
     with pytest.raises(DataError, match="holds 1 problems, and number 1"):
         evaluate_choices(stories(), PIQA(path), problems=2)
@@ -238,13 +238,13 @@ def test_bad_questions_are_rejected(tmp_path):
 # -- perplexity -----------------------------------------------------------------------------------
 
 
-def test_every_token_is_predicted_once():
+def test_perplexity_predicts_every_token_once():
     assert cut_into_windows([5, 6, 7], 2, 1) == [[1, 5, 6], [6, 7]]
     assert cut_into_windows([5, 6], 2, 1) == [[1, 5, 6]]
 
 
 @pytest.mark.nightly
-def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
+def test_perplexity_equals_plain_passes(tmp_path):
     story = "Once upon a time, there was a big dog. The dog liked to run and jump all day."
     path = text(tmp_path / "a.txt", story)
     tokens = stories().tokenizer.encode(story, add_special_tokens=False)
@@ -283,7 +283,7 @@ def test_documents_are_scored_separately(tmp_path):
     assert (cut.tokens, len(cut.window_nats)) == (alone[0].tokens + 3, 2)
 
 
-def test_bad_texts_are_rejected(tmp_path):
+def test_invalid_texts_are_refused(tmp_path):
     for path, options, message in (
         (tmp_path / "none.txt", {}, r"none\.txt cannot be read"),
         (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt holds no document"),

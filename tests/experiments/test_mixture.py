@@ -72,7 +72,7 @@ def test_cached_encoding_equals_the_tokenizers(tokenizer):
             assert ids[prompt:] == [*solution, tokenizer.eos_token_id]
 
 
-def test_parts_get_their_shares(tokenizer):
+def test_parts_have_their_shares(tokenizer):
     mixture = Mixture(tokenizer, batch_size=16, length=2048, **LITTLE_PROSE)
     spent = dict.fromkeys(
         ("Problem: Solve", "Problem: Compute", "Problem: ", "Memorize", "A spec"), 0

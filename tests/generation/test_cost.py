@@ -147,7 +147,7 @@ def test_mixed_traffic_compiles_few_programs():
 
 
 @fakes
-def test_filter_of_request_is_made_once(monkeypatch):
+def test_sampling_filter_is_built_once(monkeypatch):
     """With 256 lanes it took half a millisecond a program, for which the device waited."""
     made, own = collections.Counter(), dms_jax.Sampling.filter.func
 
@@ -204,7 +204,7 @@ def test_chunk_does_not_scan_queue():
     assert len(looked) < 20  # type checks of the tests look at some
 
 
-def test_rows_of_array_are_distinct_prompts():
+def test_array_rows_are_distinct_prompts():
     """Each access makes a new object, perhaps at the same address."""
     rows = np.arange(1, 41).reshape(10, 4)
     found = given_requests.encode_prompts(model_for("vanilla", ends=False), rows)

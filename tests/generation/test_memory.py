@@ -129,7 +129,7 @@ def test_tied_embeddings_are_read_in_full():
 
 
 @pytest.mark.parametrize("name", nightly_but({"vanilla"}, POLICIES))
-def test_against_the_bytes_of_a_real_cache(name):
+def test_estimates_equal_bytes_of_a_real_cache(name):
     """With pages of one token the mean over heads needs no rounding."""
     model, policy, tokens = model_for(name), POLICIES[name], prompts([42])[0]
     (score,) = dms_jax.score(model, [tokens], chunk=41, page_size=1)
@@ -205,7 +205,7 @@ def test_estimate_errors():
             dms_jax.estimate(LLAMA_8B, dms_jax.DMS(), tokens=64, compression_ratio=ratio)
 
 
-def test_out_of_memory_is_told_from_other_errors():
+def test_out_of_memory_is_distinguished_from_other_errors():
     assert out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes"))
     assert not out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: 5 bytes"))
     assert not out_of_memory(MemoryError())

@@ -15,7 +15,7 @@ from tests.support.instances import further
 
 
 @pytest.mark.parametrize(("lanes", "shards"), [(4, 4), *further((3, 2))])
-def test_answers_do_not_depend_on_the_mesh(lanes, shards):
+def test_answers_do_not_depend_on_mesh(lanes, shards):
     """Three lanes do not divide over two devices; two of them would, but must not be split."""
     mesh = dms_jax.make_mesh(2, 2)
     model = dataclasses.replace(

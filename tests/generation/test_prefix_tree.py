@@ -20,7 +20,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tree_equals_list_of_sequences(seed):
+def test_tree_equals_a_list_of_sequences(seed):
     """Few different tokens, so that most sequences share a prefix with others."""
     choose, tree, known = random.Random(seed), PrefixTree(), {}
     for number in range(60):

@@ -86,7 +86,7 @@ def example(seed: int, size: int = 12) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_filters_keep_what_the_oracle_keeps(name):
+def test_filters_equal_the_oracle(name):
     rule = RULES[name]
     logits = np.stack([example(seed) for seed in range(64)])
     cooled = jnp.asarray((logits / np.float64(rule.temperature)).astype(np.float32))
@@ -151,7 +151,7 @@ def test_sampling_memory_is_bounded_by_trials():
 
 
 @pytest.mark.nightly
-def test_smallest_temperature_draws_among_equals():
+def test_smallest_temperature_draws_among_equal_logits():
     """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
     logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
     keys = jax.random.split(jax.random.key(0), 64)
@@ -172,7 +172,7 @@ def test_smallest_temperature_draws_among_equals():
 @pytest.mark.parametrize(
     "searched", [True, *further(False)], ids=["some searched", "none searched"]
 )
-def test_lanes_that_differ_draw_as_each_alone(searched):
+def test_lanes_with_different_rules_draw_as_alone(searched):
     samplings = {
         0: Sampling(temperature=0),
         1: Sampling(temperature=0.7, top_k=5),

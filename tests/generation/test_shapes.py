@@ -104,11 +104,11 @@ def test_next_batch_on_a_mesh(left, lanes, width, entries):
         (dict.fromkeys(range(200), 100), list(range(64)), 128, 64),
     ],
 )
-def test_next_batch_where_padding_takes_long(left, lanes, width, entries):
+def test_next_batch_with_costly_padding(left, lanes, width, entries):
     assert MANY.next_batch(left) == (lanes, (width, entries, None, False))
 
 
-def test_a_large_model_is_padded_less():
+def test_large_model_is_padded_less():
     """Launches take as long as a few of its tokens, and as thousands of a small model."""
     large = shapes_of(lanes=96, layer_size=218_000_000)
     assert large.launch < 200 < 2000 < SHAPES.launch
@@ -170,7 +170,7 @@ every_kind = pytest.mark.parametrize(
 
 
 @every_kind
-def test_any_prompts_run_in_few_shapes(shapes, most):
+def test_all_prompts_run_in_few_shapes(shapes, most):
     random, seen = np.random.default_rng(0), set()
     for count in (1, 5, 40, shapes.num_lanes):
         left = dict(enumerate(random.integers(1, 5000, count).tolist()))
@@ -188,7 +188,7 @@ def test_any_prompts_run_in_few_shapes(shapes, most):
 
 
 @every_kind
-def test_first_of_widest_never_waits(shapes, most):
+def test_first_prompt_of_widest_shape_never_waits(shapes, most):
     """However much fits beside the others that came later."""
     del most
     random = np.random.default_rng(5)

@@ -87,7 +87,7 @@ every_program = pytest.mark.parametrize("program", ["memory", "single", "prompts
 
 @pytest.mark.nightly
 @every_program
-def test_the_pool_is_updated_in_place_on_tpu(program, report):
+def test_pool_is_updated_in_place_on_tpu(program, report):
     """In steps, also single ones, where prompts are written, read and maybe cut, in copies."""
     some = {"prompts": PROMPTS_ON_TPU, "single": SINGLE}
     assert set(report[program]) == set(some.get(program, POLICIES))
@@ -96,7 +96,7 @@ def test_the_pool_is_updated_in_place_on_tpu(program, report):
 
 @pytest.mark.gpu
 @every_program
-def test_the_pool_is_updated_in_place_on_gpu(program, report_on_gpu):
+def test_pool_is_updated_in_place_on_gpu(program, report_on_gpu):
     assert set(report_on_gpu[program]) == set(POLICIES)
     assert not misses(report_on_gpu, program, on_gpu=True)
 
@@ -106,7 +106,7 @@ def test_the_pool_is_updated_in_place_on_gpu(program, report_on_gpu):
     ("program", "names"),
     [("memory", AHEAD), ("single", SINGLE), ("prompts", PROMPTS_FOR_GPUS)],
 )
-def test_the_pool_is_updated_in_place_for_gpus(program, names, report_for_h200):
+def test_pool_is_updated_in_place_for_absent_gpus(program, names, report_for_h200):
     """Steps compile where layers differ, too: XLA failed at two loops that it had unrolled."""
     assert set(report_for_h200[program]) == set(names)
     assert not misses(report_for_h200, program, on_gpu=True)

@@ -80,7 +80,7 @@ def test_the_cache_equals_one_pass(family, policy):
     ids=lambda policy: policy.name,
 )
 @pytest.mark.parametrize("family", nightly_but({"gpt_oss"}, sorted(set(FAMILIES) - OF_WINDOWS)))
-def test_with_nothing_to_evict_every_policy_is_vanilla(family, policy):
+def test_policies_without_eviction_equal_vanilla(family, policy):
     """Sinks and soft caps go through the steps of policies that observe weights or select."""
     if policy.name == "KCache":
         policy = dataclasses.replace(policy, values="device")

@@ -132,7 +132,7 @@ def test_prompts_and_answers(row, record_property):
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.policy.parallel == "never"], ids=lambda row: row.name
 )
-def test_kept_whole_tokens_attend_in_one_pass(row, record_property):
+def test_prompt_within_budget_attends_in_one_pass(row, record_property):
     """Chunks of it end at the budget; then come those whose tokens run one by one, and steps."""
     prompts, whole = SPLITS[0], [row.policy.kept_whole(length) for length in LENGTHS]
     assert min(whole) > 0
@@ -142,7 +142,7 @@ def test_kept_whole_tokens_attend_in_one_pass(row, record_property):
 
 
 @pytest.mark.parametrize("prompts", ["chunks", "tokens"])
-def test_prompts_in_parts_are_cut_to_a_window_by_ratio_at_their_end(prompts, record_property):
+def test_chunked_prompts_are_cut_to_ratio_window_at_end(prompts, record_property):
     """The rows above take this policy's prompts whole."""
     row = Row(StreamingLLM(compression_ratio=2.7, sinks=2), 2, 4, prompts=prompts)
     parts = parts_of(row, SPLITS[0], 9)
@@ -177,7 +177,7 @@ def test_one_pass_over_a_whole_sequence(row, record_property):
     record_property("largest", largest)
 
 
-def test_simulations_with_nothing_to_evict_are_vanilla_attention():
+def test_simulations_without_eviction_equal_vanilla():
     """Over what a policy leaves of queries and keys: the borrowed neurons are zeroed."""
     for row in ROWS:
         if (policy := with_nothing_to_evict(row.policy)) is None:
@@ -224,7 +224,7 @@ def test_every_policy_has_its_rows():
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def test_the_rows_tell_policies_apart():
+def test_rows_distinguish_policies():
     """Checks that every row that evicts or selects differs clearly from vanilla attention."""
     for row in ROWS:
         plain = dataclasses.replace(row, policy=Vanilla())

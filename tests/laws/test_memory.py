@@ -189,7 +189,7 @@ def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch, recor
 
 
 @pytest.mark.parametrize("row", HELD, **by_name)
-def test_the_pool_is_as_large_as_the_accounting_says(row):
+def test_pool_size_equals_the_accounting(row):
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = Engine(
         model,
@@ -222,7 +222,7 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
 @pytest.mark.parametrize(
     "row", nightly_but([MODEL_ROWS[1], MODEL_ROWS[3], MODEL_ROWS[4]], MODEL_ROWS), **by_name
 )
-def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
+def test_score_peak_bytes(row, monkeypatch, record_property):
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
     results = score(model, TOKENS, chunk=8, page_size=row.page_size, kv_dtype=row.kv_dtype)
@@ -258,7 +258,7 @@ class Interrupted(BaseException):
     """Stands for Ctrl-C."""
 
 
-def test_a_small_pool_interrupts_and_errors_leave_nothing_behind(monkeypatch):
+def test_small_pool_interrupts_and_errors_leave_no_trace(monkeypatch):
     row = MODEL_ROWS[0]
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)

@@ -61,7 +61,7 @@ def test_prompts_and_answers(row, record_property):
 
 
 @pytest.mark.own_seeds("other chunks may have no lane whose tokens fill them")
-def test_chunks_without_padding_have_places_for_their_tokens():
+def test_unpadded_chunks_equal_the_simulation():
     """Some are as long as the chunk, some empty, and some leave places empty."""
     parts = [*ragged_parts(7, LENGTHS, (17, 9, 22), width=WIDTH, places=PLACES)]
     counts = np.array([part.counts for part in parts if part.prompt])

@@ -129,7 +129,7 @@ class Bookkeeping(dms_jax.StreamingLLM):
         return dataclasses.replace(rows, pages=ring)
 
 
-def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
+def test_state_is_split_by_declared_axes_not_field_names():
     """Checks that a row state with a field called `pages` is not sharded like the pool."""
     row = Row(Bookkeeping(budget=6, sinks=2), 2, 8)
     model = on_mesh(row, 4)

@@ -133,7 +133,7 @@ def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch):
         assert (watch.cleared > len(PROMPTS)) == bool(refusals)
 
 
-def test_a_cached_prefix_answers_as_a_full_prefill():
+def test_cached_prefix_equals_full_prefill():
     """A window is written over, whatever the policy: what is kept are copies, not shared pages."""
     row = MODEL_ROWS[0]
     model = LanguageModel(model_of("a group and a part", row), policy=row.policy)

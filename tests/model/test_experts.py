@@ -95,7 +95,7 @@ def test_a_layer_equals_numpy(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_expert_for_every_token_is_the_same(name):
+def test_dense_experts_equal_grouped_ones(name):
     """What a step of few sequences computes on GPUs."""
     with jax.enable_x64(True):
         mlp, x = module(name), tokens(1)
@@ -106,7 +106,7 @@ def test_every_expert_for_every_token_is_the_same(name):
         chex.assert_trees_all_close(found, oracle(name, x)[0][:, 0], rtol=0, atol=1e-12)
 
 
-def test_an_overflowing_expert_spares_other_tokens():
+def test_overflow_in_one_expert_spares_other_tokens():
     """0 times infinity is no number."""
     matrices = ExpertMatrices(jnp.full((2, 1, 2, 1), jnp.inf).at[0].set(1.0), None)
     down = ExpertMatrices(jnp.ones((2, 1, 1)), None)
@@ -179,7 +179,7 @@ def test_routed_counts_tokens_and_sums_probabilities(name):
         chex.assert_trees_all_close(found, Routed(counts, sums), rtol=1e-12)
 
 
-def test_a_step_reads_the_matrices_of_experts_where_they_are():
+def test_step_reads_expert_matrices_in_place():
     """The stack of all layers is neither cut nor transposed into arrays of its own."""
     found = told_by("tests/model/compiled_experts.py")
     assert found["every"] == {"written": [], "kernels": 0}

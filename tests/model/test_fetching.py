@@ -89,7 +89,7 @@ def test_the_largest_weights_are_summed(fixed, rows, renormalize):
         chex.assert_trees_all_equal(np.asarray(reads), (-(-halves // 2)).sum(-1).astype(np.int32))
 
 
-def test_shares_take_memory_for_some_rows_at_a_time():
+def test_share_selection_bounds_memory():
     """Beside scores and keys, which attention without a kernel gathers: not for all rows."""
     batch, group, pages, dim = 32, 7, 64, 64
     slots, f32, i32 = pages * 16, jnp.float32, jnp.int32

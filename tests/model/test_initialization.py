@@ -60,7 +60,7 @@ def test_a_seed_gives_the_same_model():
 
 
 @pytest.mark.nightly
-def test_a_tokenizer_sets_what_generation_ends_at():
+def test_tokenizer_sets_end_tokens():
     tokenizer = dms_jax.load(assets.path("stories260k")).tokenizer
     config = tiny_config()
     with pytest.raises(dms_jax.ConfigError, match="tokenizer has 512 tokens and the model only 31"):

@@ -63,10 +63,10 @@ def test_reserved_variables_are_refused_everywhere(write, name, model):
 
 
 @WAYS
-def test_everything_else_reaches_the_template(write, model):
+def test_other_variables_reach_the_template(write, model):
     assert write(model, {"tools": "a tool", "bos_token": "!"}).endswith("Hia tool!")
 
 
-def test_names_are_texts():
+def test_variable_names_are_strings():
     with pytest.raises(dms_jax.ConfigError, match=r"Chat: the names .* are texts, got 1"):
         Chat(variables={1: 2})

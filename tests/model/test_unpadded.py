@@ -24,7 +24,7 @@ def lines(draw):
 
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(lines())
-def test_tokens_stand_one_behind_another_and_come_back(case):
+def test_tokens_are_packed_and_unpacked(case):
     counts, width, places = case
     random = np.random.default_rng(0)
     x = random.normal(size=(len(counts), width, 3)).astype(np.float32)
@@ -46,7 +46,7 @@ def test_tokens_stand_one_behind_another_and_come_back(case):
     assert (np.asarray(line.last) < places).all()
 
 
-def test_the_tokens_of_a_layer_have_their_logits_with_them():
+def test_packing_keeps_positions_and_logits():
     counts, width, places = jnp.array([2, 0, 3]), 4, 6
     line = Unpadded.of(counts, width, places)
     assert line.place_of[line.is_token].tolist() == [0, 1, 2, 3, 4]

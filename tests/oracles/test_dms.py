@@ -96,7 +96,7 @@ def test_dms_compression_loss_is_one_sided_and_global():
     assert dms.compression_loss(np.ones((1, 1, 1, 4)), 0.5) == 0.0
 
 
-def test_dms_query_neuron_is_read_before_and_gone_after_rotation():
+def test_dms_query_neuron_is_zeroed_around_the_rotation():
     q, k, _ = tensors(4)
     cos, sin = rope.angles(np.arange(13), 6)
     logits, rotated, keys = dms.from_query_neuron(q, k, cos, sin)

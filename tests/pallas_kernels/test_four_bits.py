@@ -39,7 +39,7 @@ def packed_inputs(case=CASE):
     return {**inputs, "q": inputs["q"].astype(np.float32)}, wide
 
 
-def test_attention_reads_what_the_integers_stand_for():
+def test_attention_reads_dequantised_numbers():
     inputs, wide = packed_inputs()
     assert np.isnan(inputs["k_scales"].astype(np.float32)).any()
     run = functools.partial(decode_attention, scale=SCALE, return_lse=True, return_scores=True)
@@ -84,7 +84,7 @@ def packed_structs(groups: int = GROUPS) -> dict[str, jax.ShapeDtypeStruct]:
     return {**both, **factors, "pages": rows, "offsets": rows}
 
 
-def test_a_write_lands_in_its_slot_with_its_scales():
+def test_write_stores_numbers_and_scales_in_its_slot():
     random = np.random.default_rng(2)
     arrays = {
         name: jnp.asarray(random.integers(0, 200, x.shape), x.dtype)
@@ -116,7 +116,7 @@ def test_mismatched_pages_are_refused(name, shape, message):
         inspect.unwrap(decode_attention)(**inputs, scale=SCALE)
 
 
-def test_new_scales_of_other_groups_are_refused():
+def test_scales_of_other_groups_are_refused():
     shapes = packed_structs() | {"k_new_scales": packed_structs(groups=4)["k_new_scales"]}
     with pytest.raises(ValueError, match="k_new_scales must have shape"):
         jax.eval_shape(inspect.unwrap(write_pages), **shapes)

@@ -96,7 +96,7 @@ def check_chunks(policy, window, shift, marks, chunks, width):
     rate=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     width=st.sampled_from([1, 16]),
 )
-def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate, width):
+def test_slots_lengths_and_visibility_equal_the_ring(window, shift, seed, rate, width):
     random = np.random.default_rng(seed)
     marks = random.random((BATCH, KV_HEADS, LENGTH)) < rate
     chunks = random.integers(0, width + 1, (3 * LENGTH // width, BATCH))
@@ -135,7 +135,7 @@ def drawn(policy, positions, layer, kv_heads=2):
     return policy.decide(shown(positions, layer, kv_heads)).marks
 
 
-def test_random_eviction_draws_by_layer_head_and_position_alone():
+def test_random_eviction_draws_by_layer_head_position():
     policy = RandomEviction(rate=0.3, seed=5)
     positions = np.arange(4000)[None]
     whole = np.asarray(drawn(policy, positions, 0))

@@ -104,7 +104,7 @@ def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
     assert not sums[count:].any()
 
 
-def test_h2o_adds_up_queries_of_more_bits_than_its_sums():
+def test_h2o_adds_up_float64_queries_in_fewer_bits():
     """Float64 queries of a prompt whose cache, and with it the sums, has fewer bits."""
     with jax.enable_x64(True):
         policy = H2O(budget=8, prefill="dense_then_evict")
@@ -181,7 +181,7 @@ def test_expected_attention_learns_the_moments_of_500_queries():
     )
 
 
-def test_keydiff_tells_keys_apart_that_are_alike():
+def test_keydiff_distinguishes_similar_keys():
     """Checks directions that differ by a hundredth, whose cosines are near one."""
     random = np.random.default_rng(5)
     keys = jnp.asarray(1 + 0.02 * random.normal(size=(1, 1, 40, 8)), HALF)
@@ -209,7 +209,7 @@ def test_snapkv_votes_with_exact_weights():
 
 
 @pytest.mark.parametrize("best", [0, 1])
-def test_quest_tells_bounds_apart_that_half_precision_does_not(best):
+def test_quest_bounds_are_compared_in_float32(best):
     """Sums of 256 and 256.5 over eight dims: both are 256 in bfloat16."""
     policy = Quest(budget=4, dense_layers=0)  # the current page, and one that is selected
     high = np.full((4, 8), 32.0)

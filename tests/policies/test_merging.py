@@ -93,7 +93,7 @@ def test_gradients_equal_finite_differences(window):
 
 
 @pytest.mark.parametrize("window", [12, *further(None)])
-def test_nothing_quadratic_in_the_length(window):
+def test_memory_is_linear_in_the_length(window):
     """Checks that the largest array, gradients included, grows with T, not T * T or T * w."""
     length = 512
 
@@ -115,7 +115,7 @@ def shown(q, k, positions=None):
 
 @pytest.mark.parametrize("per", ["head", "layer"])
 @pytest.mark.parametrize("neuron", ["first", "last"])
-def test_decisions_and_importance_are_the_neurons(neuron, per):
+def test_neurons_give_decisions_and_importance(neuron, per):
     random = np.random.default_rng(3)
     q, k = random.normal(size=(1, 9, 6, 4)), random.normal(size=(1, 9, 2, 4))
     policy = DMC(neuron=neuron, offset=0.2, epsilon=0.01, per=per)
@@ -144,7 +144,7 @@ def relaxed(policy, q, k, positions, noise):
 
 
 @pytest.mark.parametrize("window", [3, None])
-def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
+def test_soft_form_does_not_cross_documents(window):
     """Checks that no token is merged across packed documents, or counted as merged."""
     random = np.random.default_rng(6)
     q, k = random.normal(size=(1, 11, 4, 4)), random.normal(size=(1, 11, 2, 4))

@@ -34,7 +34,7 @@ def rows_chunk(k, count, page_table, lengths, page_size, *, first=0, **fields):
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 2)], ids=["step", "prompt"])
-def test_snapkvs_queries_see_what_was_in_use_when_they_were_made(tokens, count):
+def test_snapkv_queries_see_slots_of_their_time(tokens, count):
     """Their weights, added up, against NumPy; rows were cut before, and have different lengths."""
     window, newest, lengths, slots = 4, 20, np.array([[9, 7]]), 12
     rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
     assert (lengths < TOKENS).any() == (evicts and marks[..., : TOKENS - 2].any())
 
 
-def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
+def test_dense_prompt_reuses_the_victims_slot():
     """Checks that a conversation's next prompt starts in the slot of the last answer's victim."""
     policy = TOVA(budget=2, per="head", prefill="dense_then_evict")
     state = PolicyState(rows=jnp.asarray([[1, NOT_STORED]], jnp.int32))
@@ -143,7 +143,7 @@ def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
     chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
 
 
-def test_a_window_by_ratio_appends_a_later_prompt_and_cuts_it():
+def test_ratio_window_appends_and_cuts_later_prompt():
     """Checks the next prompt of a conversation, behind a row whose slots were reused."""
     policy = StreamingLLM(compression_ratio=2, sinks=1)  # a budget of four
     old = PolicyState(pages=jnp.asarray([[0, 5, 3, 4], [9, 9, 9, 9]], jnp.int32))

@@ -51,7 +51,7 @@ OF_EACH = {type(policy): policy for policy in EXAMPLES}
 
 
 @pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
-def test_policies_travel_as_json(policy):
+def test_policies_round_trip_as_json(policy):
     assert POLICIES[policy.name] is type(policy)
     data = json.loads(json.dumps(policy.to_dict()))
     again = from_dict(data)
@@ -184,7 +184,7 @@ PROMPT = dict(seen=0, prompt=4096, max_length=8192)
     ],
     ids=repr,
 )
-def test_how_prompts_are_taken(policy):
+def test_prefill_of_each_policy(policy):
     """In one pass and cut at their end, unless their tokens are to run one by one."""
     assert (policy.parallel, policy.shrinks) == ("prompts", True)
     assert tokens_in_one_pass(policy, **PROMPT) == 4096
@@ -194,7 +194,7 @@ def test_how_prompts_are_taken(policy):
 
 
 @pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])
-def test_a_window_in_tokens_takes_prompts_in_one_pass_without_a_cut(prefill):
+def test_token_window_prefills_in_one_pass_without_cut(prefill):
     policy = StreamingLLM(budget=64, prefill=prefill)
     assert (policy.parallel, policy.shrinks) == ("always", False)
     assert policy.footprint(8192, page_size=16).at_most == 64

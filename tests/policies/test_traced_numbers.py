@@ -86,7 +86,7 @@ EXAMPLES = [policy() for policy in POLICIES.values()] + [
 
 
 @pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
-def test_a_policy_survives_its_tree(policy):
+def test_policy_survives_flattening(policy):
     """It stays a frozen dataclass of plain numbers, equal, hashable, and as JSON."""
     leaves, structure = jax.tree.flatten(policy)
     again = jax.tree.unflatten(structure, leaves)
@@ -129,7 +129,7 @@ def test_options_that_choose_code_are_static():
     assert structure(Quest(budget=768)) != structure(Quest(budget=769))
 
 
-def test_a_bound_follows_its_field():
+def test_bounds_follow_their_fields():
     leaves, structure = jax.tree.flatten(Quest(budget=600))
     inside = jax.tree.unflatten(structure, leaves)
     assert inside.bound("budget") == 768
@@ -147,7 +147,7 @@ def test_a_bound_follows_its_field():
         inside.replaced(budget=np.array(900)).bound("budget")
 
 
-def test_budgets_that_differ_by_little_have_page_tables_of_one_width(monkeypatch):
+def test_similar_budgets_share_a_page_table_width(monkeypatch):
     """Of logits of 100 tokens, on pages of 16."""
     widths = []
 
@@ -184,7 +184,7 @@ def share_of(policy, max_lengths):
 )
 @example(seed=0, budget=9, page_size=5)  # one page within two
 @example(seed=0, budget=129, page_size=5)  # 25 within 38
-def test_pages_within_a_bound_are_those_of_a_sort(seed, budget, page_size):
+def test_pages_within_bound_equal_a_sort(seed, budget, page_size):
     """Some scores are equal or infinite; the bound is that of the tokens, in whole pages."""
     pages = budget // page_size
     random = np.random.default_rng(seed)

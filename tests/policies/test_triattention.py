@@ -67,7 +67,7 @@ def scores_of(policy, k, factor=1.0):
 
 @pytest.mark.parametrize("reduction", ["max", "mean"])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_scores_with_calibrated_centres_are_the_published_sum(centres, reduction, factor):
+def test_calibrated_scores_equal_the_published_sum(centres, reduction, factor):
     """The factor of yarn's rotation is in queries and keys alike: squared."""
     path, arrays = centres
     k = np.random.default_rng(6).normal(size=(SEEN, HEADS, DIM))
@@ -89,7 +89,7 @@ def test_scores_with_calibrated_centres_are_the_published_sum(centres, reduction
     chex.assert_trees_all_close(got[:, PROMPT:], factor**2 * want[:, PROMPT:], rtol=1e-4, atol=1e-4)
 
 
-def test_one_query_and_one_distance_give_that_querys_dot_product(tmp_path):
+def test_single_query_and_distance_give_its_logit(tmp_path):
     """A single query is its own centre: what is left is the attention logit a step ahead."""
     random = np.random.default_rng(7)
     query, k = random.normal(size=(DIM,)), random.normal(size=(SEEN, HEADS, DIM))
@@ -143,7 +143,7 @@ def test_wrong_files_are_refused(centres, tmp_path):
 
 
 @pytest.mark.nightly
-def test_centres_of_a_model_are_those_of_its_queries(tmp_path):
+def test_centres_equal_those_of_the_models_queries(tmp_path):
     """Those that the policy itself gathers while it reads the same text."""
     model = stories()
     tokens = np.random.default_rng(0).integers(3, 500, (2, 40))
@@ -184,7 +184,7 @@ def test_centres_of_one_row_of_tokens_are_refused(tmp_path, pytestconfig):
         (12, 40, 40, False, False),  # the prompt alone fills the budget: it is not cut
     ],
 )
-def test_when_rows_are_cut(prompt, seen, held, counts_prompt, due):
+def test_rows_are_cut_at_multiples_of_the_interval(prompt, seen, held, counts_prompt, due):
     policy = dms_jax.TriAttention(budget=12, interval=4, counts_prompt=counts_prompt)
     state = PolicyState(rows=Answering(prompt=jnp.full((1, HEADS), prompt)))
     chunk = chunk_at(seen - 1)

@@ -42,7 +42,7 @@ def compiled_again(other, target="cpu", options=None) -> bool:
     return program.compiled > 0
 
 
-def test_a_report_is_the_compilers_and_is_kept():
+def test_report_is_stored():
     first, compiled = compile_ahead(lowered(), "cpu"), lowered().compile()
     assert first.text == compiled.as_text()
     analysis = compiled.memory_analysis()
@@ -79,7 +79,7 @@ def test_compiler_flags_are_part_of_the_key(monkeypatch, optimized):
     assert quick.compiled == 1
 
 
-def test_nothing_is_kept_without_a_cache(monkeypatch, folder):
+def test_nothing_is_stored_without_a_cache(monkeypatch, folder):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     for _ in range(2):
         program = Counted(lowered())

@@ -230,7 +230,7 @@ def test_a_full_disk_warns_and_keeps_older_checkpoints(tmp_path):
     chex.assert_trees_all_equal(restored, noise(4))
 
 
-def test_a_directory_removed_during_the_run(tmp_path):
+def test_removed_directory_fails_each_save(tmp_path):
     """A file takes the place of the directory, so not even root can write into it."""
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
@@ -258,7 +258,7 @@ def test_an_unwritable_log_warns(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".lock", "checkpoints"])
-def test_a_name_taken_by_something_else_is_refused(tmp_path, name):
+def test_path_taken_by_a_file_is_refused(tmp_path, name):
     place = tmp_path / name
     place.write_text("") if name == "checkpoints" else place.mkdir()
     for _ in range(2):  # and the directory is not left locked
@@ -312,7 +312,7 @@ def test_sigterm_leaves_a_checkpoint(model, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
 
 
-def test_no_checkpoint_is_kept_after_which_no_step_was_finite(model, tmp_path):
+def test_checkpoints_followed_only_by_nan_are_dropped(model, tmp_path):
     """Step 3 ruins the parameters; by the time that is noticed, later steps have checkpoints."""
     with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: restart_from"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=1, keep_checkpoints=9)
@@ -394,7 +394,7 @@ def test_a_restart_falls_back_to_its_own_checkpoints(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_resume_does_not_hold_two_states(model, first_step, tmp_path, monkeypatch):
+def test_resume_holds_one_state(model, first_step, tmp_path, monkeypatch):
     out = shutil.copytree(first_step, tmp_path / "run")
     alive = []
     restore = RunDirectory.restore

@@ -63,7 +63,7 @@ def on_cpu():
 
 
 @pytest.mark.nightly
-def test_a_step_gathers_the_output_matrix_once_a_pass(on_cpu):
+def test_output_matrix_is_gathered_once_a_pass(on_cpu):
     for found in on_cpu.values():
         check(found, times_known=True)
 
@@ -108,7 +108,7 @@ def check_growth(by_shards):
 
 
 @pytest.mark.nightly
-def test_more_devices_communicate_no_more_each(on_cpu):
+def test_communication_per_device_does_not_grow(on_cpu):
     check_growth({data: on_cpu[data] for data in (2, 8)})
 
 
@@ -117,7 +117,7 @@ def test_more_devices_communicate_no_more_each(on_cpu):
     not (GPU_COMPILER / "jax_plugins").exists(),
     reason="the compiler for GPUs is not installed (make gpu-compiler, 142 MB)",
 )
-def test_on_gpus_the_same():
+def test_communication_on_gpus():
     """The programs of 2 and of 8 H200s, compiled ahead of time by their own compiler."""
     on_gpus = compiled("gpu", 2, 8, environment=for_gpus.environment())
     for found in on_gpus.values():
@@ -128,7 +128,7 @@ def test_on_gpus_the_same():
 
 
 @pytest.mark.nightly
-def test_on_tpus_the_same():
+def test_communication_on_tpus():
     """The programs of 4 and of 8 chips of v5e; matrices are gathered in bfloat16."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")

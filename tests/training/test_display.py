@@ -40,7 +40,7 @@ def display(**changes):
     return Display(**(options | changes))
 
 
-def test_the_figures_of_a_step(monkeypatch):
+def test_step_figures(monkeypatch):
     monkeypatch.setattr(displays, "peak_memory", lambda: 61_234_000_000)
     assert display().figures(record()) == (
         "KL 0.375 + CR 0.125 | ratio 2.50 of 3.97 | gradient 0.41 | 12,346 tok/s | 31% of peak | "
@@ -102,7 +102,7 @@ NAN = float("nan")
     ],
     ids=["short", "reached", "ramp", "skipped", "no target"],
 )
-def test_the_closing_line(capsys, options, records, line, short):
+def test_closing_line(capsys, options, records, line, short):
     with display(**options) as shown:
         for each in records:
             shown.update(each)
@@ -145,7 +145,7 @@ def test_an_interrupted_run_has_no_closing_line(capsys):
     assert "Training" not in out
 
 
-def test_the_opening_line():
+def test_opening_line():
     mesh = make_mesh(2, 1)
     with jax.set_mesh(mesh):
         trainer = Trainer(language_model(), ADAPTER, recipe(batch_size=2), 0, mesh)

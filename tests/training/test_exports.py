@@ -44,7 +44,7 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(saving, "write_tensors", fail)
 
 
-def test_a_failed_export_ends_the_run_and_is_repeated_on_resume(model, tmp_path, monkeypatch):
+def test_failed_export_ends_run_and_repeats_on_resume(model, tmp_path, monkeypatch):
     """With a checkpoint of its step, a resumed run would skip the export."""
     with monkeypatch.context() as patched:
         full_disk(patched)

@@ -33,7 +33,7 @@ def model_of(family: str, dtype: str):
 
 
 @pytest.mark.parametrize("family", nightly_but({"gemma3", "gpt_oss"}, FAMILIES))
-def test_gradients_are_differences(family):
+def test_gradients_equal_finite_differences(family):
     """In float64, along a random direction of all parameters at once."""
     with jax.enable_x64(True):
         policy = Vanilla() if family in WINDOWS_ALONE else SOFT
@@ -100,7 +100,7 @@ def test_steps_under_decisions_lower_the_loss(family, loss):
     assert all(np.any(np.asarray(after[name]) != np.asarray(x)) for name, x in before.items())
 
 
-def test_what_cannot_be_trained_is_refused():
+def test_untrainable_families_are_refused():
     options = dict(data=[[3, 4, 5]] * 4)
     with pytest.raises(ConfigError, match="have a soft cap"):
         dms_jax.retrofit(model_of("gemma2", "float32"), SOFT, recipe=recipe(), **options)

@@ -17,7 +17,7 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_the_first_signal_is_announced_and_the_second_interrupts():
+def test_first_signal_is_announced_second_interrupts():
     said = []
     with Interrupts(lambda: said.append("stopping")) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)

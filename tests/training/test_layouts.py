@@ -96,7 +96,9 @@ def alone(trainable):
         (2, 2, 2, 1, "all", False),
     ],
 )
-def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, together, monkeypatch):
+def test_mesh_layouts_equal_one_device(
+    data, sequence, model, passes, trainable, together, monkeypatch
+):
     """Nor do the number of passes, and gathering layers once a step or in every pass."""
     if together:
         monkeypatch.setattr(library, "data_sheet", lambda kind: DEVICES["h200"])

@@ -101,7 +101,7 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path):
 
 
 @pytest.mark.nightly
-def test_an_error_of_one_ends_all(tmp_path):
+def test_error_in_one_process_ends_all(tmp_path):
     one, other = run(2, tmp_path / "run", fail=[1, 1], **TOLD)
     assert other["ended"] == "ValueError: a callback that fails"
     assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
@@ -122,7 +122,7 @@ def test_a_failed_export_ends_all_processes(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_failed_share_of_an_export_ends_all_and_is_repeated(tmp_path, whole):
+def test_failed_export_share_ends_all_and_repeats(tmp_path, whole):
     """The second process fails to write its share of the files."""
     out, cut = tmp_path / "run", TOLD | {"size": 10_000}
     one, other = run(2, out, full=1, **cut)
@@ -207,7 +207,7 @@ def test_processes_are_found_in_the_environment(environment, expected):
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [(b"a,b,c,d", {}), (b"a", None)])
-def test_a_tpu_machine_asks_its_metadata(monkeypatch, tmp_path, hosts, expected):
+def test_tpu_machine_reads_its_metadata(monkeypatch, tmp_path, hosts, expected):
     assert arguments({}) is None  # without a TPU nothing is asked
     monkeypatch.setattr(processes, "_TPU_DEVICES", (tmp_path,))
     monkeypatch.setattr(processes.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(hosts))
@@ -247,7 +247,7 @@ def test_a_mesh_without_a_process_is_refused(monkeypatch):
             retrofit(language_model(), EAGER, recipe=recipe(), data=documents(), mesh=mesh)
 
 
-def test_a_single_process_is_left_as_it_is():
+def test_single_process_needs_no_agreement():
     """Agreements are its own wishes; texts and arrays are returned unchanged."""
     assert not connect()
     agree = Agreement()

@@ -43,7 +43,7 @@ class Recorded(Exception):
     ],
     ids=["adapter-all", "adapter", "low-rank", "neuron", "dmc"],
 )
-def test_a_planned_step_takes_what_a_trainer_gives(policy, changes, monkeypatch):
+def test_planned_step_has_the_trainers_arguments(policy, changes, monkeypatch):
     mesh = make_mesh(2, 2)
     made = recipe(DECAY, RAMP, batch_size=8, micro_batch_size=2, **changes)
     model = language_model(dtype=jnp.bfloat16)

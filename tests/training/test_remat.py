@@ -145,7 +145,7 @@ def test_a_first_step_out_of_memory_keeps_less(monkeypatch):
 
 
 @pytest.mark.parametrize("remat", ["auto", "nothing"])
-def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
+def test_out_of_memory_error_suggests_remat(remat, monkeypatch):
     """Only "auto" falls back."""
     steps = Exhausted(monkeypatch, fits=())
     with warnings.catch_warnings():
@@ -160,7 +160,7 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_result_too_large_for_decoding_stays_split(tmp_path, monkeypatch):
+def test_result_too_large_for_decoding_stays_split(tmp_path, monkeypatch):
     """Decoding holds a whole model on each shard of `data`; the moments are freed before."""
     model, held = language_model(), []
     shape = model.transformer.embedding.get_value().shape

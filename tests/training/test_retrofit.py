@@ -232,7 +232,7 @@ def test_skipped_steps_are_counted_across_resumes(model, tmp_path):
     assert [line["skipped_steps"] for line in log(tmp_path)] == [1] * 6
 
 
-def test_the_log_is_json_whatever_was_measured(model, tmp_path):
+def test_log_is_valid_json_with_nan(model, tmp_path):
     measured = {"loss": math.nan, "accuracy": 0.5, "divergence": math.inf}
     run(model, out=tmp_path, evaluate=lambda _: measured)
     text = (tmp_path / "log.jsonl").read_text()
@@ -240,7 +240,7 @@ def test_the_log_is_json_whatever_was_measured(model, tmp_path):
     assert last["evaluation"] == {"loss": None, "accuracy": 0.5, "divergence": None}
 
 
-def test_a_skipped_step_changes_only_its_number():
+def test_skipped_step_changes_only_the_step_number():
     broken = broken_at(language_model(tied=False), token=30)
     trainer = Trainer(broken, EAGER, RECIPE, seed=0, mesh=None)
     tokens = random_tokens(0, 4, LENGTH) % 30
@@ -256,7 +256,7 @@ def test_a_skipped_step_changes_only_its_number():
     chex.assert_trees_all_equal(after.optimizer, before.optimizer)
 
 
-def test_an_unwritable_directory_is_found_before_training(model, tmp_path):
+def test_unwritable_directory_is_refused_before_training(model, tmp_path):
     (tmp_path / "file").write_text("")
     started = []
     with pytest.raises(CheckpointError, match=r"cannot be written to .*Give another `out`"):

@@ -45,7 +45,7 @@ def ragged_passes(shape):
 
 
 @pytest.mark.nightly
-def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradients():
+def test_accumulation_remat_and_unrolling_keep_gradients():
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64)
         whole, parts = gradients(model, EAGER, recipe(), ragged_passes((1, 4)))
@@ -83,7 +83,7 @@ def test_every_pass_draws_its_own_noise():
 
 
 @pytest.mark.parametrize("positions", ["targets", *further("inputs")])
-def test_answers_are_distilled_where_they_are_predicted(positions):
+def test_distillation_counts_only_answer_positions(positions):
     """Prompt, answer, end token, padding: the mean divergence against float64, token by token.
 
     By "targets" the first token of the answer counts and what follows the end token does not.
@@ -124,7 +124,7 @@ def step_once(trainer, options, tokens=None):
     return trainer.step([batch], options.progress(int(trainer.state.step), EAGER))
 
 
-def test_auto_trains_the_adapter_alone_or_everything():
+def test_auto_trains_adapter_or_all():
     model = language_model()
     options = recipe(trainable="auto")
     adapter = Trainer(model, ADAPTER, options, seed=0, mesh=None)

@@ -151,7 +151,7 @@ def test_every_step_is_timed_by_itself(model):
         assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
 
 
-def test_end_tokens_are_ignored_wherever_batches_come_from(model):
+def test_end_tokens_are_ignored_for_every_batch_source(model):
     ends = dataclasses.replace(model.generation, eos_token_ids=(7, 11))
     ending = dataclasses.replace(model, generation=ends)
     tokens = random_tokens(3, 4, LENGTH)
@@ -207,7 +207,7 @@ def test_impossible_calls_are_refused(model, options, message):
         run(model, **options)
 
 
-def test_batches_of_a_caller_are_checked(model):
+def test_callers_batches_are_checked(model):
     """A token outside the vocabulary would silently count as another one."""
     outside = {"tokens": np.full((4, LENGTH), VOCABULARY)}
     with pytest.raises(dms_jax.DataError, match=f"must lie in 0 ... {VOCABULARY - 1}"):

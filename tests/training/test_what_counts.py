@@ -70,7 +70,7 @@ def run(model, policy, options, batch, **more):
     return records, models
 
 
-def test_the_teacher_is_fixed_and_only_counted_tokens_matter(model):
+def test_teacher_is_fixed_and_uncounted_tokens_ignored(model):
     """Weights decay by a fifth in each step; half of the sequences do not count.
 
     A sequence that repeats one token has the same distribution at every position, so it does not
@@ -163,7 +163,7 @@ def test_the_held_out_divergence_is_a_mean_over_counted_tokens(model):
     assert same["a"] == pytest.approx(0, abs=1e-6)
 
 
-def test_every_step_draws_its_own_noise_from_the_seed(model):
+def test_noise_differs_by_step_and_follows_the_seed(model):
     """One batch, and weights that do not change."""
     options = recipe(Stage("ramp", 4, 1e-30, 1.0001))
     batch = {"tokens": random_tokens(6, 4, LENGTH)}

@@ -61,7 +61,7 @@ def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
 
 
-def test_snapshots_are_told_above_the_bar(monkeypatch, tmp_path):
+def test_snapshots_print_above_the_bar(monkeypatch, tmp_path):
     """Not behind the bar's figures, where it was cut off."""
     out = io.StringIO()
     out.isatty = lambda: True

@@ -126,7 +126,7 @@ def test_rolling_loglikelihoods_equal_plain_passes(lm_eval, monkeypatch):
     assert parts[0] == pytest.approx(want, abs=1e-3)
 
 
-def test_answers_end_at_their_stop_strings(lm_eval):
+def test_answers_end_at_stop_strings(lm_eval):
     requests = instances(
         "generate_until",
         ("Once upon a time", {"until": ["."], "max_gen_toks": 24}),
@@ -146,7 +146,7 @@ def test_answers_end_at_their_stop_strings(lm_eval):
     assert "." not in found[0]
 
 
-def test_policies_and_their_options(lm_eval):
+def test_policies_and_options(lm_eval):
     small = harness_model(policy="TOVA", budget=10)
     assert small.policy == dms_jax.TOVA(budget=10)
     requests = instances("loglikelihood", *zip(CONTEXTS, CONTINUATIONS, strict=True))
@@ -162,7 +162,7 @@ def test_policies_and_their_options(lm_eval):
             harness_model(**options)
 
 
-def test_chats(lm_eval):
+def test_chat_template_applies(lm_eval):
     model = harness_model(enable_thinking=False)
     model.model.tokenizer.chat_template = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"

@@ -253,7 +253,7 @@ def test_escapes_fail(outside, name):
     assert children() <= before
 
 
-def test_attacks_work_outside_the_sandbox(outside):
+def test_control_attacks_work_outside_the_sandbox(outside):
     """The attacks are well formed: outside the sandbox they reach the end."""
     folder, tcp, _ = outside
     for name in ("read a secret", "read a link to a secret", "read through ..", "list a folder"):

@@ -55,7 +55,7 @@ def test_programs_can_compute(source, stdin, output):
     assert (run.output, run.failure) == (output, "")
 
 
-def test_failures_say_what_happened():
+def test_failures_are_explained():
     assert SANDBOX.run("print(1)\n1 / 0") == Run("1\n", "status 1")
     assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
     assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)").failure == "status -15"
@@ -255,7 +255,7 @@ def test_ignored_sigchld_is_refused():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_side_by_side_keeps_the_order():
+def test_parallel_judgements_keep_their_order():
     runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
     assert runs == [f"{i}\n" for i in range(6)]
     assert side_by_side([]) == []

@@ -232,7 +232,7 @@ def test_judgement_that_kills_its_process_is_wrong(hurried, caplog):
     assert mathematics.is_same("1", "1.0")
 
 
-def test_together_caches_scores(gsm8k, monkeypatch):
+def test_judging_together_caches_scores(gsm8k, monkeypatch):
     """Scores are those of one by one, and votes ask no process again."""
     task = GSM8K(gsm8k, style="boxed")
     texts = [f"Then \\boxed{{{each}}}." for each in ("10", "10.0", "11", "\\frac{20}{2}")] + ["no"]
@@ -286,7 +286,7 @@ def test_aime(tmp_path):
         AIME(wrong).problem("test", 0)
 
 
-def test_mathematics_reads_any_file(tmp_path):
+def test_maths_reads_any_file(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"question": "Solve 2*x = 8 for x.", "answer": "4"}])
     task = Mathematics(path)
     problem = task.problem("train", 0)
@@ -295,7 +295,7 @@ def test_mathematics_reads_any_file(tmp_path):
     assert task.score(problem, "x = 4. The final answer is 4") == 1
 
 
-def test_gsm8k_without_its_mark_is_named(tmp_path):
+def test_gsm8k_without_answer_mark_is_named(tmp_path):
     path = lines(tmp_path / "a.jsonl", [published.GSM8K[0], {"question": "?", "answer": "10"}])
     with pytest.raises(DataError, match=r'a\.jsonl, line 2: "answer" must end in "####'):
         GSM8K(path).problem("test", 1)

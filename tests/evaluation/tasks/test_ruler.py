@@ -73,7 +73,7 @@ def test_golden_files_cover_all_13_tasks():
 
 
 @pytest.mark.parametrize("case", ruler.CASES)
-def test_texts_equal_rulers(case, files):
+def test_texts_equal_golden_files(case, files):
     size, number, _ = ruler.CASES[case]
     filled = family(case, files).fill(ruler.Scripted(), size, number)
     assert (filled.prompt + filled.answer_prefix).encode() == (GOLDEN / f"{case}.txt").read_bytes()
@@ -107,7 +107,7 @@ def test_problems_depend_on_seed_split_and_index(files):
         assert (other.answers == first.answers) == task.task.startswith("qa")
 
 
-def test_answers_are_in_the_context_once(files):
+def test_context_has_each_answer_once(files):
     """No other needle has the key that is asked for."""
     for task in tasks(2500, files):
         if task.task not in NEEDLE_TASKS:
@@ -272,7 +272,7 @@ def test_too_few_keys_are_rejected(tmp_path, adjectives):
         RULER("niah_multikey_1", 600, words=tmp_path).fitted(characters).problem("test", 0)
 
 
-def test_mistakes_are_named(files, tmp_path):
+def test_wrong_options_are_named(files, tmp_path):
     with pytest.raises(ConfigError, match=r"qa_1 reads .* questions=SQuAD's dev-v2\.0\.json"):
         RULER("qa_1")
     with pytest.raises(ConfigError, match=r"qa_2 reads .* hotpot_dev_distractor_v1\.json"):
@@ -304,7 +304,7 @@ def test_mistakes_are_named(files, tmp_path):
 
 @pytest.mark.parametrize("unit", [1, 7, 40])
 @pytest.mark.parametrize("start", [1, 90, 5000])
-def test_largest_size_in_few_counts(unit, start):
+def test_largest_size_is_found_in_few_counts(unit, start):
     for length in (400, 4096, 131_072):
         counted = []
 

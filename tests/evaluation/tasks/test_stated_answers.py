@@ -414,7 +414,7 @@ def test_announcements(tmp_path, announced):
     assert task.score(task.problem("test", 0), announced) == 1
 
 
-def test_mark_of_a_worked_solution(tmp_path):
+def test_marked_answer_of_a_worked_solution(tmp_path):
     path = lines(tmp_path / "t.jsonl", [{"question": "?", "answer": "#### 29"}])
     task = GSM8K(path, style="plain")
     for said, score in (("29 (3 * 10 - 1)", 1), ("\\$29.", 1), ("\u221229", 0), ("28 or 29", 0)):

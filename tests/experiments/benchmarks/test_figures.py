@@ -149,7 +149,7 @@ def test_whole_calls_are_timed(tmp_path):
     assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
 
 
-def test_a_turn_is_split_at_its_launches():
+def test_turn_time_is_split_at_launches():
     marks = engine.Marks()
     marks.events = [
         *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
@@ -260,7 +260,7 @@ SCRIPT = (
 WORK = f'python -c "{"; ".join(SCRIPT)}"'
 
 
-def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path):
+def test_steps_of_a_folder_run_in_sequence(monkeypatch, tmp_path):
     steps = {
         name: first_results.Step(name, WORK, folder)
         for name, folder in zip("abc", "xyx", strict=True)
@@ -286,7 +286,7 @@ def event(name, ts, dur, module="jit_decode", pid=1):
     return dict(ph="X", pid=pid, name=name, ts=ts, dur=dur, args={"hlo_module": module})
 
 
-def test_launches_and_busy_time_are_counted(tmp_path):
+def test_trace_counts_launches_and_busy_time(tmp_path):
     """Two steps of two layers: two kernels a layer, of which one overlaps, and one a step."""
     events = [event("loop_add_fusion", 0, 50, module="jit_clear")]
     for step in range(2):
@@ -321,7 +321,7 @@ def test_launches_and_busy_time_are_counted(tmp_path):
     assert list(trace.programs()) == ["decode", "clear"]
 
 
-def test_families_of_kernels(monkeypatch):
+def test_kernels_are_grouped_by_family(monkeypatch):
     events = [
         (0.0, 900.0, "ncclDevKernel_AllGather_RING_LL"),
         (1.0, 2000.0, "nvjet_tst_128x256"),
@@ -364,7 +364,7 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["prefill", "training"])
-def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
+def test_implementation_is_checked_against_the_reference(monkeypatch, name):
     """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
     if name == "prefill":
         monkeypatch.setattr(kernels_training, "HEADS", 2)
@@ -491,7 +491,7 @@ def test_best_backend_has_the_least_time_over_all_loads(tmp_path):
     assert len(json.loads((tmp_path / "peer.json").read_text())["rows"]) == 7
 
 
-def test_endless_copy_of_a_model_has_no_end_tokens(tmp_path):
+def test_endless_model_copy_has_no_end_tokens(tmp_path):
     source, copy = tmp_path / "model", tmp_path / "copy"
     source.mkdir()
     copy.mkdir()

@@ -201,7 +201,7 @@ def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handle
     assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
 
 
-def test_error_ends_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
+def test_error_ends_one_piece_and_ctrl_c_all(config, made_up, capsys):
     made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"}, stopped=stop, behind=dict)
     with pytest.raises(KeyboardInterrupt):
         call(config, "*")
@@ -212,7 +212,7 @@ def test_error_ends_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
     assert [call(config, name) for name in ("broken", "sound")] == [1, 0]
 
 
-def test_training_needs_only_the_lessons(config):
+def test_training_needs_only_its_documents(config):
     """Neither the model nor the answers that they were chosen from."""
     own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
     folder = config.out / "lessons" / "math"
@@ -237,7 +237,7 @@ def test_names_are_unique_and_needs_come_first(config):
     assert sum(name.startswith("train-") for name in names) == 3 * 3 + 2
 
 
-def test_rivals_have_the_measured_peak_of_the_retrofit(config):
+def test_rivals_get_the_measured_peak_of_the_retrofit(config):
     """With what they grow by, at its peak; by the papers' rule a share of the longest answer."""
     own = campaign.Campaign(config)
     own.results.folder.mkdir(parents=True)
@@ -264,7 +264,7 @@ def test_rivals_have_the_measured_peak_of_the_retrofit(config):
 
 
 @pytest.mark.nightly
-def test_lessons_training_and_answers(config, served, monkeypatch):
+def test_training_resumes_and_adapter_answers(config, served, monkeypatch):
     """With real programs: a training that is stopped goes on, and an adapter is asked."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step

@@ -14,7 +14,7 @@ computed = functools.cache(claims.computed)  # some figures stand on several pag
 
 
 @pytest.mark.parametrize("name", claims.PAGES)
-def test_every_number_of_a_page_follows_from_a_record(name):
+def test_page_numbers_follow_from_records(name):
     """`python -m experiments.reproduction.claims --write` mends them."""
     text = (claims.ROOT / name).read_text(encoding="utf-8")
     assert claims.formulas(text) > 0
@@ -179,7 +179,7 @@ def test_page_recomputed_and_stray_formula_refused(monkeypatch):
         claims.formulas("words<!--= a -->")
 
 
-def test_value_of_another_report(monkeypatch, tmp_path):
+def test_values_from_other_reports(monkeypatch, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"rows": [{"x": 3}, {"x": 1.5}]}))
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     assert claims.computed("json a.json rows 0 x .1f") == "3.0"

@@ -23,7 +23,7 @@ def held_of(gone) -> Retention:
     )
 
 
-def test_window_does_not_count(tmp_path):
+def test_tokens_in_window_do_not_count(tmp_path):
     """Of six tokens four are before the window; what goes after the last query is still held."""
     held = held_of([[[[2, N, 5, N, N, N], [2, 3, 4, 5, N, N], [6, N, N, N, N, N]]]])
     chex.assert_trees_all_close(heads.kept(held), np.array([[0.5, 0.0, 1.0]]))

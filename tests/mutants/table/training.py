@@ -15,30 +15,28 @@ MUTANTS = [
         FOLDER + "step.py",
         "lambda new, old: jnp.where(finite, new, old),",
         "lambda new, old: new,",
-        (f"{RETROFIT}::test_a_skipped_step_changes_only_its_number",),
+        (f"{RETROFIT}::test_skipped_step_changes_only_the_step_number",),
     ),
     Mutant(
         "training: low-rank updates are part of the teacher",
         FOLDER + "program.py",
         "            rebuild_teacher=self._rebuild_teacher,\n",
         "            rebuild_teacher=None,\n",
-        ("tests/training/test_low_rank.py::test_trained_further_and_merged",),
+        ("tests/training/test_low_rank.py::test_further_training_and_merging",),
     ),
     Mutant(
         "training: the teacher is the moving student",
         FOLDER + "step.py",
         "original = jax.lax.stop_gradient(current | teacher)",
         "original = jax.lax.stop_gradient(current)",
-        (f"{COUNTS}::test_the_teacher_is_fixed_and_only_counted_tokens_matter",),
+        (f"{COUNTS}::test_teacher_is_fixed_and_uncounted_tokens_ignored",),
     ),
     Mutant(
         "training: a supervised stage decays the weights that it does not train",
         FOLDER + "step.py",
         "rate = schedule.learning_rate if schedule.supervised is None else 0.0",
         "rate = schedule.learning_rate",
-        (
-            "tests/training/test_scorers.py::test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything",
-        ),
+        ("tests/training/test_scorers.py::test_warm_up_trains_adapter_then_ramp_trains_all",),
     ),
     Mutant(
         "training: importance leaves out low-rank updates",
@@ -52,7 +50,7 @@ MUTANTS = [
         FOLDER + "step.py",
         "position=1 / jnp.maximum(compared.sum(), 1).astype(wide),",
         "position=jnp.asarray(1 / compared.size, wide),",
-        (f"{COUNTS}::test_the_teacher_is_fixed_and_only_counted_tokens_matter",),
+        (f"{COUNTS}::test_teacher_is_fixed_and_uncounted_tokens_ignored",),
     ),
     Mutant(
         "training: compression shares count padding",
@@ -87,23 +85,21 @@ MUTANTS = [
         FOLDER + "step.py",
         "key = jax.random.fold_in(schedule.key, state.step)",
         "key = jax.random.fold_in(schedule.key, 0)",
-        (f"{COUNTS}::test_every_step_draws_its_own_noise_from_the_seed",),
+        (f"{COUNTS}::test_noise_differs_by_step_and_follows_the_seed",),
     ),
     Mutant(
         "training: the adapter is cast for the passes",
         FOLDER + "parameters.py",
         "return {name: x if is_adapter(name) else x.astype(dtype) for name, x in arrays.items()}",
         "return {name: x.astype(dtype) for name, x in arrays.items()}",
-        ("tests/training/test_parameters.py::test_only_the_adapter_stays_wide_in_passes",),
+        ("tests/training/test_parameters.py::test_adapter_stays_float32_in_passes",),
     ),
     Mutant(
         "training: the first token of a DMC document counts as merged",
         "dms_jax/policies/dmc.py",
         "first = (chunk.tokens.positions == 0)[:, None]",
         "first = (chunk.tokens.positions < 0)[:, None]",
-        (
-            "tests/policies/test_merging.py::test_the_soft_form_of_a_document_is_that_of_the_document_alone",
-        ),
+        ("tests/policies/test_merging.py::test_soft_form_does_not_cross_documents",),
     ),
     Mutant(
         "training: the held-out loss is the mean of its batches",
@@ -150,7 +146,7 @@ MUTANTS = [
         FOLDER + "compression_loss.py",
         "middle = jax.lax.stop_gradient(jnp.mean(shares, axis=-1, keepdims=True))",
         "middle = jnp.mean(shares, axis=-1, keepdims=True)",
-        ("tests/training/test_compression_loss.py::test_the_spread_moves_heads_and_not_the_mean",),
+        ("tests/training/test_compression_loss.py::test_head_spread_keeps_the_mean",),
     ),
     Mutant(
         "training: a grafted adapter takes the model's type",
@@ -180,7 +176,7 @@ MUTANTS = [
         FOLDER + "loop.py",
         "self._directory.checkpoints.discard(step - self._skipped_in_a_row)",
         "self._directory.checkpoints.discard(step)",
-        (f"{CHECKPOINTS}::test_no_checkpoint_is_kept_after_which_no_step_was_finite",),
+        (f"{CHECKPOINTS}::test_checkpoints_followed_only_by_nan_are_dropped",),
     ),
     Mutant(
         "run directory: other data are taken for the same",

@@ -36,7 +36,7 @@ OPERATION = Operation(
 )
 
 
-def test_the_platform_is_chosen_at_lowering():
+def test_platform_is_chosen_at_lowering():
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
     function = jax.jit(lambda x: OPERATION(None, x))
     assert "stablehlo.subtract" in function.trace(x).lower(lowering_platforms=("cpu",)).as_text()
@@ -155,7 +155,7 @@ def test_each_kernel_serves_its_listed_cases(card, form, monkeypatch):
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 96, 128, 192, 208, 1024, 2048])
-def test_blocks_on_a_tpu_are_whole_lanes_of_scores(page_size, monkeypatch):
+def test_tpu_blocks_are_whole_lanes_of_scores(page_size, monkeypatch):
     """A TPU's compiler refuses to copy others; the interpreter does not mind."""
     case = replace(cases.BASE, page_size=page_size, lengths=(1, 9 * page_size))
     q, rows = split_rows(structs(case))
@@ -190,7 +190,7 @@ def test_pages_too_large_for_a_tpu_are_refused(page_size):
         (262_144, 128, False),
     ],
 )
-def test_rows_and_tables_are_within_the_scalar_memory_of_a_tpu(rows, columns, served):
+def test_tpu_rows_and_tables_fit_scalar_memory(rows, columns, served):
     """The compiler fails where they are not, and XLA serves them."""
     of = jax.ShapeDtypeStruct
     pages = of((4, 16, 128), jnp.bfloat16)
@@ -199,7 +199,7 @@ def test_rows_and_tables_are_within_the_scalar_memory_of_a_tpu(rows, columns, se
     assert said is None if served else "bytes of scalar memory" in str(said)
 
 
-def test_decode_attention_without_an_accelerator_is_xla():
+def test_decode_without_accelerator_is_xla():
     case = cases.by_name("head_dim64")
     inputs = as_arrays(decode_inputs(case))
     by_default, by_name = (
@@ -211,7 +211,7 @@ def test_decode_attention_without_an_accelerator_is_xla():
 
 
 @pytest.mark.parametrize("rows", [0, -1])
-def test_a_plan_of_another_step_is_refused(rows):
+def test_plan_of_another_step_is_refused(rows):
     """Of several layers, or of fewer rows."""
     inputs = as_arrays(decode_inputs(cases.by_name("head_dim64")))
     lengths = inputs["lengths"]

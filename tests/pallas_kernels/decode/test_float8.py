@@ -43,7 +43,7 @@ def sum_of_operands(operands):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_operands_of_float8_hold_every_query(dtype):
+def test_float8_operands_represent_every_query(dtype):
     """Every number of 16 bits: exact if its last bit is 2^-22 or more, else within 2^-23.
 
     Beyond 57344, the largest number of an operand, the others hold what is left: of float16 every
@@ -81,7 +81,7 @@ def added_as_hopper_does(operand, keys):
 
 
 @pytest.mark.parametrize("parts", [3, 1])
-def test_the_bound_holds_for_the_adder_and_not_for_fewer_operands(parts):
+def test_bound_holds_and_needs_all_operands(parts):
     case = cases.by_name("float8")
     inputs = decode_inputs(case)
     bound, (_, _, want) = float8_score_bound(inputs, SCALE), decode_oracle(inputs, SCALE)

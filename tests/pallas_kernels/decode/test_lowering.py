@@ -73,7 +73,7 @@ def test_lowers_with_the_products_of_ampere(name):
 
 
 @pytest.mark.nightly
-def test_no_work_on_arrays_around_the_kernel():
+def test_no_array_operations_around_the_kernel():
     """For 16-bit types nothing but the plan, the kernel and the merge is launched."""
     case = cases.by_name("rows512_4096")
     text = lower_for_cuda(functools.partial(decode_attention, scale=0.1), **structs(case))
@@ -83,7 +83,7 @@ def test_no_work_on_arrays_around_the_kernel():
 
 
 @pytest.mark.nightly
-def test_barriers_shield_the_merge_in_place():
+def test_barriers_keep_the_merge_in_place():
     """In a scan over layers the plan is a slice and the result updates one."""
     case = cases.BASE
     shapes = structs(case)

@@ -22,7 +22,7 @@ def line_of(lengths, tile):
 
 
 @pytest.mark.parametrize("seed", [0, *further(1, 2, 3, 4, 5)])
-def test_programs_share_the_line_evenly(seed):
+def test_programs_share_tiles_evenly(seed):
     rng = np.random.default_rng(seed)
     rows, programs = int(rng.integers(1, 20)), int(rng.integers(1, 40))
     lengths = rng.integers(0, 400, rows) * (rng.random(rows) < 0.8)
@@ -47,7 +47,7 @@ def test_programs_share_the_line_evenly(seed):
     assert len({row + program for row, program in pairs}) == len(pairs)
 
 
-def test_many_rows_are_summed_by_a_scan():
+def test_many_rows_use_a_scan():
     lengths = np.random.default_rng(0).integers(0, 300, 1500)
     plan = make_plan(jnp.asarray(lengths), tile=64, programs=7)
     tiles = np.maximum(1, -(-lengths // 64))
@@ -65,7 +65,7 @@ def test_long_lines_do_not_overflow():
     )
 
 
-def test_a_plan_of_layers_equals_the_plan_of_each():
+def test_plan_of_layers_equals_single_plans():
     lengths = jnp.asarray(np.random.default_rng(1).integers(0, 3000, (3, 5)))
     together = make_plan(jnp.asarray(lengths), tile=64, programs=11)
     for layer in range(3):
@@ -125,12 +125,12 @@ def same_plan(rows, programs, interpret=None):
 
 
 @pytest.mark.parametrize(("rows", "programs"), [(5, 7), (64, 40), (130, 33)])
-def test_the_kernel_makes_the_same_plan_in_the_interpreter(rows, programs):
+def test_kernel_plan_equals_xla_plan_in_the_interpreter(rows, programs):
     same_plan(rows, programs, plgpu.InterpretGPUParams(detect_races=True))
     assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 63, 64, 256, 1500, 16384])
-def test_the_kernel_makes_the_same_plan_on_the_card(rows):
+def test_kernel_plan_equals_xla_plan_on_a_gpu(rows):
     same_plan(rows, 264)

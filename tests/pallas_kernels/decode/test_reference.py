@@ -68,7 +68,7 @@ def test_no_kernel_serves_a_soft_cap():
 
 
 @pytest.mark.parametrize(("lse", "scores"), [(True, False), (False, True), (False, False)])
-def test_results_come_in_order_and_only_where_asked(lse, scores):
+def test_only_requested_results_are_returned_in_order(lse, scores):
     inputs = decode_inputs(cases.by_name("head_dim8"))
     everything = attend(inputs, return_lse=True, return_scores=True)
     some = attend(inputs, return_lse=lse, return_scores=scores)

@@ -99,7 +99,7 @@ def test_hoppers_kernel_takes_at_most_the_counted_bytes(name):
 
 
 @pytest.mark.parametrize("card", OF_A_CORE, ids=lambda card: card.kind)
-def test_as_many_programs_share_a_core_as_fit(card, monkeypatch):
+def test_programs_per_core_fill_shared_memory(card, monkeypatch):
     """Of the group that takes the most: a plan does not know the group."""
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: card)
     there_are = OF_A_CORE[card]

@@ -72,7 +72,7 @@ def test_gradients_equal_finite_differences():
         check_grads(product, (x, matrices), order=1, modes=["rev"])
 
 
-def test_sums_of_narrow_numbers_are_wide():
+def test_narrow_numbers_are_summed_in_float32():
     """300 products of 1 and 1, which bfloat16 could not count beyond 256."""
     x, matrices = jnp.ones((2, 300), jnp.bfloat16), jnp.ones((1, 300, 1), jnp.bfloat16)
     y = grouped_product(x, matrices, jnp.array([2]))
@@ -80,7 +80,7 @@ def test_sums_of_narrow_numbers_are_wide():
     assert y.ravel().tolist() == [300, 300]
 
 
-def test_memory_grows_with_rows_and_not_with_rows_times_groups():
+def test_memory_does_not_grow_with_groups():
     """`jax.lax.ragged_dot` holds a masked copy of the rows for each group."""
 
     def memory(product):
@@ -105,7 +105,7 @@ def test_memory_grows_with_rows_and_not_with_rows_times_groups():
         (((0, 128), "bfloat16"), (4, 128, 64), "no rows"),
     ],
 )
-def test_what_the_kernel_of_hopper_serves(x, matrices, reason):
+def test_hopper_kernel_serves_its_cases(x, matrices, reason):
     rows = jax.ShapeDtypeStruct(*x)
     stack = jax.ShapeDtypeStruct(matrices, rows.dtype)
     found = why_not(rows, stack, None, transposed=False)
@@ -150,7 +150,7 @@ def test_mismatched_shapes_are_refused(shapes, message, pytestconfig):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 512, 20_000])
 @pytest.mark.parametrize("shape", [(128, 2048, 1536), (32, 2880, 5760)])
-def test_the_kernel_of_hopper(rows, shape):
+def test_hopper_kernel_agrees(rows, shape):
     experts, inputs, _ = shape
     random = np.random.default_rng(rows)
     counts = random.multinomial(rows - 3, random.dirichlet(np.full(experts, 0.5))).astype(np.int32)

@@ -72,7 +72,7 @@ def test_negative_zero_equals_zero():
 @pytest.mark.parametrize(
     "case", nightly_but(cases.BENCHMARK[:1], cases.BENCHMARK), ids=lambda case: case.name
 )
-def test_it_lowers_for_a_gpu(case):
+def test_select_lowers_for_a_gpu(case):
     text = lower_for_cuda(
         functools.partial(select_largest, count=case.count),
         scores=jax.ShapeDtypeStruct((case.rows, case.width), jnp.dtype(case.dtype)),
@@ -99,7 +99,7 @@ def test_it_lowers_for_a_gpu(case):
         (DEFAULT_GPU, "float32", 8193, 2049, False),
     ],
 )
-def test_xla_serves_what_no_kernel_does(card, dtype, width, count, kernel, monkeypatch):
+def test_xla_serves_unsupported_shapes(card, dtype, width, count, kernel, monkeypatch):
     monkeypatch.setattr(select_gpu, "target_gpu", lambda: card)
     text = lower_for_cuda(
         functools.partial(select_largest, count=count),
@@ -126,7 +126,7 @@ def test_tpu_refusals_name_the_limit():
     assert "at most 131072" in str(select_tpu.why_not(jnp.zeros((1, 131073)), count=3))
 
 
-def test_float64_stays_what_it_is():
+def test_float64_is_exact():
     """Differences that float32 does not see."""
     with jax.enable_x64(True):
         scores = jnp.asarray(1 + 1e-12 * np.random.default_rng(0).normal(size=(2, 50)))

@@ -90,7 +90,7 @@ def test_a_row_in_pieces_equals_the_whole_row(name):
     check(case, results, inputs, segments, tolerance=1e-12)
 
 
-def test_the_oracle_differentiates():
+def test_oracle_gradients_equal_finite_differences():
     """The oracle's own gradients, against central differences of its output."""
     case = cases.TrainingCase("tiny", 1, 9, 2, 1, 4, 3, dtype="float64", segments=5)
     inputs, segments = draw(case)
@@ -187,7 +187,7 @@ def test_bad_input_is_refused(change, message):
         check_arguments(Inputs(q, k, v, bias, segments), facts["window"])
 
 
-def test_sharded_over_batch_and_heads_equals_one_device():
+def test_sharded_equals_one_device():
     case = cases.TrainingCase("sharded", 4, 40, 8, 4, 8, 7, dtype="float32", segments=15)
     inputs, segments = draw(case)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

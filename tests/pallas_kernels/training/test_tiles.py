@@ -28,7 +28,7 @@ def all_zones(zones, starts):
 @pytest.mark.parametrize(
     ("rows", "block"), [(64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
 )
-def test_zones_on_a_gpu_hold_their_distances(rows, block):
+def test_gpu_zones_match_token_distances(rows, block):
     starts = np.arange(0, 512, rows, dtype=np.int32)
     for window, first in itertools.product(WINDOWS, (0, 1)):
         zones = all_zones(
@@ -52,7 +52,7 @@ def test_zones_on_a_gpu_hold_their_distances(rows, block):
 
 
 @pytest.mark.parametrize(("keys", "block"), [(64, 16), (64, 32), (64, 64), (128, 64)])
-def test_zones_of_queries_hold_their_distances(keys, block):
+def test_query_zones_match_token_distances(keys, block):
     count = 512 // block
     starts = np.arange(-280, 768, 7, dtype=np.int32)  # keys before, among and after the queries
     for window in (*WINDOWS, 77, 125):
@@ -92,7 +92,7 @@ def meeting(segments, rows, columns):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 16), (64, 64), (64, 128), (128, 64)])
-def test_blocks_of_one_document_meet(rows, columns):
+def test_blocks_of_one_document_are_visited(rows, columns):
     random = np.random.default_rng(rows + 2 * columns)
     segments = sorted_segments(random, 3, 1024)
     found = gpu_tiles.segment_overlap(*[jnp.asarray(segments, jnp.int32)] * 2, rows, columns)
@@ -120,7 +120,7 @@ def zone_of(problem, query, key, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zones_on_a_tpu_hold_their_distances(dtype, monkeypatch):
+def test_tpu_zones_match_token_distances(dtype, monkeypatch):
     """Beside the mixed ones, whose body masks every score."""
     for window in WINDOWS:
         problem = tpu_problem(window=window, dtype=dtype)
@@ -137,7 +137,7 @@ def test_zones_on_a_tpu_hold_their_distances(dtype, monkeypatch):
         assert ((False, False) in kinds) == (window >= 10**6)
 
 
-def test_zones_on_a_tpu_at_the_border_of_the_window(monkeypatch):
+def test_tpu_zones_at_the_window_border(monkeypatch):
     """Tiles next to the border of the window, where one token decides."""
 
     def zone(window):  # of queries 512 to 639 and keys 0 to 255
@@ -151,7 +151,7 @@ def test_zones_on_a_tpu_at_the_border_of_the_window(monkeypatch):
     assert zone(512 - 255 - 1) == dict(bias=True, masked=False)
 
 
-def test_bounds_on_a_tpu_reach_every_block_of_a_document():
+def test_tpu_bounds_reach_every_block_of_a_document():
     problem = tpu_problem(dtype="float32", packed=True)
     random = np.random.default_rng(7)
     segments = sorted_segments(random, 1, problem.T)
@@ -162,7 +162,7 @@ def test_bounds_on_a_tpu_reach_every_block_of_a_document():
     chex.assert_trees_all_equal((first, last), bounds)
 
 
-def test_blocks_on_a_tpu_stay_within_their_memory():
+def test_tpu_blocks_stay_within_memory():
     """Queries of a block in 256 KB, its scores in 1 MB; in half of that beside float32 keys."""
     for group, D, dtype in itertools.product((1, 2, 4, 8, 16), (64, 128, 256), DTYPES):
         problem = tpu_problem(T=900, H=2 * group, D=D, dtype=dtype)

@@ -53,7 +53,7 @@ def test_a_pool_of_more_than_two_to_the_31_elements():
         assert int(jnp.count_nonzero(jnp.any(after != 0, axis=-1))) == 3
 
 
-def test_attention_reads_what_was_written_just_before():
+def test_attention_reads_the_preceding_write():
     """Kernels launched close after each other in a loop: rows grow from nothing to two pages."""
     rows, head_dim, size, steps = 24, 128, 64, 100
     k, v = (jax.random.normal(jax.random.key(i), (steps, rows, head_dim)) for i in range(2))

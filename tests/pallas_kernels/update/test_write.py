@@ -51,7 +51,7 @@ def test_a_donated_pool_is_written_in_place():
     assert memory.temp_size_in_bytes < size / 1000
 
 
-def test_fewer_pages_of_values_than_of_keys():
+def test_fewer_value_pages_than_key_pages():
     """A row whose page has no values writes no key either."""
     inputs = write_inputs(cases.BASE)
     inputs["v_pages"] = inputs["v_pages"][:5]
@@ -104,7 +104,7 @@ def test_float8_pages_need_all_their_scales(missing):
         unchecked(**arrays)
 
 
-def test_rows_that_write_nothing_still_rotate_queries():
+def test_idle_rows_still_rotate_queries():
     case = cases.by_name("rotated_all_idle")
     inputs = write_inputs(case)
     got = operation(case)(**as_arrays(inputs))
@@ -199,7 +199,7 @@ def test_other_generations_of_gpus(card, name, scatter, monkeypatch):
     assert ("mosaic_gpu" in text) != scatter
 
 
-def test_barriers_shield_the_write_in_place():
+def test_barriers_keep_the_write_in_place():
     """XLA may join a kernel with slices of what it reads, and then copies what it writes to."""
     lines = lowered(cases.BASE, "mosaic_gpu").splitlines()
     (write,) = [i for i, line in enumerate(lines) if "stablehlo.custom_call" in line]
