@@ -288,7 +288,7 @@ def test_to_hf_refuses_unsupported_switches():
 @pytest.mark.parametrize(
     ("fields", "positions"),
     [
-        # Qwen2.5's card; Qwen3's, whose positions are more than the original ones; Vicuna's.
+        # Qwen2.5's card; Qwen3's, with more positions than the original ones; Vicuna's.
         (
             {"rope_scaling": {"type": "yarn", **YARN_512}},
             2048,

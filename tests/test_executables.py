@@ -1,4 +1,4 @@
-"""Executables on disk: run without tracing, and only if nobody else can have written them."""
+"""Executables on disk run without tracing, and only if no other user can have written them."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
-    """Keeps executables in a directory of the test, and yields it."""
+    """Yields a directory of the test in which executables are stored."""
     monkeypatch.setenv(compilation.SWITCH, "")
     monkeypatch.setattr(executables, "_BEGUN", math.inf)  # whenever the source was changed
     source = executables._source
@@ -55,13 +55,13 @@ def kept(monkeypatch, tmp_path):
 
 
 def function() -> types.FunctionType:
-    """Returns a copy of a library function, which jax has not seen."""
+    """Returns a copy of a library function that jax has not traced."""
     known = inspect.unwrap(programs.keep_hidden)
     return types.FunctionType(known.__code__, known.__globals__, known.__name__)
 
 
 def process() -> Program:
-    """Returns a program as in a new process: neither traced nor read."""
+    """Returns a program as in a new process: neither traced nor loaded."""
     return Program(function(), donate_argnums=0)
 
 
@@ -70,7 +70,7 @@ def zeros() -> jax.Array:
 
 
 def prepare(program: Program, *args) -> tuple[int, int]:
-    """Prepares a program; returns how many were compiled and how many read."""
+    """Prepares a program; returns how many were compiled and how many loaded."""
     with compilation.watched() as made:
         program.prepare(*args)
     return made.compiled, made.read
@@ -190,7 +190,7 @@ def test_environment_variable_turns_it_off(kept, monkeypatch, switch):
 
 
 def test_jax_cache_skips_only_our_programs(kept):
-    """What it reads from its cache cannot be serialized again."""
+    """Programs that jax reads from its cache cannot be serialized again."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     process().prepare(zeros(), FILLED, LANES)
     assert [each.name for each in kept.parent.iterdir()] == [kept.name]
@@ -291,7 +291,7 @@ def local(kept, hidden, lanes):
 
 
 def test_programs_of_unknown_source_are_not_stored(kept):
-    """A policy of the user's, and functions of scripts: their source is in no key."""
+    """Policies of users, and functions of scripts: their source is not part of the key."""
 
     class Own(dms_jax.TOVA):
         pass
@@ -335,7 +335,7 @@ def keys_of(name: str) -> list[str | None]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_program_closes_over_arrays(name):
-    """Their values would be in an executable, and in no key."""
+    """Their values would be part of the executable but not of its key."""
     engine = Engine(model_for("vanilla"), POLICIES[name], num_lanes=2, max_tokens=64)
     for program, given in calls_of(engine):
         traced = program.jitted.trace(*given)
@@ -392,7 +392,8 @@ def test_compiled_and_loaded_programs_answer_alike(kept, monkeypatch, mesh, gram
         answers.append([each.tokens for each in completions])
         read.append(made.read)
     assert read[0] == 0
-    # On a mesh jax keeps some of its own. With a grammar its programs are new to this process.
+    # On a mesh jax stores some programs itself. With a grammar the programs are new to this
+    # process.
     assert read[1] >= len([*kept.iterdir()]) >= (5 if grammar is None else 3)
     assert answers[0] == answers[1]
 

@@ -1,4 +1,4 @@
-"""Figures as JSON: what is unknown is null, and nothing else becomes it."""
+"""Figures as JSON: NaN and infinity become null, and nothing else does."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from dms_jax.json_text import json_text
 
 
 def strictly(text):
-    """What a reader of JSON reads, who knows no NaN."""
+    """Parses JSON strictly, refusing NaN."""
 
     def refuse(word):
         raise ValueError(f"{word} is not JSON")

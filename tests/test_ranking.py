@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from dms_jax.ranking import mark_largest, marked_first
 
 ROWS, WIDTH = 4, 23
-# Few numbers, so that many are equal; -0.0 equals 0.0, as do subnormal numbers on some devices.
+# Few different numbers, so that many are equal; -0.0 equals 0.0, and so do subnormal numbers on
+# some devices.
 NUMBERS = (-np.inf, -3.0, -1.0, -0.0, 0.0, 2e-38, 1.0, 2.5, 1e30, np.inf)
 mark, order_of = jax.jit(mark_largest), jax.jit(marked_first)
 
 
 def sorted_first(scores, count):
-    """The `count` first of each row, sorted from the largest down; equal scores in their order."""
+    """Marks the `count` largest of each row; among equal scores the first ones."""
     order = np.argsort(-scores.astype(np.float64), axis=-1, kind="stable")
     marks = np.zeros(scores.shape, bool)
     for row, best in enumerate(order):

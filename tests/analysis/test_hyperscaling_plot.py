@@ -1,4 +1,4 @@
-"""The figure of L-W-CR configurations: what is drawn, and how many systems it takes."""
+"""The figure of L-W-CR configurations: its elements, and the number of systems."""
 
 import itertools
 import pathlib
@@ -36,7 +36,7 @@ def test_frontiers_with_names_and_plain_budgets(monkeypatch, tmp_path: pathlib.P
     lines = [line.get_xydata().tolist() for line in reads.lines]
     assert [[100, pytest.approx(100 / 3)], [400, pytest.approx(200 / 3)]] in lines
     assert [[50, pytest.approx(100 / 3)], [200, 100]] in lines
-    assert [[200, 0], [800, pytest.approx(100 / 3)]] in lines  # surpassed by other points
+    assert [[200, 0], [800, pytest.approx(100 / 3)]] in lines  # dominated by other points
     assert "vote" in reads.get_ylabel()
 
 

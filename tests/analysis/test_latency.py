@@ -67,7 +67,7 @@ def test_compression_moves_the_crossover():
 
 
 def test_heads_wider_than_the_hidden_size():
-    """Qwen3's query heads have more numbers together than the residual stream."""
+    """Qwen3's query heads together are wider than the residual stream."""
     wide = dataclasses.replace(LLAMA_3_8B, hidden_size=2048)
     per_layer = 2048 * (3 * 14_336 + 2 * 4096 + 2 * 1024)
     assert weight_bytes(wide) == 2 * (32 * per_layer + 2048 * 128_256)

@@ -1,4 +1,4 @@
-"""The page of a text and what heads kept of it: its data, its structure, its explanations."""
+"""The page that shows which tokens each head kept: data, structure, explanations."""
 
 import html.parser
 import json
@@ -84,7 +84,7 @@ def test_page_has_every_token_and_lifetime():
 
 
 def test_html_in_the_text_stays_in_the_script():
-    """After "<!--" and "<script" a browser would not see the end of the script."""
+    """After "<!--" and "<script" a browser would miss the end of the script."""
     tokens = ["<!--", " <script>", "</SCRIPT >"]
     page = eviction_page(tokens, [View.of(found_of([[[[N, N, N]]]]))], title="t")
     assert data_of(page)["tokens"] == tokens

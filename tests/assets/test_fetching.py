@@ -1,4 +1,4 @@
-"""Models and texts that the wheel leaves out: found, fetched, checked, or asked for in words."""
+"""Models and texts outside the wheel: they are found, fetched and checked, or an error says how."""
 
 import tomllib
 
@@ -20,11 +20,11 @@ def test_listed_hashes_match_the_assets():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """As if dms_jax had come from a wheel: without what it leaves out."""
+    """As if dms_jax were installed from a wheel, without the excluded files."""
     monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(fetching.VARIABLE, raising=False)
-    fetching.listed()  # was read before the files went
+    fetching.listed()  # was read before the files were removed
 
 
 def test_missing_asset_error_says_how_to_fetch(installed, monkeypatch):

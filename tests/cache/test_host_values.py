@@ -1,4 +1,4 @@
-"""Values in host memory: the tail of a program, what the host writes, rounds over one context."""
+"""Values in host memory: a program's newest values, writes by the host, rounds over one context."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ LAYERS, BATCH, HEADS, HEAD_DIM, PAGE_SIZE = 2, 2, 2, 4, 3
 
 
 def table_of(random) -> np.ndarray:
-    """Six pages per row, after the two that belong to layers on the device."""
+    """Six pages per row, after two of layers whose values stay on the device."""
     rows = LAYERS * BATCH * HEADS
     return 2 + random.permutation(rows * 6).reshape(LAYERS, BATCH, HEADS, 6).astype(np.int32)
 
@@ -124,7 +124,7 @@ def test_host_values_take_half_of_the_other_layers(stories, first_layers):
 
 @pytest.mark.nightly
 def test_host_values_may_be_quantized(stories):
-    """The scales of all values stay on the device, more of them than there are values."""
+    """The scales of all values stay on the device, which then has more scales than values."""
     policy = KCache(top=8, first_layers=2)
     here = dataclasses.replace(policy, values="device")
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=12))
@@ -156,7 +156,7 @@ def test_the_pool_holds_what_the_accounting_says(stories):
     ],
 )
 def test_rounds_of_questions_over_one_context(stories, policy, same):
-    """Each question may need another part of the context, and KCache has evicted none of it."""
+    """Each question may need another part of the context; KCache evicts nothing."""
     model = dataclasses.replace(
         stories, generation=dataclasses.replace(stories.generation, eos_token_ids=())
     )
@@ -201,7 +201,7 @@ def test_mesh_refuses_host_values():
 
 @pytest.mark.gpu
 def test_gpu_programs_read_values_written_by_the_host(stories):
-    """The memory of a pinned array is written in place between programs."""
+    """The host writes a pinned array in place between programs."""
     policy = KCache(top=8, first_layers=1)
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=40), chunk=8)
     prompts = [stories_tokens(stories, 70)]

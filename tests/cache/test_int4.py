@@ -50,14 +50,14 @@ def test_slots_hold_nearest_numbers(stored, seed):
         read = np.asarray(stored.dequantize(packed, scales, jnp.float64))
         error = np.abs(read - int4.snap(x, **options)).max(-1)
         assert (error <= 1e-14 * np.abs(x).max(-1)).all()
-    # Rounding moves a number by half a step; by a whole one where there is no integer 8, and by a
-    # 32nd more where the scale, of 8 bits, was rounded down.
+    # Rounding moves a number by at most half a step; by a whole step where integer 8 is missing,
+    # and by 1/32 more where the 8-bit scale was rounded down.
     rows = int4.turn(x) if stored.rotated else x
     rows = rows.reshape(*want.shape, -1)
     steps, step = rows / want[..., None], np.abs(want)[..., None]
     error = np.abs(codes.reshape(rows.shape) * want[..., None] - rows)
     assert (error <= step * np.where(steps > 7.5, 1 + 2.0**-5, 0.5)).all()
-    # The step is a sixteenth of what 16 integers must reach, but for the rounding of the scale.
+    # The step is a sixteenth of the range, up to the rounding of the scale.
     largest = np.abs(rows).max(-1)
     assert (step[..., 0] <= (1 + 2.0**-8) * np.maximum(largest / 8, 2.0**-120)).all()
 
@@ -100,13 +100,13 @@ HUGE_VECTORS = {
 @every_format
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_largest_numbers_of_a_dtype_do_not_overflow(stored, dtype):
-    """Their rotated sums do in float32, and so would 8 times a scale that was rounded up."""
+    """Their rotated sums would in float32, and so would 8 times a scale that was rounded up."""
     x = jnp.asarray(np.minimum(np.stack(list(HUGE_VECTORS.values())), jnp.finfo(dtype).max), dtype)
     packed, scales = put(stored, x)
     held = np.asarray(scaled(packed, scales, jnp.float32), np.float64)  # which attention reads
     codes, steps = int4.quantize(np.asarray(x, np.float64), **dataclasses.asdict(stored))
     want = int4.read(codes, steps, rotated=False)
-    # Half-way between two integers it may be either, and what the sums cancel is not quite zero.
+    # Halfway between two integers it may be either, and cancelled sums are not exactly zero.
     step = np.repeat(np.abs(steps), 64 // steps.shape[-1], axis=-1)
     bound = step + 2**-7 * np.abs(want) + stored.rotated * 1e-6 * HUGE
     assert (np.abs(held - want) <= bound).all()

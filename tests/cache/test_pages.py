@@ -1,4 +1,4 @@
-"""The page allocator, under random orders: nothing is owned twice, nothing is lost."""
+"""The page allocator in random orders: no page has two owners, and none is lost."""
 
 import chex
 import numpy as np
@@ -32,7 +32,7 @@ def shard_of(row: tuple[int, int, int], sequence_shards: int, head_shards: int) 
 
 
 def check(pages: PageAllocator, shards: tuple[int, int]) -> dict[tuple, list[int]]:
-    """Asserts that each page is free or has one owner; returns the pages of each row."""
+    """Asserts that each page is free or has one owner, and returns the pages of each row."""
     owned = {}
     by_shard: dict[tuple, list[int]] = {}
     for row in np.ndindex(ROWS):
@@ -183,7 +183,7 @@ def test_page_is_free_without_rows_and_prefixes():
     assert pages.reserved[:, 1].tolist() == [[1, 1], [1, 1]]
     assert pages.held_by_rows(held) == 4
     assert pages.pages_in_use == 8
-    pages.reserve(slots_of(1, 5))  # each behind what it shares
+    pages.reserve(slots_of(1, 5))  # each one after its shared pages
     assert pages.pages_in_use == 12
     pages.release(np.array([0]))
     assert len(freed.pop()) == 4
@@ -218,7 +218,7 @@ def test_prefixes_of_uneven_rows_take_and_return_pages():
 @given(st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, 12)), max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_changes_update_an_old_table(orders):
-    """Cells that are not among them hold what they did; too many are the whole table."""
+    """Other cells keep their contents; too many changes become the whole table."""
     pages, width = make(pages_per_shard=200), 4
     old = pages.table_of_width(width).copy()
     for number, (sequence, slots) in enumerate(orders):

@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 class Loaded(Exception):
-    """What a command asked to be loaded."""
+    """The arguments with which a command loads."""
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,8 @@ def test_policies_predict_the_same_text(tmp_path, capsys):
     assert [row["name"] for row in rows] == ["Vanilla", "TOVA,budget=4", "Vanilla,int4"]
     assert rows[0]["loss"][0] == pytest.approx(1.625)
     assert rows[0]["change"] == [0, 0]
-    # Four of eight tokens are gone in every window: the windows differ, their differences do not.
+    # Four of eight tokens are evicted in every window: losses differ by window, paired differences
+    # do not.
     assert rows[1]["change"] == [pytest.approx(0.25), pytest.approx(0, abs=1e-6)]
     assert rows[1]["loss"][1] > 0.01
     assert rows[2]["cache_bytes"] == rows[0]["cache_bytes"] / 4

@@ -114,7 +114,7 @@ def test_reasoning_is_shown_then_dropped(form, monkeypatch, capsys):
     assert "channel" not in shown
     assert "think" not in shown
 
-    # What the model reads: the conversation as its template has it, then the answer.
+    # The model reads the conversation in its template, then the answer.
     messages = [{"role": "system", "content": "Be brief."}]
     for line, number, answer in zip(("One?", "Two?", "Three?"), "46 ", read, strict=True):
         messages.append({"role": "user", "content": line})

@@ -20,7 +20,7 @@ from dms_jax.errors import EngineFailedError
 from dms_jax.policies import POLICIES
 from tests.support.tree import ROOT
 
-# What a command wants before its options: one of its starting points.
+# The preset that a command needs before its options.
 FIRST = {"retrofit": ["stories260k"]}
 
 
@@ -34,7 +34,7 @@ def typed(name, *options):
 
 
 def settings_of(name):
-    """Returns the settings of a command's starting points, or their dataclass."""
+    """Returns the settings of a command's presets, or their dataclass."""
     module = module_of(name)
     presets = getattr(module, "PRESETS", {})
     return [config for _, config in presets.values()] or [module.Config]
@@ -55,7 +55,7 @@ def test_the_list_of_commands(capsys):
 
 
 def test_python_m_runs_the_command():
-    """The only process that these tests start."""
+    """The only test here that starts a process."""
     done = subprocess.run(
         [sys.executable, "-m", "dms_jax.command_line", "--version"],
         cwd=ROOT,
@@ -95,12 +95,12 @@ def test_other_exit_statuses(capsys):
     assert capsys.readouterr().err == "Stopped after step 2. Come again.\n"
     for result, status in ((None, 0), (0, 0), (3, 3), (["rows"], 0)):
         assert running.status_of(lambda result=result: result) == status
-    with pytest.raises(ZeroDivisionError):  # a bug is no wrong call
+    with pytest.raises(ZeroDivisionError):  # a bug is not a wrong call
         running.status_of(lambda: 1 / 0)
 
 
 def test_closed_output_is_no_error(monkeypatch, capsys):
-    """As of `dms-jax policies | head`; another pipe that breaks is an error."""
+    """Like `dms-jax policies | head`; any other broken pipe is an error."""
 
     def fail():
         raise BrokenPipeError("of a worker")
@@ -156,7 +156,7 @@ def test_help_lists_options_and_unknown_ones_exit_2(name, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_goes_to_runs_and_unwritable_output_exits_2(name, capsys, tmp_path):
-    """A folder cannot be made below a file."""
+    """The parent of the output folder is a file."""
     for config in settings_of(name):
         for place in ("out", "save", "answers"):
             path = getattr(config, place, None)
@@ -198,7 +198,7 @@ def test_retrofit_presets_are_listed(monkeypatch, capsys):
 
 
 def test_options_without_preset_are_of_custom(monkeypatch, capsys):
-    """As someone types it who has not seen the names."""
+    """As typed by a user who does not know the presets."""
     retrofit = module_of("retrofit")
     begun = []
     monkeypatch.setattr(retrofit, "main", begun.append)
@@ -215,7 +215,7 @@ def test_options_without_preset_are_of_custom(monkeypatch, capsys):
     last = said.splitlines()[-1]
     assert last.startswith("Without a starting point it is custom; there are custom, stories260k")
     assert "self-taught" in last
-    with pytest.raises(SystemExit):  # who named one is told of its options alone
+    with pytest.raises(SystemExit):  # with a preset the help shows only its options
         main(["retrofit", "custom", "--mode", "m"])
     said = capsys.readouterr().err
     assert "Without a starting point" not in said
@@ -278,7 +278,7 @@ def test_policies_state_their_prefill(policy, prompts):
 
 
 def test_models_outside_the_wheel_are_fetched_on_use(capsys, tmp_path, monkeypatch):
-    fetching.listed()  # is read before the files go
+    fetching.listed()  # is read before the files are removed
     monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fetching, "address", lambda: str(ROOT / "dms_jax" / "assets"))
@@ -334,7 +334,7 @@ SLIPS = {
 
 @pytest.mark.parametrize("typed", SLIPS)
 def test_options_are_checked_before_loading_the_model(typed, capsys, tmp_path, monkeypatch):
-    """A real model takes minutes to load. No hub is asked for ./nowhere, which is a path."""
+    """Loading a real model takes minutes. ./nowhere is a path, so no hub is asked."""
     monkeypatch.chdir(tmp_path)
     assert main([*typed.split(), "--model", "./nowhere"]) == 2
     assert SLIPS[typed] in capsys.readouterr().err

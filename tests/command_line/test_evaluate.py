@@ -1,4 +1,4 @@
-"""`dms-jax evaluate`: what it prints and writes, and its errors."""
+"""`dms-jax evaluate`: output, files and errors."""
 
 import dataclasses
 import json

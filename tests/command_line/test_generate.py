@@ -1,4 +1,4 @@
-"""`dms-jax generate`: what it shows, and its errors."""
+"""`dms-jax generate`: output and errors."""
 
 import dataclasses
 import io
@@ -26,7 +26,7 @@ def call(arguments: list[str]) -> int:
 
 
 def test_one_answer_and_its_usage(capsys):
-    """With the programs of the library: the words are the model's."""
+    """With real programs: the words are the model's."""
     assert call(["Once upon a time", *QUICK]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Once upon a time\n, there was a")
@@ -36,7 +36,7 @@ def test_one_answer_and_its_usage(capsys):
 
 @pytest.mark.usefixtures("fakes")
 def test_file_gets_unwrapped_text(monkeypatch, capsys):
-    """Wrapped lines would have breaks that the model did not write."""
+    """Wrapping would add line breaks that the model did not write."""
     monkeypatch.setenv("COLUMNS", "20")
     prompt = "Once upon a time, there was a girl and a boy and"
     quick = dict(max_new_tokens=12, temperature=0.0, page_size=16, chunk=8)
@@ -69,7 +69,7 @@ def test_prompt_is_shown_unchanged(terminal):
     out, prompt = io.StringIO(), "a :dog: in [bold]"
     console = Console(file=out, force_terminal=terminal, color_system=None)
     screen = generate.Screen(console, [prompt], [PLAIN])
-    assert out.getvalue() == ""  # what is refused is refused before there is an answer
+    assert out.getvalue() == ""  # refused before there is an answer
     screen(Update(0, [1], " and", finished=False))
     screen(Update(0, [2], " so", finished=True))
     assert out.getvalue() == f"{prompt}\n and so\n"
@@ -101,11 +101,11 @@ def test_reasoning_is_dimmed_on_terminal_and_absent_from_files(form, prompts, mo
     written = re.sub(r"\x1b\[\d+m", "", shown)
     assert all(f"{prompt}\n{THOUGHT}\n{SAID}\n" in written for prompt in prompts)
 
-    text = "Plain.\n"  # an answer is not changed where the model did not think
+    text = "Plain.\n"  # an answer without reasoning is unchanged
     generate.main(config)
     assert f"{prompts[0]}\nPlain.\n\n" in capsys.readouterr().out
 
-    text = ANSWERS[form]  # and markers are the model's own text where nothing told it a form
+    text = ANSWERS[form]  # without a template, markers are ordinary text
     generate.main(dataclasses.replace(config, chat=False, plain=True))
     assert THOUGHT in capsys.readouterr().out
 
@@ -210,7 +210,7 @@ def test_policy_without_eviction_prints_a_note(policy, options, says, capsys):
 
 @pytest.mark.usefixtures("fakes")
 def test_warnings_are_one_line_without_code(capsys):
-    """Answers that are longer than the model has positions for."""
+    """Answers that exceed the model's positions."""
     assert call(["Once", *QUICK, "--max-new-tokens", "600"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("Warning: max_new_tokens=600 is more than the model's 512 positions")

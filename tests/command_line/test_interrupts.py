@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command wherever it comes, and leaves the handlers as they were."""
+"""Ctrl-C ends a command at any point, and restores the previous handlers."""
 
 import gc
 import os
@@ -15,14 +15,14 @@ from dms_jax.command_line import running
 
 @pytest.fixture
 def ctrl_c(request):
-    """What Ctrl-C does; a shell has what it starts in the background ignore it."""
+    """Installs Python's SIGINT handler, because shells make background processes ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, request.param)
     yield request.param
     signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:
-    """Ctrl-C, whose exception is raised here."""
+    """Sends Ctrl-C, and raises its exception here."""
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(10)
 

@@ -1,4 +1,4 @@
-"""`dms-jax retrofit`: its presets, what it writes, and its errors."""
+"""`dms-jax retrofit`: presets, files and errors."""
 
 import contextlib
 import dataclasses
@@ -86,7 +86,7 @@ def test_a_recipe_is_scaled_down():
 
 
 def test_sequence_length_is_capped_at_model_positions():
-    """The first line of the help failed on every model of fewer than 32,768 positions."""
+    """The first command of the help used to fail for models of fewer than 32,768 positions."""
     config = CUSTOM
     recipe, policy = config.make_recipe(4096), config.make_policy()
     assert recipe.sequence_length == 4096 < config.make_recipe().sequence_length
@@ -129,7 +129,7 @@ def test_presets_make_recipes():
         # What is left out is as the recipe has it.
         (dict(recipe="paper", options=("window=7",)), dms_jax.DMS(window=7)),
         (dict(recipe="paper", options=('{"source": "adapter"}',)), dms_jax.DMS(16, "adapter")),
-        # Of another kind than the recipe's, as the library has it.
+        # A policy of another kind has the library's defaults.
         (dict(policy="DMC", options=("offset=4.5",)), dms_jax.DMC(offset=4.5)),
         (dict(policy="DMS", recipe="dmc_paper", options=("shift=0",)), dms_jax.DMS(shift=0)),
         (dict(policy="FixedPooling", options=("every=2",)), dms_jax.FixedPooling(every=2)),
@@ -168,8 +168,8 @@ def test_omitted_options_have_library_defaults():
         ),
         (dict(data_shards=4, batch_size=6), "ConfigError", "a batch of 6 does not divide"),
         (dict(sequence_length=100_000), "ConfigError", "do not fit the model's 512 positions"),
-        # Sequences that are cut to the model's positions may be no longer than the window, and of
-        # few tokens the recipe's own length would make no step.
+        # Sequences capped at the model's positions may be no longer than the window, and few tokens
+        # at the recipe's length make no step.
         (dict(recipe="published"), "ConfigError", "window of 512 in sequences of 512 tokens"),
         (dict(recipe="published", tokens=2**17), "ConfigError", "window of 512"),
         (
@@ -187,7 +187,7 @@ def test_refused_settings_create_no_files(given, error, says, tmp_path, monkeypa
     assert type(refused.value).__name__ == error
     assert says in str(refused.value)
     assert list(tmp_path.iterdir()) == []
-    config.out.mkdir(parents=True)  # and a folder that was there stays
+    config.out.mkdir(parents=True)  # an existing folder stays
     with pytest.raises(dms_jax.DmsJaxError):
         retrofit.main(config)
     assert list(config.out.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The page of a self-taught retrofit: its commands ask as the run did, and can be called."""
+"""The page of a self-taught retrofit: its commands run, with the settings of the run."""
 
 import dataclasses
 import pathlib
@@ -16,13 +16,13 @@ PROGRAMS = {"generate": generate.Config, "evaluate": evaluate.Config}
 
 
 def results(**changes: Any) -> dict[str, Any]:
-    """As much of a run's figures as the commands are made from."""
+    """The figures of a run from which the commands are made."""
     ran = {"provenance": {"command": "dms-jax retrofit self-taught"}}
     return ran | {"judge": "gsm8k", "style": "boxed", "chat": True} | changes
 
 
 def called(config, figures: dict[str, Any]) -> dict[str, Any]:
-    """The settings that each command of the page stands for."""
+    """The parsed settings of each command of the page."""
     seen: dict[str, Any] = {}
     for _, command in commands(config, figures):
         words = shlex.split(command)

@@ -1,4 +1,4 @@
-"""`dms-jax serve`: it answers until a signal, ends in order, and refuses wrong settings."""
+"""`dms-jax serve`: answers until a signal, shuts down in order, refuses wrong settings."""
 
 import builtins
 import contextlib
@@ -42,7 +42,7 @@ def test_server_answers_until_a_signal(stories, monkeypatch, capsys):
     serve_it = Server.serve
 
     def told_and_not_begun(self, *given, **more):
-        """Whoever saw the address may come at once: they wait, and are not refused."""
+        """A client that sees the address may connect at once; it waits and is not refused."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
             found["early"] = capsys.readouterr().out
         begun.set()
@@ -69,7 +69,7 @@ def test_server_answers_until_a_signal(stories, monkeypatch, capsys):
     drawn = ["--temperature", "0", "--max-new-tokens", "9"]
     assert main(["serve", "--port", str(port), *POLICY, *drawn, *SHAPE]) == 0
     thread.join(60)
-    # Both may take a minute, and are said before.
+    # Both may take a minute and are announced first.
     loads, waits, compiled = found["early"].splitlines()[:3]
     assert loads == "Loading stories260k ..."
     assert waits == "Reading or compiling the programs that requests can need ..."
@@ -164,7 +164,7 @@ def test_server_ends_if_http_dies_while_compiling(stories, monkeypatch, capsys):
 
 
 def test_an_interrupt_before_serving_ends_the_engine(stories, monkeypatch):
-    """Python cannot end while the engine's thread computes: it aborts."""
+    """Python aborts if it exits while the engine's thread computes."""
     services = []
 
     def interrupted(self):

@@ -1,4 +1,4 @@
-"""The tables of models in the documentation are those of what loads."""
+"""The documentation's tables of models match the models that load."""
 
 import json
 import pathlib
@@ -50,7 +50,7 @@ def test_readme_and_pages_name_supported_models():
 def test_cache_size_by_hand():
     """gpt-oss-20b: 12 layers that grow and 12 of 128 tokens, 8 heads of 64, two bytes a number."""
     entry, rows = 2 * 64 * 2, 12 * 8
-    rings = rows * 128 * 4  # where each of a window's tokens lies
+    rings = rows * 128 * 4  # the slot of each token of a window
     windows = rows * 128 * entry + rings
     plain = rows * 8192 * entry + windows
     config = SHAPES["gpt-oss-20b"]

@@ -18,7 +18,7 @@ STORY = (
 
 
 def written(text: str, width: int | None, *, terminal: bool = False, seed: int = 0) -> str:
-    """The text through a writer, in pieces that end anywhere."""
+    """Passes the text through a writer, in pieces of any length."""
     out, rng = io.StringIO(), random.Random(seed)
     console = Console(file=out, width=20, force_terminal=terminal, color_system=None)
     writer, rest = Writer(console, width), text
@@ -46,7 +46,7 @@ def test_lines_break_between_words(seed):
 
 
 def test_lines_are_filled_at_every_width():
-    """At every width: a line that is full to its last column ends there too."""
+    """At every width, also with lines that fill the last column."""
     text = STORY.replace("\n", " ").replace("  ", " ")
     for width in range(30, 70):
         lines = written(text, width, seed=width).splitlines()

@@ -1,4 +1,4 @@
-"""The quickstart, with hardly any training: every row, file and figure that it promises."""
+"""The quickstart with very little training: every row, file and figure."""
 
 import dataclasses
 import io
@@ -62,7 +62,7 @@ def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
 
 
 def test_snapshots_print_above_the_bar(monkeypatch, tmp_path):
-    """Not behind the bar's figures, where it was cut off."""
+    """They used to follow the bar's figures and were cut off."""
     out = io.StringIO()
     out.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", out)

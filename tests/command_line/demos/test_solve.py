@@ -1,4 +1,4 @@
-"""The demonstration of the reasoning models: what it shows is what was decoded."""
+"""The demo of the reasoning models shows the decoded answers."""
 
 import re
 
