@@ -95,7 +95,7 @@ def test_unknown_token_typed_as_control(tmp_path):
 
 
 def words(tmp_path, pre: str, text: str) -> list[str]:
-    """How a text is cut into words."""
+    """Returns the words into which a text is split."""
     tokenizer, _ = read(tmp_path, model="gpt2", pre=pre, tokens=[*LETTERS, "he"], merges=["h e"])
     assert tokenizer is not None
     cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)

@@ -36,7 +36,7 @@ def write_shards(directory, content, most):
 
 
 def test_maxtext_export_of_gemma_3(tmp_path):
-    """Names of transformers with the parts of a model that reads images, no generation config."""
+    """Names of transformers, with vision parts and without a generation config."""
     usual = load(copy("families/gemma3", tmp_path / "usual"))
     directory = copy("families/gemma3", tmp_path / "maxtext")
     content = {

@@ -27,7 +27,7 @@ TOKENS = np.arange(2 * 20).reshape(2, 20)
 
 
 def updated(model, policy=POLICY):
-    """A model as low-rank training leaves it; an adapter, if the policy reads one, decides."""
+    """A model as after low-rank training; if the policy reads an adapter, it is nonzero."""
     model = changed(model) if policy.retrofit.adapter else model
     random = np.random.default_rng(7)
     factors = {
@@ -104,7 +104,7 @@ def test_layout_is_that_of_peft(base, adapter):
 
 
 def test_without_a_dms_adapter(base, tmp_path):
-    """The control of a retrofit: the vanilla cache, or one that needs no training."""
+    """The control of a retrofit: the vanilla cache, or a training-free policy."""
     model = updated(load(base), Vanilla())
     save(model, TOVA(budget=8), tmp_path / "adapter", adapter_only=True)
     again = load(base, adapter=tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""Saving: what is written can be loaded again."""
+"""Saved checkpoints load again."""
 
 import dataclasses
 import json
@@ -85,7 +85,7 @@ def test_checkpoint_has_the_expected_files(stories, tmp_path):
         "tokenizer_config.json",
     ]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    # The spelling that transformers 4 and 5 both read.
+    # A spelling that both transformers 4 and 5 read.
     assert (config["rope_theta"], config["rope_scaling"]) == (10000.0, None)
     assert (config["torch_dtype"], config["architectures"]) == ("float32", ["LlamaForCausalLM"])
     assert "cache_policy" not in config

@@ -1,4 +1,4 @@
-"""One server for the tests that do not change it; most run it on fake programs."""
+"""One server, mostly on fake programs, for all tests that do not change it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Questions of published forms: contexts, continuations and the right one, letter by letter."""
+"""Questions in published forms: exact contexts, continuations and the right one."""
 
 import pytest
 

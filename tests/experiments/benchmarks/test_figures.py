@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks: what decides a number that is published."""
+"""The arithmetic of benchmarks, which decides published numbers."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def test_roofline_is_of_the_device_that_reads_most(monkeypatch):
 
 
 def test_device_groups_have_their_own_sequences(monkeypatch):
-    """Four devices, of which two and two share heads: `batch` sequences for each pair."""
+    """Four devices in two pairs that share heads: `batch` sequences for each pair."""
     model = shapes.model_of("tiny", jnp.float32, dms_jax.make_mesh(2, 2))
     sizes = dict(shapes=("tiny",), batch=3, context=192, window=16, chunk=4, dtype="float32")
     config = decode_steps.Config(**sizes, ratios=(1,), model_parallel=(2,), data_parallel=(2,))
@@ -249,7 +249,7 @@ def test_sessions_ask_a_running_server(tmp_path):
     assert [turn["cached"] > 0.5 for turn in row["turns"]] == [False, True, True, True]
 
 
-# Compiles into the cache of its folder and no other, and takes a tenth of a second.
+# A step compiles into the cache of its folder only, and takes a tenth of a second.
 SCRIPT = (
     "import os, time",
     "assert 'JAX_COMPILATION_CACHE_DIR' not in os.environ",
@@ -287,7 +287,7 @@ def event(name, ts, dur, module="jit_decode", pid=1):
 
 
 def test_trace_counts_launches_and_busy_time(tmp_path):
-    """Two steps of two layers: two kernels a layer, of which one overlaps, and one a step."""
+    """Two steps of two layers: two kernels a layer, one of them overlapping, and one a step."""
     events = [event("loop_add_fusion", 0, 50, module="jit_clear")]
     for step in range(2):
         for layer in range(2):
@@ -338,7 +338,7 @@ def test_kernels_are_grouped_by_family(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
-    """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""
+    """With the trace of a GPU busy for 3 of 4 us a call, and an implementation that refuses."""
     events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
 
     def device_events(run):
@@ -365,7 +365,7 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["prefill", "training"])
 def test_implementation_is_checked_against_the_reference(monkeypatch, name):
-    """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
+    """XLA's implementation stands for a kernel, and differs only by bfloat16 rounding."""
     if name == "prefill":
         monkeypatch.setattr(kernels_training, "HEADS", 2)
         monkeypatch.setattr(kernels_training, "KV_HEADS", 1)
@@ -432,11 +432,11 @@ def test_share_of_bandwidth_follows_from_bytes_bundles_and_latency():
         "share_at_0.5_us": round(65.536 / 430, 3),
         "share_at_1_us": round(65.536 / 430, 3),
     }
-    # With two buffers a copy does not start before the block in its buffer has been computed.
+    # With two buffers a copy starts only when the block in its buffer has been computed.
     two = tpu_schedule.decode_share(parts | {"buffers": 2}, 256, chip, 2e12)
     assert two["share_at_0.5_us"] == round(65.536 / ((65.536 + 430 + 500) / 2), 3)
     assert two["share_at_1_us"] == round(65.536 / ((65.536 + 430 + 1000) / 2), 3)
-    # Half a last block is copied by half and computed as a whole.
+    # A half-filled last block is copied by half and computed as a whole.
     short = tpu_schedule.decode_share(parts, 192, chip, 2e12)
     assert (short["copy_cycles"], short["cycles"]) == (49, 430)
 
@@ -444,7 +444,7 @@ def test_share_of_bandwidth_follows_from_bytes_bundles_and_latency():
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_bundles_of_a_program_are_found():
-    """XLA fetches each of 256 rows with the other that shares its words, by a copy of its own."""
+    """XLA fetches each of 256 rows by a separate copy, with the row that shares its words."""
     found = tpu_schedule.compiled(tpu_schedule.CHIPS["v5e"], "fetch", "xla", (256, 1 << 20, 1))
     loops = [one for whole in found.values() for one in whole.nested]
     rows = sum(one.copies.count(("hbm_to_vmem", 512)) * (one.rounds or 1) for one in loops)

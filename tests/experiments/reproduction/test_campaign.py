@@ -1,4 +1,4 @@
-"""The campaign in its smallest setting: pieces, resuming, and the record that claims read."""
+"""The campaign in its smallest setting: pieces, resuming, and the record for the claims."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def served(monkeypatch):
 
 
 def recorded(config, monkeypatch):
-    """The record, as claims read it."""
+    """The record in the form of the claims."""
     path = config.out / "record.json"
     assert call(config, "record") == 0
     records.record.cache_clear()
@@ -119,7 +119,7 @@ def test_eight_worked_examples_come_before_a_problem(config):
 
 
 def test_answers_of_data_files_become_text(config):
-    """As numbers, and within solutions; what has no answer is left out."""
+    """Answers as numbers, and within solutions; problems without an answer are left out."""
     rows = [
         {"question": "1 + 1?", "answer": 2.0},
         {"problem": "Half?", "solution": r"First \boxed{3}, then \boxed{\frac{1}{2}}."},
@@ -168,7 +168,7 @@ def test_pieces_follow_the_order_of_the_patterns(config):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Makes a plan of pieces, by what they do."""
+    """Makes a plan of pieces from functions."""
 
     def plan(**work):
         monkeypatch.setattr(
@@ -189,7 +189,7 @@ def never_ends():
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
 def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
-    """Also in a process that a shell started in the background."""
+    """Also in a background process of a shell."""
     made_up(quick=lambda: {"is": "done"}, endless=never_ends, behind=dict)
     before = signal.signal(signal.SIGINT, handler)
     try:
@@ -213,7 +213,7 @@ def test_error_ends_one_piece_and_ctrl_c_all(config, made_up, capsys):
 
 
 def test_training_needs_only_its_documents(config):
-    """Neither the model nor the answers that they were chosen from."""
+    """It needs neither the model nor the unfiltered answers."""
     own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
     folder = config.out / "lessons" / "math"
     folder.mkdir(parents=True)
@@ -238,7 +238,7 @@ def test_names_are_unique_and_needs_come_first(config):
 
 
 def test_rivals_get_the_measured_peak_of_the_retrofit(config):
-    """With what they grow by, at its peak; by the papers' rule a share of the longest answer."""
+    """At its peak, just before a cut; by the papers' rule, a share of the longest answer."""
     own = campaign.Campaign(config)
     own.results.folder.mkdir(parents=True)
     for name, peak in (("dms-3.3-0", 400.4), ("plain", 1500.0)):
@@ -265,7 +265,7 @@ def test_rivals_get_the_measured_peak_of_the_retrofit(config):
 
 @pytest.mark.nightly
 def test_training_resumes_and_adapter_answers(config, served, monkeypatch):
-    """With real programs: a training that is stopped goes on, and an adapter is asked."""
+    """With real programs: a stopped training resumes, and the adapter answers."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step
     assert not (config.out / "done" / "train-dms-3.3-0.json").exists()

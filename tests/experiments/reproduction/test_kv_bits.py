@@ -1,4 +1,4 @@
-"""A cache in few bits, beside what decode steps say."""
+"""A quantized cache in chunks, against decode steps."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What two sides keep, compared; kvpress itself is run by hand, as the script says."""
+"""The comparison of kept tokens; kvpress itself runs by hand, as the script says."""
 
 import pathlib
 import sys
@@ -19,7 +19,7 @@ KEPT = SCORES > 4.5
     ("swapped", "same", "rows", "furthest"),
     [
         ((), 1, 1, 0),
-        ((3, 4), 0.75, 0, 3 / 4),  # 4 is kept instead of 7: the first is the edge itself
+        ((3, 4), 0.75, 0, 3 / 4),  # 4 is kept instead of 7; the score of 4 is the threshold
     ],
 )
 def test_agreement_measures_from_the_highest_dropped_score(swapped, same, rows, furthest):
