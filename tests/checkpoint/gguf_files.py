@@ -149,7 +149,7 @@ def write(
     content: Mapping[str, tuple[np.ndarray, Kind | None]],
     **options: Any,
 ) -> pathlib.Path:
-    """Writes a GGUF of these entries (None leaves one out) and tensors with the package's writer."""
+    """Writes a GGUF of these entries (None omits one) and tensors with the package's writer."""
     writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in entries.items():
         if value is not None:

@@ -27,7 +27,7 @@ def test_tree_equals_a_list_of_sequences(seed):
         tokens = [choose.randint(0, 2) for _ in range(choose.randint(1, 9))]
         nodes = dict(known)
         node = tree.insert(array(tokens))
-        assert node is nodes.get(tuple(tokens), node)  # nodes stay where they are
+        assert node is nodes.get(tuple(tokens), node)  # nodes do not move
         assert node.depth == len(tokens)
         known[tuple(tokens)] = node
         if choose.random() < 0.5:
