@@ -6,9 +6,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch) -> None:
     """Makes chunks of eight steps two programs, like longer ones."""
-    from dms_jax.generation import (
-        in_flight,
-    )  # imported here because tests/conftest.py sets up jax first
+    from dms_jax.generation import in_flight  # after tests/conftest.py has set up jax
 
     monkeypatch.setattr(in_flight, "_FEWEST_STEPS", 4)
 

@@ -23,9 +23,7 @@ from tests.support.fake_programs import ENDS
 
 pytestmark = pytest.mark.usefixtures("fakes")
 CHUNK, WIDTH = SHAPE["chunk"], SHAPE["prefill_chunk"]
-BY_CHUNK = dict(
-    prefill_tokens=WIDTH
-)  # prefill runs in chunks of one program between two chunks of steps
+BY_CHUNK = dict(prefill_tokens=WIDTH)  # one prefill program between two chunks of steps
 ONE = dataclasses.replace(GREEDY, max_new_tokens=1)
 SETTINGS = [
     GREEDY,

@@ -288,9 +288,8 @@ def test_zero_weight_is_never_chosen_despite_rounding(monkeypatch):
     weights = random.exponential(size=(50, 1, 128)).astype(np.float32)
     weights[random.random(weights.shape) < 0.5] = 0
     exact = np.cumsum(weights, -1)
-    borders = (
-        exact[:, 0] / exact[:, 0, -1:]
-    )  # one between every two indices; random numbers are below 1
+    # One border between every two indices; random numbers are below 1.
+    borders = exact[:, 0] / exact[:, 0, -1:]
     uniform = np.minimum(borders, 1 - 2**-23)
     rounded = exact * np.where(np.arange(128) % 2, 1 + 2**-23, 1)
     monkeypatch.setattr(sampling.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, x.dtype))

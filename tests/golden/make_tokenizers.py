@@ -1,4 +1,4 @@
-"""Vocabularies cut down to a few texts, with the ids that other programs give those texts.
+"""Vocabularies reduced to a few texts, with reference ids of those texts.
 
     python tests/golden/make_tokenizers.py --qwen DIR --gpt2 DIR --mistral FILE --stories FILE \
         --vectors DIR

@@ -1,4 +1,4 @@
-"""The example policy of CONTRIBUTING.md, as printed there, under the laws.
+"""The laws hold for the example policy printed in CONTRIBUTING.md.
 
 The last test follows the page's instructions in a copy of the tree, and runs its commands.
 """

@@ -1,6 +1,6 @@
 """Law 1, second half: a checkpoint does not silently run with a policy it was not made for.
 
-That policies with nothing to evict equal vanilla attention is tested by rows of the other laws.
+Rows of the other laws test that policies with nothing to evict equal vanilla attention.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def test_missing_adapter_is_refused():
 
 
 def test_other_values_than_policies_are_refused():
-    unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # past the types that tests check
+    unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # bypasses the types that tests check
     with pytest.raises(ConfigError, match="Not a cache policy"):
         unchecked(LanguageModel(model_of(2, False)), 7)
 

@@ -1,7 +1,7 @@
-"""Law 7: the soft form of training tends to the hard form of inference.
+"""Law 7: the soft form of training converges to the hard form of inference.
 
 The soft form itself is also compared with the simulation, including the noise, so that it is the
-relaxation of the paper that tends to the hard form.
+paper's relaxation that converges.
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ def test_soft_form_equals_the_paper(policy, noisy, record_property):
         # Straight-through: hard numbers forward.
         chex.assert_trees_all_equal(np.asarray(got.decisions)[:, row], np.stack(decisions))
     assert largest < 1e-10
-    if getattr(policy, "per", "head") == "layer":  # one decision for all heads, whatever was drawn
+    if getattr(policy, "per", "head") == "layer":  # one decision for all heads, for any draws
         of_first = np.asarray(got.decisions)[:, :, :1]
         chex.assert_trees_all_equal(got.decisions, of_first.repeat(kv_heads, axis=2))
         assert 0 < of_first.mean() < 1
@@ -172,7 +172,7 @@ def scaled_borrowed(policy, q, k, scale):
 )
 @pytest.mark.parametrize("scale", [0.3, 0.0, *further(1.0)])
 def test_decaying_neuron_scales_down_in_attention(policy, scale):
-    """Checks that before the retrofit nothing is evicted, and the neuron is scaled down."""
+    """Before the retrofit nothing is evicted, and the neuron is scaled down."""
     model = model_of(2, False)
     got = soft(model, policy, TOKENS, Relaxation(neuron_scale=jnp.asarray(scale)))
     logits = np.asarray(model.unembed(got.hidden))

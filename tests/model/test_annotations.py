@@ -1,4 +1,4 @@
-"""The jobs with types check what functions are given, by the annotations of both packages."""
+"""The typed test jobs check function arguments by the annotations of both packages."""
 
 import jaxtyping
 import numpy as np

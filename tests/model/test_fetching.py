@@ -1,4 +1,4 @@
-"""Attention to the values with the largest weights, against NumPy: a fixed number, or a share."""
+"""Attention to the values with the largest weights, a fixed number or a share, against NumPy."""
 
 import functools
 from unittest import mock
@@ -34,7 +34,7 @@ def rows_of(seed: int):
 
 
 def attended(k, v, table, q, count, *, renormalize):
-    """What every query head adds up, [B, H, D], in float64."""
+    """The output of every query head, [B, H, D], in float64."""
     out = np.zeros(q.shape)
     for batch, head in np.ndindex(*q.shape[:2]):
         row = batch, head // GROUP
@@ -53,7 +53,7 @@ def attended(k, v, table, q, count, *, renormalize):
 
 @functools.cache
 def attend(fixed: int | None, renormalize: bool, rows: int):
-    """`attend_to_fetched`, which gathers so many whole rows at a time."""
+    """`attend_to_fetched`, gathering so many whole rows at a time."""
 
     @jax.jit
     def run(k, v, table, q):
@@ -90,7 +90,7 @@ def test_the_largest_weights_are_summed(fixed, rows, renormalize):
 
 
 def test_share_selection_bounds_memory():
-    """Beside scores and keys, which attention without a kernel gathers: not for all rows."""
+    """Beside scores and keys, which attention without a kernel gathers for all rows."""
     batch, group, pages, dim = 32, 7, 64, 64
     slots, f32, i32 = pages * 16, jnp.float32, jnp.int32
 

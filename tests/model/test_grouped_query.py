@@ -102,7 +102,7 @@ def test_model_with_decisions_is_refused():
 
 
 def test_averaging_equal_heads_changes_nothing():
-    """Of a model with sinks, which are those of query heads, and with windows."""
+    """Also for a model with sinks, which belong to query heads, and with windows."""
     model = load(FAMILIES / "gpt_oss")
     projection = model.transformer.layers.attention.qkv_proj
     for param, axis in ((projection.kernel, 2), (projection.bias, 1)):  # [L, E, K, G + 2, D]

@@ -1,4 +1,4 @@
-"""The loop over layers: however many layers a turn has, each is given its own."""
+"""The layer loop: for any number of layers per turn, each layer gets its own arrays."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ PARAMETERS = {
     "vector": jax.random.normal(KEY, (LAYERS, 3)),
 }
 OWN = {"numbers": jnp.arange(2 * LAYERS).reshape(LAYERS, 2), "none": None}
-OWN |= {"empty": jnp.zeros((LAYERS, 2, 0))}  # as DMC's sums with a window of 1
+OWN |= {"empty": jnp.zeros((LAYERS, 2, 0))}  # like DMC's sums with a window of 1
 
 
 def body(x, layer, index, role, own):

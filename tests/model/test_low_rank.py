@@ -1,4 +1,4 @@
-"""Low-rank updates beside the weights: nothing at the start, and the same when merged."""
+"""Low-rank updates beside the weights: zero at the start, and equal when merged."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""Names that no caller may give a chat template, wherever variables of it are given."""
+"""Reserved names of chat template variables are refused everywhere."""
 
 import json
 
@@ -23,18 +23,18 @@ def model():
 
 
 def evaluated(model, variables):
-    """What an evaluation writes."""
+    """The output of an evaluation."""
     chat = Chat(variables=variables)
     return model.tokenizer.apply_chat_template(MESSAGES, **chat.variables)
 
 
 def told(model, variables):
-    """What a model writes that was told once."""
+    """The output of a model with the variables set once."""
     return model.with_template(**variables).tokenizer.apply_chat_template(MESSAGES)
 
 
 def served(model, variables):
-    """What a server writes."""
+    """The output of a server."""
     fields = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1}
     body = RequestBody(json.dumps(fields).encode(), "/v1/chat/completions", seed=0)
     parsed = body.parse(

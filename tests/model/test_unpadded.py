@@ -1,4 +1,4 @@
-"""Tokens one behind another, against NumPy, and what a pass computes for them."""
+"""Tokens packed without padding, against NumPy, and their logits in a pass."""
 
 import chex
 import hypothesis
@@ -9,7 +9,7 @@ import numpy as np
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies.values import Tokens
 
-# Sequences, width and places: each compiles programs of its own, the counts do not.
+# Sequences, width and places: each combination compiles programs, the counts do not.
 SHAPES = [(1, 1, 3), (1, 9, 9), (5, 4, 12), (7, 9, 40)]
 
 
@@ -29,7 +29,7 @@ def test_tokens_are_packed_and_unpacked(case):
     random = np.random.default_rng(0)
     x = random.normal(size=(len(counts), width, 3)).astype(np.float32)
     valid = np.arange(width) < counts[:, None]
-    poisoned = np.where(valid[..., None], x, np.nan)  # of padding nothing is read
+    poisoned = np.where(valid[..., None], x, np.nan)  # nothing of the padding is read
     line = Unpadded.of(jnp.asarray(counts), width, places)
     want = np.zeros((1, places, 3), np.float32)
     want[0, : counts.sum()] = np.concatenate(

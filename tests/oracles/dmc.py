@@ -121,7 +121,8 @@ def simulate(
 
     decisions [T, K] (1 = merge) and importance [T, K] replace what the neuron says; with
     neuron=None both must be given and nothing is zeroed. Live ids are the last token of each slot.
-    Prompt and generated tokens are treated alike. `stored` gives what a cache of few bits returns.
+    Prompt and generated tokens are treated alike. `stored` returns vectors after a round trip
+    through a cache of few bits.
     """
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)

@@ -1,4 +1,4 @@
-"""The oracle of the policies that score tokens, against examples worked by hand."""
+"""The oracle of policies that score tokens, against examples by hand."""
 
 import chex
 import numpy as np

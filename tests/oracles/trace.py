@@ -110,7 +110,7 @@ def default_scale(q: np.ndarray, scale: float | None) -> float:
 
 
 def is_dense(prefill: str) -> bool:
-    """Whether a prompt gets full attention and one cut, not treatment like generated tokens."""
+    """Whether a prompt gets full attention and one cut, unlike generated tokens."""
     return {"dense_then_evict": True, "evict_past_budget": False}[prefill]
 
 

@@ -388,9 +388,8 @@ def test_required_call_is_forced(form, choice, names, parallel):
     options = dict(tool_choice=choice, parallel_tool_calls=parallel)
     options["chat_template_kwargs"] = {"enable_thinking": False}
     parsed = asked(form, strict=False, **options)
-    begun = (
-        BEGINNINGS[form] if form == "harmony" else ""
-    )  # otherwise most answers are only reasoning
+    # Otherwise most answers of harmony are only reasoning.
+    begun = BEGINNINGS[form] if form == "harmony" else ""
     found = [walk(parsed.sampling.grammar.source, seed, begun) for seed in range(12)]
     answers = [Answer.of(parsed.form, text) for text in found if text is not None]
     assert len(answers) >= 6

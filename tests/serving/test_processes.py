@@ -269,9 +269,7 @@ def test_broken_message_ends_both_processes(sent):
         engine = EngineServer(service, server._connection, served(service), gone.set)
         engine.start()
         client, answers = Client(port, service, engine), []
-        assert (
-            client.get("/health")[0] == 503
-        )  # the engine has not begun, so the next request waits
+        assert client.get("/health")[0] == 503  # the next request waits for the engine
         waits = threading.Thread(
             target=lambda: answers.append(client.ask(status=503, max_tokens=3, **PROMPT))
         )
