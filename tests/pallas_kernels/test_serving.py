@@ -1,4 +1,4 @@
-"""`serving` reports the implementation that a call runs, and why others cannot."""
+"""`serving` reports the implementation of a call, and why others cannot run."""
 
 import pytest
 
@@ -37,7 +37,7 @@ HOPPER, ADA = "compute capability 9.0 (Hopper)", "float8 needs compute capabilit
     ids=str,
 )
 def test_gpu_implementations(gpu, options, served, reasons, monkeypatch):
-    """XLA serves what no kernel can, without being asked to."""
+    """XLA serves unsupported shapes by default."""
     kind, capability = gpu
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
     found = serving(**options, platform="cuda")

@@ -69,7 +69,7 @@ class HighestTest(chex.TestCase):
     ],
 )
 def test_heads_compete_beyond_their_guarantee(alpha, kept):
-    """Two tokens per head, where all of the first head's score higher than the second's."""
+    """Two tokens per head; all scores of the first head are higher than the second's."""
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
     found = AdaKV(SnapKV(), alpha=alpha).select(scores, jnp.asarray([[2]]), token())
     chex.assert_trees_all_equal(found[0], np.array(kept))
@@ -103,7 +103,7 @@ def budgets(policy, num_layers):
 
 
 def test_a_pyramid_by_hand():
-    """64 tokens of which 8 are protected: 110 others in the first layer, 108 / 11 fewer in each."""
+    """64 tokens, 8 protected: 110 others in the first layer, 108 / 11 fewer in each next one."""
     policy = PyramidKV(SnapKV(budget=64, window=8, interval=16), beta=20)
     want = [118, 108, 98, 88, 78, 68, 59, 49, 39, 29, 19, 10]
     assert budgets(policy, 12) == want
@@ -133,7 +133,7 @@ def test_rows_of_a_layer_are_due_together_on_any_mesh(last, due):
 
 
 def test_random_draws_differ_by_layer_head_and_cut():
-    """Independent uniform numbers: of mean 1/2, uncorrelated to within 4 / sqrt(n)."""
+    """Independent uniform numbers: mean 1/2, uncorrelated to within 4 / sqrt(n)."""
     policy, slots = RandomSelection(seed=3), 4000
 
     def draw(policy=policy, layer=0, newest=100):

@@ -1,8 +1,8 @@
-"""DMS, and all policies built on delayed eviction, chunk by chunk against the simulation.
+"""DMS and all policies with delayed eviction, chunk by chunk against the simulation.
 
 `write` is tested without a model: random marks, chunks of random counts (sometimes 0), shifts from
-0 to window + 1. The exact slots, the lengths and live counts after every token, and the keys
-visible to each query of a chunk are compared.
+0 to window + 1. Compares exact slots, lengths and live counts after every token, and the keys
+visible to each query of a chunk.
 """
 
 import functools
@@ -118,7 +118,7 @@ def test_rows_at_a_length_equal_rows_grown_to_it(window, shift, seen):
     for row in np.ndindex(BATCH, KV_HEADS):
         held = dms.slots_per_step(marks[row], window, shift)[seen - 1]
         slots[row] = [held.index(position) for position in last]
-    # Token j + shift marks key j, so the newest keys have no marks yet.
+    # Token j + shift marks key j, so the newest keys are not marked yet.
     made = last + shift < seen
     evicted = made & marks[..., np.where(made, last + shift, 0)]
     rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)

@@ -1,4 +1,4 @@
-"""The importance that learned evictions are taught, against its definition."""
+"""The importance that scorers learn, against its definition."""
 
 import chex
 import jax

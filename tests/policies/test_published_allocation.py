@@ -1,4 +1,4 @@
-"""AdaKV and PyramidKV as their authors' code computes them, transcribed to NumPy."""
+"""AdaKV and PyramidKV against their authors' code, transcribed to NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def authors_adakv(scores: np.ndarray, budget: int, window: int, alpha: float) ->
 
 @pytest.fixture
 def scores():
-    """Two heads whose scores are a thousand times smaller, in front of a window of 32."""
+    """Two heads, one with scores a thousand times smaller, before a window of 32."""
     drawn = np.random.default_rng(0).random((4, 168)).astype(np.float32)
     return drawn * np.array([[1.0], [0.001], [0.001], [1.0]], np.float32)
 
@@ -85,7 +85,7 @@ def budgets(policy, seen: int, layers: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seen", [1500, 2048, 3000, 4000, 8000])
 def test_pyramidkv_redistributes_budget_of_short_texts(seen):
-    """Rounded so that the mean is at most the budget, where the authors round the slope."""
+    """We round so that the mean is at most the budget; the authors round the slope."""
     budget, window, layers = 2048, 64, 32
     low = (budget - window) // 20
     high = 2 * (budget - window) - low

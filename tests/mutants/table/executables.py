@@ -1,4 +1,4 @@
-"""Mistakes in what is kept of compiled programs, and in what finds it again."""
+"""Mistakes in stored executables and their keys."""
 
 from tests.mutants.mutant import Mutant
 

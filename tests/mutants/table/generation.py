@@ -1,9 +1,9 @@
 """Mistakes in `dms_jax/generation`.
 
-Not here, because they change nothing: min-p's floor taken before top-k and top-p, which never
-remove the most likely token; and a nucleus that goes on where the mass is reached exactly, which
-the rounding of a softmax decides; and a row's slots bounded by its limit where it holds more, since
-what is reserved is never taken back by asking for less.
+Left out, because they change nothing: min-p's floor before top-k and top-p, which never remove the
+most likely token; a nucleus that continues where the mass is reached exactly, which softmax
+rounding decides; and a row's slots bounded by its limit when it holds more, because asking for less
+never takes back a reservation.
 """
 
 from tests.mutants.mutant import Mutant

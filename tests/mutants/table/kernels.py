@@ -1,8 +1,8 @@
 """Mistakes in `pallas_kernels`: the plans of decode, training, prefill, and the write of a step.
 
-Not here, because they change nothing: Hopper's plan counting starts beyond the last row among those
-that an edge has passed (they are all the number of tiles, which no edge of a program reaches), and
-prefill's visits without asking whether a tile has queries (its last would come before its first).
+Left out, because they change nothing: Hopper's plan counting starts beyond the last row as passed
+by an edge (all equal the number of tiles, which no program edge reaches), and prefill's visits
+without checking whether a tile has queries (its last would precede its first).
 """
 
 from tests.mutants.mutant import Mutant

@@ -1,4 +1,4 @@
-"""Mistakes in the attention of a layer over the cache, and in the cuts behind it."""
+"""Mistakes in a layer's attention over the cache, and in the cuts after it."""
 
 from tests.laws.rows import layer_law
 from tests.mutants.mutant import Mutant

@@ -1,6 +1,6 @@
 """Mistakes in `dms_jax/policies`.
 
-Not here, because they change nothing: H2O's mean over the group as a sum (it ranks alike), and
+Left out, because they change nothing: H2O's mean over the group as a sum (it ranks alike), and
 KeyDiff's anchor without the division by the length (it is normalised afterwards).
 """
 

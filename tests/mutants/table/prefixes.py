@@ -1,4 +1,4 @@
-"""Mistakes in cached prefixes: what is exact, what is shared, and what is given up."""
+"""Mistakes in the prefix cache: exactness, sharing and dropping."""
 
 from tests.mutants.mutant import Mutant
 

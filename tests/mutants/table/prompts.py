@@ -1,4 +1,4 @@
-"""Mistakes in how prompts are read: which tokens share a program, and in which form."""
+"""Mistakes in prefill: which tokens share a program, and in which form."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in `dms_jax/serving`, and in what lets requests come while a call runs."""
+"""Mistakes in `dms_jax/serving`, and in arrivals during a call."""
 
 from tests.mutants.mutant import Mutant
 

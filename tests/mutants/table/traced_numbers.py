@@ -1,4 +1,4 @@
-"""Mistakes in the numbers of policies as programs take them."""
+"""Mistakes in the traced numbers of policies."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Rows of a store: out of device memory, out of host memory, and what is refused."""
+"""Rows of a store, from device memory and from host memory; refusals."""
 
 import functools
 import inspect
@@ -39,7 +39,7 @@ def test_rows_arrive_in_device_memory(memory, count, dtype):
 
 
 def test_loop_fetches_rows_chosen_by_last_step():
-    """The store is read inside a compiled loop, where it stays."""
+    """The store is read inside a compiled loop, without moving."""
     store = draw(np.float32, "pinned_host")
 
     @jax.jit
@@ -58,7 +58,7 @@ def test_loop_fetches_rows_chosen_by_last_step():
 
 
 def test_gpu_kernel_in_the_interpreter():
-    """Blocks of one copy, of which a program makes one or several, and of two copies."""
+    """Blocks of one copy, one or several per program, and blocks of two copies."""
     interpret("fetch", "mosaic_gpu", ["1:1", "16:1", "37:1", "5:4", "4:20", "3:60"])
 
 
@@ -84,7 +84,7 @@ def test_copy_is_the_largest_fitting_part_of_a_block(block, row_bytes, piece):
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_fetch_lowers_for_a_gpu_inside_a_loop(memory):
-    """Where the store stays in the loop, wherever it lies."""
+    """The store stays in place in the loop, in either memory."""
 
     def total(store, index):
         step = lambda sums, one: (sums + fetch_rows(store, one).astype(jnp.float32).sum(0), None)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The largest scores of each row: against NumPy, on every kind of row, and what is refused."""
+"""The largest scores of each row against NumPy, on every kind of row; refusals."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ def test_gpu_kernel_in_the_interpreter(names):
     interpret("select", "mosaic_gpu", names)
 
 
-# Many places of many chunks take long to interpret: a case for each.
+# Many places and many chunks take long to interpret: one case of each.
 TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 25]
 
 
@@ -41,7 +41,7 @@ TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 2
     ids=lambda case: case.name,
 )
 def test_tpu_kernel_in_the_interpreter(case):
-    """Rows of all kinds at once: they share the rounds of the bisection."""
+    """Rows of all kinds together, because they share the rounds of the bisection."""
     scores = np.concatenate([draw(case, kind) for kind in KINDS])
     reason = select_tpu.why_not(scores, count=case.count)
     if case.dtype == "float16":
@@ -78,7 +78,7 @@ def test_select_lowers_for_a_gpu(case):
         scores=jax.ShapeDtypeStruct((case.rows, case.width), jnp.dtype(case.dtype)),
     )
     assert text.count("stablehlo.custom_call") == 1 + (case.width > 8192)
-    if case.width <= 8192:  # One launch: nothing is done around the kernel.
+    if case.width <= 8192:  # One launch, with no operations around the kernel.
         assert "stablehlo.pad" not in text
         assert "stablehlo.concatenate" not in text
     assert "mosaic_gpu" in text
@@ -127,7 +127,7 @@ def test_tpu_refusals_name_the_limit():
 
 
 def test_float64_is_exact():
-    """Differences that float32 does not see."""
+    """Differences below float32's resolution."""
     with jax.enable_x64(True):
         scores = jnp.asarray(1 + 1e-12 * np.random.default_rng(0).normal(size=(2, 50)))
         got = select_largest(scores, 7)

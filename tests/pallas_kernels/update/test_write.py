@@ -1,4 +1,4 @@
-"""`write_pages`: what it writes on this machine, what it refuses, and that every kernel lowers."""
+"""`write_pages`: results on this machine, refusals, and lowering of every kernel."""
 
 import functools
 
@@ -21,7 +21,7 @@ from tests.pallas_kernels.update.support import (
 )
 
 SCATTER = "stablehlo.scatter"
-# Without the annotations, which tests check at run time.
+# Without the annotations that tests check at run time.
 unchecked = getattr(write_pages, "__wrapped__", write_pages)
 
 
@@ -52,7 +52,7 @@ def test_a_donated_pool_is_written_in_place():
 
 
 def test_fewer_value_pages_than_key_pages():
-    """A row whose page has no values writes no key either."""
+    """A row whose page has no values does not write its key either."""
     inputs = write_inputs(cases.BASE)
     inputs["v_pages"] = inputs["v_pages"][:5]
     within = inputs["pages"] < 5
@@ -154,7 +154,7 @@ def lowered(case, implementation=None):
 
 @pytest.mark.parametrize("case", [*cases.CONTRACT, *cases.BENCHMARK], ids=lambda c: c.name)
 def test_kernels_lower_for_an_h200(case):
-    """One launch; keys and values stay where they are."""
+    """One launch; keys and values are written in place."""
     text = lowered(case)
     assert text.count("stablehlo.custom_call") == 1
     assert text.count("output_operand_alias<") == (4 if case.scaled else 2)
@@ -200,7 +200,7 @@ def test_other_generations_of_gpus(card, name, scatter, monkeypatch):
 
 
 def test_barriers_keep_the_write_in_place():
-    """XLA may join a kernel with slices of what it reads, and then copies what it writes to."""
+    """XLA may fuse a kernel with slices of its inputs, and then copies its outputs."""
     lines = lowered(cases.BASE, "mosaic_gpu").splitlines()
     (write,) = [i for i, line in enumerate(lines) if "stablehlo.custom_call" in line]
     assert "stablehlo.optimization_barrier" in lines[write - 1]
