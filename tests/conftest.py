@@ -219,7 +219,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def optimized():
     """XLA optimizes as for users, LLVM as far as pays for a short run."""
-    import jax  # not at the top: its environment is set first
+    import jax  # after tests/conftest.py has set up jax
 
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)

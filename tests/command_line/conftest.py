@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def stories():
     """The small model that ships."""
-    import dms_jax  # not above: tests/conftest.py sets jax up first
+    import dms_jax  # after tests/conftest.py has set up jax
 
     return dms_jax.load(dms_jax.assets.path("stories260k"))
 

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def any_machine(request, monkeypatch):
     """Unless marked `gpu`, a test runs on the CPU, and plans are made for an H200."""
-    import jax  # not at the top: its environment is set first
+    import jax  # after tests/conftest.py has set up jax
 
     from pallas_kernels import dispatch
 

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def fakes():
     """Programs compute nothing; see `tests/support/fake_programs.py`."""
-    from tests.support.fake_programs import faked  # not above: tests/conftest.py sets jax up first
+    from tests.support.fake_programs import faked  # after tests/conftest.py has set up jax
 
     with faked():
         yield

@@ -1,4 +1,4 @@
-"""Reports of compilers are reused, and only for the very same program."""
+"""Compiler reports are reused only for exactly the same program."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def compiled_again(other, target="cpu", options=None) -> bool:
-    """Whether a program is compiled where `lowered()` for "cpu" was before."""
+    """Whether a program is compiled again after `lowered()` for "cpu" was."""
     compile_ahead(lowered(), "cpu")
     program = Counted(other)
     compile_ahead(program, target, options)

@@ -1,4 +1,4 @@
-"""Failed writes are reported in one line, without the pages that Orbax logs."""
+"""Failed writes are reported in one line, without Orbax's tracebacks."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ def test_tracebacks_of_orbax_are_hidden_while_checkpoints_are_open(tmp_path):
 
 
 def test_further_failed_writes_are_not_logged(tmp_path, monkeypatch, caplog):
-    """Orbax raises the error of one; asyncio logs those of the others, when they are collected."""
+    """Orbax raises the first error; asyncio logs the others when they are garbage-collected."""
     made: dict[str, Any] = {}
     source = "async def write():\n    raise ValueError('No space left on device')"
     exec(compile(source, "/site-packages/orbax/checkpoint/writing.py", "exec"), made)

@@ -1,4 +1,4 @@
-"""Requests to stop: announced once, at once; a second Ctrl-C interrupts."""
+"""Stop requests are announced once, immediately; a second Ctrl-C interrupts."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from dms_jax.training.interrupts import Interrupts
 
 @pytest.fixture
 def interruptible():
-    """Has SIGINT raise KeyboardInterrupt; background processes of a shell ignore it."""
+    """Makes SIGINT raise KeyboardInterrupt, because background processes of a shell ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Low-rank training: which arrays change, which have moments, and the same bits after a stop."""
+"""Low-rank training: changed arrays, moments, and bit-equal resumption."""
 
 import dataclasses
 
@@ -121,7 +121,7 @@ def test_a_stopped_run_ends_in_the_same_bits(model, trained, tmp_path):
 
 
 def test_further_training_and_merging(model, trained):
-    """A model that has factors: the teacher is the base, whatever is trained."""
+    """For a model with factors the teacher is the base, for any trained parameters."""
     result, _ = trained
     losses = {}
     still = Stage("ramp", 1, 0.0, 4.0)
@@ -134,7 +134,7 @@ def test_further_training_and_merging(model, trained):
         assert kept == (None if trainable == "all" else SIZE)
     assert losses["adapter"] == losses["low_rank"]
     assert losses["all"] == pytest.approx(losses["adapter"], rel=1e-4)
-    # Merged into a new base, the model is its own teacher: only evictions cause a loss.
+    # After merging, the model is its own teacher: only evictions cause a loss.
     own = dataclasses.replace(result, transformer=low_rank.merge(result.transformer))
     records = []
     retrofit(own, EAGER, recipe=recipe(still), on_step=records.append, **COMMON)

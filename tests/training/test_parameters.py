@@ -1,4 +1,4 @@
-"""Parameters by name, the added adapter, the zeroed neuron."""
+"""Parameter names, the added adapter, the zeroed neuron."""
 
 import chex
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def test_no_borrowed_neuron_zeroes_nothing():
 
 
 def test_adapter_stays_float32_in_passes():
-    """Its logits are compared with a threshold."""
+    """The adapter's logits are compared with a threshold."""
     arrays = parameters(random_model(tiny_config(), adapter=True, dtype=jnp.float32))
     narrow = cast(arrays, jnp.bfloat16)
     for name, array in arrays.items():

@@ -67,7 +67,7 @@ def test_unknown_machines_are_refused(name):
 
 
 def test_every_stage_is_planned_separately():
-    """The first takes the most memory, the second the most time."""
+    """The first stage takes the most memory, the second the most time."""
     wide = dataclasses.replace(MEMORY, temporaries=113e9)
     small = StagePlan("neuron_decay", 2000, 32, wide, seconds=0.5)
     plan = planned(stages=(small, StagePlan("ramp", 1000, 1, MEMORY, seconds=2.0)))
@@ -131,7 +131,7 @@ def test_impossible_plans_are_refused(options, message):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The stages whose steps were compiled: for CPUs, and without a compiler."""
+    """Returns the stages whose steps were compiled, for CPUs and without a compiler."""
     stages = []
 
     def memory(program, stage):

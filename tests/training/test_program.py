@@ -1,4 +1,4 @@
-"""The program of a step: what it takes is what a trainer gives it."""
+"""The program of a step takes exactly the trainer's arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ DECAY, RAMP = Stage("neuron_decay", 1, 1e-3), Stage("ramp", 3, 1e-3, 4.0)
 
 
 def described(tree):
-    """Returns the structure of a tree, and shape, type and place of its arrays."""
+    """Returns the structure of a tree, and shape, dtype and placement of its arrays."""
     arrays = [
         (x.shape, str(x.dtype), x.sharding.shard_shape(x.shape), x.sharding.device_set)
         for x in jax.tree.leaves(tree)
@@ -27,7 +27,7 @@ def described(tree):
 
 
 class Recorded(Exception):
-    """The arguments of a step, taken before it runs."""
+    """The arguments of a step, recorded before it runs."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training the scorers of KVzap and KVpop, and DMS after a warm-up, from attention."""
+"""Training from attention: the scorers of KVzap and KVpop, and DMS after a warm-up."""
 
 import dataclasses
 import itertools
@@ -77,7 +77,7 @@ def float64():
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("policy", [ZAP, POP, *further(WARM, KVzap(window=3, hidden=0))], ids=repr)
 def test_scorer_targets_equal_the_oracle(policy):
-    """Predictions and their targets, of every layer, against the NumPy transformer."""
+    """Predictions and targets of every layer against the NumPy transformer."""
     model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, (2, 21))
     seen = jax.jit(lambda m, t: m(t, policy, relaxation=Relaxation(supervised=True)).supervision)(
@@ -134,7 +134,7 @@ def test_sinks_are_the_first_tokens_of_each_document(policy):
 
 
 def test_importance_includes_low_rank_updates():
-    """As they do once they are merged into the weights."""
+    """Importance is the same after merging the updates."""
     model = random_model(tiny_config(), adapter=ZAP.retrofit.adapter, seed=2)
     size = low_rank.LowRank(2, 4.0)
     factors = low_rank.initial_factors(model, size, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""The step: accumulation, padding, noise, which positions are distilled, types."""
+"""The step: accumulation, padding, noise, distilled positions, dtypes."""
 
 import chex
 import jax
@@ -72,7 +72,7 @@ def test_padding_changes_nothing():
 
 
 def test_every_pass_draws_its_own_noise():
-    """Two passes of the same tokens draw different noise, so their mean differs from the first."""
+    """Two passes over the same tokens draw different noise: their mean differs from the first."""
     model = language_model(adapter=True)
     one = ragged_passes((1, 4))
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
@@ -86,7 +86,7 @@ def test_every_pass_draws_its_own_noise():
 def test_distillation_counts_only_answer_positions(positions):
     """Prompt, answer, end token, padding: the mean divergence against float64, token by token.
 
-    By "targets" the first token of the answer counts and what follows the end token does not.
+    With "targets" the first token of the answer counts, and the token after the end token does not.
     """
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64)
@@ -137,7 +137,7 @@ def test_auto_trains_adapter_or_all():
 def test_bfloat16_passes_over_float32_parameters():
     model = language_model(dtype=jnp.bfloat16)
     options = recipe(compute_dtype="bfloat16")
-    # The adapter starts at zero and every decision says keep, so nothing is masked.
+    # The adapter starts at zero, so every decision keeps and nothing is masked.
     trainer = Trainer(model, ADAPTER, options, seed=0, mesh=None)
     tokens = random_tokens(0, 4, LENGTH)
     metrics = step_once(trainer, options, tokens)
