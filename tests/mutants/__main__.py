@@ -1,8 +1,8 @@
 """Plants mutants and reports which of them the tests of the gate, or nightly tests, kill.
 
-    python -m tests.mutants --workers 2 all of them python -m tests.mutants --only adakv pyramid
-    those whose name contains one of the words python -m tests.mutants --unplanted their tests
-    without any mutant: all green?
+    python -m tests.mutants --workers 2             all of them
+    python -m tests.mutants --only adakv pyramid    those whose name contains one of the words
+    python -m tests.mutants --unplanted             their tests without any mutant: all green?
 
 Each mutant is planted alone in a copy of the tree; the checkout is never changed. Verdicts are
 written to --out at once. An interrupted run resumes from there, unless a file of the tree has
