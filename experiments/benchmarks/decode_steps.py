@@ -313,8 +313,8 @@ def time_in_turns(
 def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[[], Any]]:
     """Times the steps of a filled cache.
 
-    Returns: The seconds of a step, the entries that it reads, and a function that runs one more
-      program.
+    Returns:
+      The seconds of a step, the entries that it reads, and a function that runs one more program.
     """
     # All different, because equal tokens would go to the same experts.
     lanes = runner.num_lanes

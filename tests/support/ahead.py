@@ -50,7 +50,8 @@ def compile_ahead(lowered: Any, target: str, options: dict[str, Any] | None = No
       target: the topology, or the kind and number of devices.
       options: compiler options beside those of the jitted function.
 
-    Raises: The compiler's errors; failures are not cached.
+    Raises:
+      The compiler's errors; failures are not cached.
     """
     kept = _place(lowered, target, options)
     if kept is not None and kept.exists():

@@ -40,7 +40,8 @@ def told_by(script: str, *arguments: str) -> Any:
       script: its path from the root of the checkout.
       arguments: its arguments.
 
-    Returns: The JSON of its last line. Without the compiler the test is skipped.
+    Returns:
+      The JSON of its last line. Without the compiler the test is skipped.
     """
     if not (GPU_COMPILER / "jax_plugins").exists():
         pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")
