@@ -135,7 +135,7 @@ def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Document:
-    """A document of a part: its token ids, of which the first `prompt` come before the solution."""
+    """A document of a part: its token ids; the first `prompt` of them precede the solution."""
 
     part: str
     ids: list[int]

@@ -44,7 +44,7 @@ QUICK_FLAGS = f"{OLD_EMITTER} --xla_backend_optimization_level=1"
 CARELESS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 # XLA_FLAGS, and the value of CARELESS, for `--compiler`.
 COMPILERS = {
-    # Other orders of the same sums: what the compiler fuses, vectorizes and unrolls.
+    # Other orders of the same sums: other fusions, vectorization and unrolling.
     "optimized": ("", "0"),
     "new-emitter": ("", "1"),
     "level-0": ("--xla_backend_optimization_level=0", "0"),

@@ -143,7 +143,7 @@ class Terminal(io.StringIO):
 
 
 def count_to_three(monkeypatch, *, is_terminal: bool, seconds: float) -> str:
-    """Returns the output while three programs compile, each after so many seconds."""
+    """Returns the output while three programs compile, each after a pause."""
     stream, now = Terminal(is_terminal=is_terminal), itertools.count(0.0, seconds)
     monkeypatch.setattr(compilation.sys, "stderr", stream)
     monkeypatch.setattr(compilation.time, "monotonic", lambda: next(now))

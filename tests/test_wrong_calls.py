@@ -34,7 +34,7 @@ FEWEST_CALLS = 150
 
 @dataclasses.dataclass
 class Case:
-    """A wrong call, the error it must raise, and what the message must say."""
+    """A wrong call, the error it must raise, and words of its message."""
 
     call: Callable[[], Any]
     error: str

@@ -189,7 +189,7 @@ def computed(formula: str) -> str:
     """Returns the text of a formula's value on a page.
 
     Raises:
-      DataError: there is no such formula, or the records lack what it needs.
+      DataError: there is no such formula, or the records lack its data.
     """
     word, *rest = formula.split()
     try:

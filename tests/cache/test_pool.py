@@ -64,7 +64,7 @@ def test_writing_one_token_equals_writing_a_chunk(dtype):
         v_scales=scales,
         format=Float8() if quantized else None,
     )
-    # A chunk of two tokens, of which the second stores nothing.
+    # A chunk of two tokens; the second one stores nothing.
     two = [np.concatenate([x, x], 1) for x in (k, v)]
     both = np.concatenate([slots, np.full_like(slots, -1)], -1)
     want, _, _ = jax.jit(Pool.store)(pool, table, both, *two)
@@ -135,7 +135,7 @@ def slots_of(pool, table, row, head, count):
 
 @functools.cache
 def compact_moving(pages):
-    """`compact`, with so many pages per turn."""
+    """`compact`, with a given number of pages per turn."""
 
     def moving(*args):
         with mock.patch.object(paged, "PAGES_MOVED", pages):

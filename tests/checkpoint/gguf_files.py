@@ -172,7 +172,7 @@ def convert(
     change: Callable[[dict], None] = lambda content: None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    """Write a Hugging Face directory as GGUF; returns its tensors as they are once dequantised.
+    """Write a Hugging Face directory as GGUF; returns its dequantised tensors.
 
     Args:
         directory: the model.
@@ -220,7 +220,7 @@ def convert(
 def as_converted(
     source: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], set[str]]:
-    """The tensors of a directory with experts stacked as the converter stacks them.
+    """The tensors of a directory, with experts stacked like the converter's.
 
     Returns:
         the tensors, and the names of those that are bytes of MXFP4.

@@ -57,7 +57,7 @@ class Failing:
 
 @dataclasses.dataclass
 class Case:
-    """A model to save over what another policy left, and how to load what was saved."""
+    """A model to save over a checkpoint of another policy, and a function that loads the result."""
 
     model: LanguageModel
     before: Policy

@@ -17,7 +17,7 @@ def parameters(model):
 
 
 def write_shards(directory, content, most):
-    """Tensors in the order of their names, in shards of at most so many numbers, and the index."""
+    """Writes tensors in order of names, in shards of limited size, with the index."""
     shards, sizes = [{}], [0]
     for name, tensor in sorted(content.items()):
         if sizes[-1] + tensor.size > most and shards[-1]:

@@ -97,7 +97,7 @@ def test_shipped_tokenizer():
     [
         ({}, [1]),
         ({"add_bos_token": False}, []),
-        ({"add_bos_token": True, "add_eos_token": True}, [1]),  # what is encoded goes on
+        ({"add_bos_token": True, "add_eos_token": True}, [1]),  # the text may continue
         ({"add_eos_token": True, "add_bos_token": False}, []),
     ],
 )

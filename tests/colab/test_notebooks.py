@@ -54,7 +54,7 @@ def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
         "PYTHONPATH": str(installed),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
-        "DMS_JAX_ASSETS": str(ROOT / "dms_jax" / "assets"),  # what would be fetched
+        "DMS_JAX_ASSETS": str(ROOT / "dms_jax" / "assets"),  # assets that would be fetched
         "IPYTHONDIR": str(tmp_path / "ipython"),
     }
     if name in RUNS_FOR_LONG:

@@ -126,7 +126,7 @@ def test_presets_make_recipes():
             dict(recipe="dmc_quickstart"),
             dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3),
         ),
-        # What is left out is as the recipe has it.
+        # Omitted options are those of the recipe.
         (dict(recipe="paper", options=("window=7",)), dms_jax.DMS(window=7)),
         (dict(recipe="paper", options=('{"source": "adapter"}',)), dms_jax.DMS(16, "adapter")),
         # A policy of another kind has the library's defaults.

@@ -110,7 +110,7 @@ def adapted_engine(name: str = "keeps", lanes: int = 2, **options) -> Engine:
 
 
 def answer(prompt: Sequence[int], sampling: Sampling = GREEDY, name: str = "keeps", **given):
-    """Returns what the fakes answer; see `answer_of`."""
+    """Returns the fakes' answer; see `answer_of`."""
     return _answer(tuple(prompt), sampling, name, **given)
 
 

@@ -50,7 +50,7 @@ def test_engine_takes_policy_of_adapters():
     policy, slots = slots_of(BASE, None, a=tiny(), b=tiny(size=LowRank(3)))
     assert (policy, slots.names, slots.ranks) == (HEAD, (None, "a", "b"), (0, 0, 3))
     own = tiny(size=LowRank(2))
-    assert slots_of(own, None, a=tiny())[1].ranks == (2, 0)  # the model has an adapter of its own
+    assert slots_of(own, None, a=tiny())[1].ranks == (2, 0)  # the model already has an adapter
 
 
 def test_base_is_not_served_under_evicting_policy():

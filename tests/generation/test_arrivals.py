@@ -200,7 +200,7 @@ def test_prefill_continues_in_turn_of_preemption(monkeypatch):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["no room", "a prefix is read"])
 def test_requests_of_failed_call_are_served_by_next_call(shared, monkeypatch):
-    """A server queues them again, perhaps behind more urgent requests."""
+    """A server queues them again, perhaps after more urgent requests."""
     engine = host_engine("keeps", 2, page_size=8, prefix_cache=0)
     first, second = prompts((30, 20))
     requests = requests_of([first, first[:24] + second if shared else second], GREEDY)

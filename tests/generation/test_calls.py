@@ -46,7 +46,7 @@ class Enough(Exception):
     pass
 
 
-# -- what is finished is kept ------------------------------------------------------------------
+# -- finished results are kept -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Enough, SystemExit])
@@ -267,7 +267,7 @@ def test_abandoned_call_leaves_nothing_behind(turns):
     check(engine.generate(given, sampling=SHORT), given)
 
 
-# -- what is known not to fit is refused -------------------------------------------------------
+# -- requests that cannot fit are refused ------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["keeps", "cuts"])

@@ -56,7 +56,7 @@ def test_cancel_running_and_queued_requests(name):
 
 
 def test_cancel_waits_for_first_token_in_flight(monkeypatch):
-    """Another thread cancels while the token is in flight behind collected steps."""
+    """Another thread cancels while the token is in flight after collected steps."""
     engine, sampling = host_engine(), dataclasses.replace(GREEDY, max_new_tokens=30)
     requests = requests_of(prompts((5, 9)), sampling)
     listener, trim = Listener(2), Reservation.trim

@@ -326,7 +326,7 @@ def test_chains_prefill_their_question_once(prefilled):
 
 
 def with_pages(conversation, pages: int):
-    """Returns a new conversation with so many pages in its pool."""
+    """Returns a new conversation with a pool of that many pages."""
     free = conversation._engine.runner.reservation.allocator._free
     free[0] = free[0][len(free[0]) - pages :]
     return conversation

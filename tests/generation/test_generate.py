@@ -179,7 +179,7 @@ def test_ignore_eos():
     assert (requests[0].generated, requests[0].finish_reason) == (whole.tokens, "length")
 
 
-# -- what the host alone decides ---------------------------------------------------------------
+# -- host decisions ----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fakes")

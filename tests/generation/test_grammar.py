@@ -351,7 +351,7 @@ def test_queued_updates_are_sent_when_grammar_fails(monkeypatch):
         assert len(sent[each.index]) >= 17
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_answers_after_interrupted_cleanup(step):
 
 @pytest.mark.nightly
 def test_kcache_answers_after_interrupted_cleanup():
-    """KCache has cleanup code of its own."""
+    """KCache has separate cleanup code."""
     engine = Engine(model(), MECHANISMS["kcache"], max_tokens=64, **SHAPE)
     assert struck_while_it_cleans_up(engine, itertools.count(1, 2)) > 40
 

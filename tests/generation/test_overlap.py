@@ -90,7 +90,7 @@ def test_chunk_is_launched_before_last_is_collected(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
 def test_prefill_is_launched_before_last_lengths_are_collected(name, monkeypatch):
-    """Two prefill programs and the first chunk of steps, whatever a policy evicts."""
+    """Two prefill programs and the first chunk of steps, under every policy."""
     order, set_lengths = [], Reservation._set_lengths
     names = {programs.extend: "prompt", programs.decode: "steps"}
 

@@ -116,7 +116,7 @@ def test_steps_in_flight_are_counted_in_reused_idle_lane(seed, monkeypatch):
 
 
 def check_answers(engine, name, pages, prompts, lengths) -> None:
-    """Serves answers of at most these lengths from a pool of so many pages."""
+    """Serves answers of at most these lengths from a pool of a given size."""
     sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=100)
     requests = make_requests(engine.model.config, prompts, sampling)
     for request, most in zip(requests, lengths, strict=True):

@@ -71,7 +71,7 @@ def cached(completions) -> list[int]:
     return [completion.usage.cached_tokens for completion in completions]
 
 
-# -- what is found -------------------------------------------------------------------------------
+# -- lookup --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -224,7 +224,7 @@ def test_open_stream_without_prefix_cache_keeps_no_tree():
     assert not engine.runner.prefixes._trees
 
 
-# -- where they are ------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------
 
 
 def test_appending_policy_shares_pages():

@@ -25,7 +25,7 @@ WORDS = ("a", "name", "city of", "größe", 'in "quotes"', "x-1", "$id", "slash/
 
 
 def make_schema(draw, depth=3):
-    """A random schema with at most so many levels."""
+    """A random schema with a limited number of levels."""
     kinds = [string, integer, number, choice, nothing]
     if depth:
         kinds += [record, record, array, alternatives, several_types]

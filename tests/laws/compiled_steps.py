@@ -62,7 +62,7 @@ COPIES: dict = {}  # reports of compiled programs, by cache
 
 
 def config_of(num_layers: int) -> ModelConfig:
-    """Returns a small model with so many layers."""
+    """Returns a small model with that many layers."""
     return ModelConfig(
         vocab_size=512,
         hidden_size=256,

@@ -71,7 +71,7 @@ def _(policy: dms_jax.Vanilla, layer, prompt_length, page_size):
     return vanilla.simulate(*layer.rotated)
 
 
-# -- eviction as tokens leave a window ------------------------------------------------------------
+# -- delayed eviction ------------------------------------------------------------------------------
 
 
 def dms_decisions(policy: dms_jax.DMS, layer: LayerInput):
@@ -198,7 +198,7 @@ def stored_keys(policy: dms_jax.Policy, layer: LayerInput) -> np.ndarray:
     return layer.stored(dmc.without_neuron(rotated, neuron))
 
 
-# -- a victim a step ------------------------------------------------------------------------------
+# -- one victim per step ---------------------------------------------------------------------------
 
 
 @simulate.register

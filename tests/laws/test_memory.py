@@ -52,7 +52,7 @@ def bound(policy, page_size: int) -> int | None:
 
 
 def grown(runner: Runner | Reservation, held: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns the most slots in use after so many steps."""
+    """Returns the most slots in use after that many steps."""
     limit, slots = bound(runner.policy, runner.page_size), held + tokens[:, None]
     most = slots if limit is None else np.minimum(slots, np.maximum(limit, held))
     return in_windows(runner, slots, most)

@@ -33,7 +33,7 @@ class Counted(Knorm):
 
 @functools.cache
 def cut_in_passes(pairs: int):
-    """Returns a cut of at most so many (layer, sequence) pairs at a time."""
+    """Returns a cut with a limit on (layer, sequence) pairs at a time."""
 
     @jax.jit
     def cut(*arrays):

@@ -23,7 +23,7 @@ COUNTS = np.array([[3], [2], [6]], np.int32)
 
 
 def rows_of(seed: int):
-    """A pool with NaN behind the rows' ends, a table, and queries."""
+    """A pool with NaN after the rows' ends, a table, and queries."""
     random = np.random.default_rng(seed)
     table = random.permutation(BATCH * HEADS * PAGES).reshape(BATCH, HEADS, PAGES).astype(np.int32)
     k, v = random.normal(size=(2, table.size, PAGE_SIZE, DIM)).astype(np.float32)
@@ -53,7 +53,7 @@ def attended(k, v, table, q, count, *, renormalize):
 
 @functools.cache
 def attend(fixed: int | None, renormalize: bool, rows: int):
-    """`attend_to_fetched`, gathering so many whole rows at a time."""
+    """`attend_to_fetched`, with a limit on whole rows gathered at a time."""
 
     @jax.jit
     def run(k, v, table, q):

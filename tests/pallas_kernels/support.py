@@ -161,7 +161,7 @@ def split_rows(inputs):
 
 
 def structs(case):
-    """Shapes and dtypes of a decode case's inputs, with no arrays behind them."""
+    """Shapes and dtypes of a decode case's inputs."""
     import jax
 
     def struct(shape, dtype):

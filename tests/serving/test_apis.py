@@ -520,7 +520,7 @@ def test_guided_regex_and_choice(client, fields):
     assert ("yes" in grammar.source) == ("choice" in str(fields))
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 BAD = {"type": "object", "properties": {"a": {"type": "objekt"}}}
 NAMED = {"type": "function", "function": {"name": "g"}}

@@ -316,7 +316,7 @@ def head(path="/v1/completions", size=10):
 
 
 def ended(connection, seconds=30.0):
-    """Returns what the server sends until it closes a connection."""
+    """Returns the server's output until it closes a connection."""
     connection.settimeout(seconds)
     came = b""
     with contextlib.suppress(ConnectionResetError):

@@ -43,8 +43,8 @@ FIRST_WORD, WORDS = 259, 128
 # At this temperature any token is drawn, mostly parts of characters.
 HOT, FIRST_TOKEN, TOKENS = 20, 4, 500
 ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
-# Of requests with one of 1,024 seeds from here on, logits behind this token are not numbers. They
-# draw it, too.
+# Of requests with one of 1,024 seeds from here on, logits after this token are NaN. They draw it,
+# too.
 BROKEN_TOKEN, BREAKS = 3, 2**30
 GREEDY = Sampling(temperature=0, logprobs=True).filter
 _HALF_OF_DMS = 0.5
@@ -95,7 +95,7 @@ def _entry(tokens, positions, vocabulary: int, slot):
 
 
 def _append(transformer, cache, table, tokens, active, policy: Policy):
-    """Writes a token of each active lane and reads a slot of each row; returns what was read."""
+    """Writes a token of each active lane and reads a slot of each row; returns the read numbers."""
     num_layers, _, num_kv_heads = cache.lengths.shape
     page_size = cache.k_pages.shape[1]
     rows = jnp.arange(num_layers * num_kv_heads).reshape(num_layers, 1, num_kv_heads)
@@ -297,7 +297,7 @@ def faked() -> Iterator[None]:
         yield
 
 
-# -- what they answer --------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

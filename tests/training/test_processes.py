@@ -262,7 +262,7 @@ def test_single_process_needs_no_agreement():
 
 
 def test_reading_an_array_leaves_no_copy_on_the_host():
-    """jax.device_get keeps what it returned for as long as the array lives."""
+    """jax.device_get caches its result for as long as the array lives."""
     array = jax.device_put(
         np.arange(2.0**17).reshape(8, -1), NamedSharding(make_mesh(8), PartitionSpec("data"))
     )

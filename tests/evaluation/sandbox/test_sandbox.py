@@ -98,7 +98,7 @@ def test_long_arguments_and_threads():
     assert SANDBOX.call(source, "f", ["x" * 3_000_000]).output == 3_000_000
 
 
-# -- where it cannot hold -------------------------------------------------------------------------
+# -- missing mechanisms ----------------------------------------------------------------------------
 
 
 @pytest.fixture

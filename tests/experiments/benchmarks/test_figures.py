@@ -134,7 +134,7 @@ def test_drawn_eviction_leaves_the_ratio():
     assert kept == pytest.approx(1024)
 
 
-# -- calls of the engine and of a server -----------------------------------------------------------
+# -- calls of an engine and of a server ------------------------------------------------------------
 
 
 @pytest.mark.nightly

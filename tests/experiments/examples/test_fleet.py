@@ -1,4 +1,4 @@
-"""Replicas behind Ray Serve: routing of conversations, and what clients see when a replica ends."""
+"""Replicas behind Ray Serve: routing of conversations, and behaviour when a replica ends."""
 
 import asyncio
 import dataclasses

@@ -203,7 +203,7 @@ def test_mesh_gives_the_same_answers(example, output):
     assert [each.tolist() for each in answers.tokens] == [each.tolist() for each in output.tokens]
     assert_close(answers.logprobs, output.logprobs)
     update = nnx.state(example.Actor(new, POLICY), nnx.Param)
-    rollout.generate(PROMPTS, CONFIG)  # with what programs on a mesh leave behind
+    rollout.generate(PROMPTS, CONFIG)  # with placements left by programs on a mesh
     rollout.update_params(update)
     answers = rollout.generate(PROMPTS, CONFIG)
     assert_close(answers.logprobs, scores(new, answers))

@@ -68,7 +68,7 @@ def draw(case, seed=0, dtype=None):
 
 
 def structs(case, sharding=None):
-    """Shapes and dtypes of what `draw` returns, with no arrays behind them."""
+    """Shapes and dtypes of `draw`'s arrays."""
     own, keys = (case.B, case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
     pages = (int((-(-np.array(case.past) // case.P)).sum()) + 1, case.P, case.D)
     rows = (case.B, case.K)

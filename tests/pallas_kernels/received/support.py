@@ -33,7 +33,7 @@ def draw(case, seed=0, dtype=None):
 
 
 def structs(case, sharding=None):
-    """Shapes and dtypes of what `draw` returns, with no arrays behind them, by name."""
+    """Shapes and dtypes of `draw`'s arrays, by name."""
     shapes = {
         "q": ((case.B, case.T, case.H, case.D), case.dtype),
         "k": ((case.B, case.K, case.slots, case.D), case.dtype),

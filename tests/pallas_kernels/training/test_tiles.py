@@ -169,7 +169,7 @@ def test_tpu_blocks_stay_within_memory():
         assert problem.T == 1024
         assert problem.T % problem.query == problem.T % problem.keys == 0
         size = jnp.dtype(dtype).itemsize
-        if problem.query > 128:  # the least that there is
+        if problem.query > 128:  # the smallest block
             assert problem.rows * D * size <= 256 * 1024
         if problem.keys > 128:
             assert problem.rows * problem.keys * 4 <= 2**20 * 2 // size

@@ -149,7 +149,7 @@ def assert_rounded_alike(got, want):
 
 
 def write_structs(case, sharding=None):
-    """Shapes and dtypes of a case's inputs, with no arrays behind them."""
+    """Shapes and dtypes of a case's inputs."""
 
     def struct(shape, dtype):
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
