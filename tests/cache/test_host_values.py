@@ -26,7 +26,7 @@ def table_of(random) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_programs_read_what_earlier_ones_wrote(dtype):
+def test_programs_read_values_of_earlier_programs(dtype):
     """Tokens overwrite each other's slots, within a program and from one to the next."""
     dtype = jnp.dtype(dtype)
     random = np.random.default_rng(0)
@@ -136,7 +136,7 @@ def test_host_values_may_be_quantized(stories):
     assert away.usage.kv_reads == home.usage.kv_reads
 
 
-def test_the_pool_holds_what_the_accounting_says(stories):
+def test_pool_bytes_equal_the_accounting(stories):
     engine = Engine(stories, KCache(first_layers=2), num_lanes=2, max_tokens=64, page_size=16)
     runner, config = engine.runner, stories.config
     pages = 2 * config.num_layers * config.num_kv_heads * 4

@@ -93,7 +93,7 @@ def adapter(folder: pathlib.Path) -> Case:
         ),
     ],
 )
-def test_failed_write_leaves_what_was_there(make, error, there_before, tmp_path, monkeypatch):
+def test_failed_write_keeps_old_checkpoint(make, error, there_before, tmp_path, monkeypatch):
     """Whichever of the calls that write fails."""
     case, out = make(tmp_path), tmp_path / "saved" / "out"
     out.parent.mkdir()

@@ -248,7 +248,7 @@ _TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
         ("padding", _PADDING, None),  # dropped before anything is encoded
     ],
 )
-def test_tokenizers_on_which_the_library_panics(stories, field, value, stage):
+def test_tokenizer_panics_become_errors(stories, field, value, stage):
     file = stories / "tokenizer.json"
     content = json.loads(file.read_text())
     (content["model"] if field == "continuing_subword_prefix" else content)[field] = value

@@ -121,5 +121,5 @@ def test_cut_around_the_end_of_an_answer():
         (dms_jax.PyramidKV(scorer=dms_jax.SnapKV(budget=100)), False),
     ],
 )
-def test_policies_that_depend_on_length(policy, depends):
+def test_depends_on_length_by_policy(policy, depends):
     assert depends_on_length(policy) == depends

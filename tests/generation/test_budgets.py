@@ -164,7 +164,7 @@ def test_scores_use_given_max_length():
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "left"), [("cuts", 8), ("bounded", 20)])
-def test_usage_counts_what_a_cut_leaves(name, left):
+def test_usage_counts_tokens_after_a_cut(name, left):
     """An answer of one token: no token was run after the eviction."""
     one, (prompt,) = dataclasses.replace(GREEDY, max_new_tokens=1), prompts([40])
     (made,) = host_engine(name, 1).generate([prompt], sampling=one)
@@ -173,7 +173,7 @@ def test_usage_counts_what_a_cut_leaves(name, left):
 
 
 @pytest.mark.nightly
-def test_usage_of_score_that_ends_with_cut():
+def test_usage_of_score_ending_with_a_cut():
     policy = dms_jax.Knorm(budget=16, interval=8)
     (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
     assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)

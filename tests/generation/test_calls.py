@@ -292,7 +292,7 @@ def test_first_chunk_that_cannot_fit_is_refused_up_front(prefilled):
     assert prefilled == []
 
 
-def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(prefilled):
+def test_too_long_answer_is_refused_unless_it_may_end_early(prefilled):
     given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
     exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
     engine, ending = host_engine(lanes=1), host_engine(lanes=1, ends=ENDS)

@@ -157,7 +157,7 @@ def _leaves(model):
     return jax.tree.leaves(nnx.state(model.transformer))
 
 
-def test_the_pool_holds_what_the_accounting_says():
+def test_pool_bytes_equal_the_accounting():
     model = model_for("quest", ends=False)
     engine = Engine(model, num_lanes=3, max_tokens=64, page_size=16)
     runner = engine.runner
@@ -340,7 +340,7 @@ def test_cache_fits_largest_free_block(stats, most):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_cache_that_does_not_fit_is_refused_on_creation(monkeypatch):
+def test_too_large_cache_is_refused_on_creation(monkeypatch):
     """A device allocates asynchronously."""
     engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64, page_size=16)
 

@@ -99,7 +99,7 @@ def narrow_queue(*parts, tokens=64):
     return state
 
 
-def test_short_prompt_waits_for_one_program_between_its_own():
+def test_short_prompt_alternates_with_the_oldest():
     state = narrow_queue(part(0, 300), part(1, 300), part(2, 150))
     lanes = [run(state)[2] for _ in range(10)]
     assert lanes == [[0], [2], [0], [2], [0], [2], [0], [0], [1], [1]]

@@ -146,7 +146,7 @@ def test_token_by_token_prefill_is_padded(policy, few):
     ],
     ids=lambda each: getattr(each, "name", str(each)),
 )
-def test_chunk_of_one_token_is_a_step_unless_policy_knows_prompts(policy, one_pass):
+def test_one_token_chunk_is_a_step_unless_prompts_differ(policy, one_pass):
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
     shapes = Engine(model, **OPTIONS | dict(prefill_chunk=1)).shapes
     assert {each.one_pass for each in every_shape(shapes.one_pass)} == {one_pass}
@@ -202,7 +202,7 @@ def test_batch_larger_than_places_is_refused():
 
 
 @pytest.mark.nightly
-def test_unpadded_prefill_on_gpu_adds_one_launch_and_copies_no_pool():
+def test_unpadded_prefill_adds_one_gpu_launch_and_no_pool_copy():
     """It packs the output of attention; inputs are unpacked by the rotation."""
     for name, found in told_by("tests/generation/prompt_launches.py").items():
         padded, unpadded = found["padded"], found["unpadded"]

@@ -18,7 +18,7 @@ def held(text: str, strings: list[str]) -> int:
     )
 
 
-def test_stop_strings_are_found_where_a_search_finds_them():
+def test_stop_strings_equal_a_search():
     """Strings over two letters, which overlap with themselves and each other."""
     rng = np.random.default_rng(0)
 

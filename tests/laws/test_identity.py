@@ -99,7 +99,7 @@ def test_missing_adapter_is_refused():
         LanguageModel(model_of(2, True)).resolve_policy(DMS(source="adapter"))
 
 
-def test_other_values_than_policies_are_refused():
+def test_non_policies_are_refused():
     unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # bypasses the types that tests check
     with pytest.raises(ConfigError, match="Not a cache policy"):
         unchecked(LanguageModel(model_of(2, False)), 7)

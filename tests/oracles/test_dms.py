@@ -39,7 +39,7 @@ def test_dms_six_cache_states():
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
-def test_dms_ring_holds_what_the_mask_shows(window):
+def test_dms_ring_equals_the_mask(window):
     random = np.random.default_rng(window)
     for shift in range(window + 2):
         decisions = random.integers(0, 2, size=31)

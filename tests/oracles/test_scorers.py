@@ -24,7 +24,7 @@ def test_kvzap_drops_low_scores_as_they_leave_the_window():
     assert kvzap.slots_per_step(scores, 0.0, 1, sinks=2)[-1] == [0, 1, 2, 5, 4]
 
 
-def test_kvzap_holds_what_its_definition_shows():
+def test_kvzap_slots_equal_its_definition():
     q, k, v = tensors(3, length=12)
     scores = np.random.default_rng(3).normal(size=(12, k.shape[1]))
     trace = kvzap.simulate(q, k, v, scores=scores, threshold=0.2, window=2, sinks=3)

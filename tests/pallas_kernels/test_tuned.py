@@ -14,7 +14,7 @@ RELATED = GPU("NVIDIA H100 PCIe", 114, (9, 0))
 H200 = (DEFAULT_GPU.kind,)
 
 
-def test_the_first_entry_that_applies_is_taken(tmp_path, monkeypatch):
+def test_first_applicable_entry_is_taken(tmp_path, monkeypatch):
     assert tuned.file_name("NVIDIA H200") == "nvidia_h200.json"
     entries = [
         {"when": {"head_dim": 64, "small": True}, "use": {"stages": 1}},

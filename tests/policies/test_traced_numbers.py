@@ -116,7 +116,7 @@ def test_the_largest_numbers_fit_in_32_bits(policy):
         assert int(number) == want if is_whole else float(number) == pytest.approx(want, rel=1e-7)
 
 
-def test_options_that_choose_code_are_static():
+def test_options_selecting_code_are_static():
     structure = jax.tree.structure
     assert structure(TOVA(budget=5)) == structure(TOVA(budget=900))
     assert structure(TOVA()) != structure(TOVA(per="head"))
@@ -166,7 +166,7 @@ def test_similar_budgets_share_a_page_table_width(monkeypatch):
 
 
 @given(ratio=st.floats(1, 2**20), tokens=st.integers(0, 2**24))
-def test_programs_take_the_share_that_the_host_reserves(ratio, tokens):
+def test_programs_and_host_round_shares_equally(ratio, tokens):
     got = share_of(TOVA(compression_ratio=ratio), np.array([tokens], np.int32))
     assert int(got[0, 0]) == share(tokens, ratio)
 

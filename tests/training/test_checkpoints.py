@@ -123,7 +123,7 @@ def remove_the_checksums(path):
         (remove_the_checksums, "checksums.json cannot be read"),
     ],
 )
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, damage, message):
+def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, damage, message):
     with saved(tmp_path, 3, 6):
         pass
     damage(tmp_path)
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
     chex.assert_trees_all_equal(np.asarray(after), value)
 
 
-def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
+def test_second_concurrent_run_is_refused(tmp_path):
     directory = opened(tmp_path)
     with pytest.raises(ConfigError, match="Another run is writing to "):
         opened(tmp_path)

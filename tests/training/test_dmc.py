@@ -60,14 +60,14 @@ def test_the_stages_come_in_order(run):
     assert 1e-3 < rates[-1] < rates[0] < 1.01e-2
 
 
-def test_it_learns_to_merge(run):
+def test_dmc_learns_to_merge(run):
     """Over seven seeds of weights, data and noise the share is 0.632, standard deviation 0.030."""
     _, records, _ = run
     merged = [record["evicted"] for record in records]
     assert np.mean(merged[-6:]) > 0.45
 
 
-def test_the_saved_model_decodes_as_in_one_pass(run):
+def test_saved_model_decodes_like_one_pass(run):
     model, _, out = run
     loaded = load(out / "model")
     assert loaded.policy == model.policy == MERGING

@@ -70,7 +70,7 @@ def test_writes_that_never_began_do_not_warn(tmp_path):
     assert [str(each.message) for each in told] == ["coroutine 'other' was never awaited"]
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+def test_full_disk_error_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     found = Checkpoints(tmp_path, keep=2)
 

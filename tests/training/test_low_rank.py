@@ -160,7 +160,7 @@ def test_borrowed_neurons_are_refused(model, policy):
         retrofit(model, policy, recipe=LOW_RANK, **COMMON)
 
 
-def test_the_adapter_file_holds_what_was_trained(tmp_path):
+def test_adapter_file_holds_trained_parameters(tmp_path):
     save(language_model(), Vanilla(), tmp_path / "base")
     base = load(tmp_path / "base")
     result = retrofit(base, EAGER, recipe=LOW_RANK, **COMMON)

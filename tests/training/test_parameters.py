@@ -26,7 +26,7 @@ def test_rebuilt_model_is_the_same_function():
     chex.assert_trees_all_equal(again(tokens, Vanilla()).hidden, hidden)
 
 
-def test_a_new_adapter_decides_nothing_and_shares_the_rest():
+def test_new_adapter_evicts_nothing_and_shares_weights():
     model = random_model(tiny_config(biases=True), dtype=jnp.bfloat16)
     grafted = add_adapter(model)
     before, after = parameters(model), parameters(grafted)
@@ -98,7 +98,7 @@ def test_windowed_layers_lend_no_neuron():
     assert not difference[[0, 2]].any()
 
 
-def test_no_borrowed_neuron_zeroes_nothing():
+def test_without_borrowed_neuron_nothing_is_zeroed():
     before = parameters(random_model(tiny_config(), dtype=jnp.float32))
     zeroed = zero_borrowed_neurons(before, ADAPTER, ())
     chex.assert_tree_all_finite(before)

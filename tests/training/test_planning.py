@@ -83,7 +83,7 @@ def test_every_stage_is_planned_separately():
         assert line in str(plan)
 
 
-def test_the_report_of_a_plan_that_fits():
+def test_report_of_a_fitting_plan():
     plan = planned()
     assert plan.fits
     for line in (

@@ -17,7 +17,7 @@ from dms_jax.command_line.demos import quickstart
 LENGTH = 64  # tokens of a sequence, for 512: each is a step
 
 
-def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
+def test_quickstart_prints_its_measurements(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(quickstart, "LENGTH", LENGTH)
     recipe = quickstart.recipes.dms_quickstart

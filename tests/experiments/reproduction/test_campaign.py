@@ -137,7 +137,7 @@ def test_answers_of_data_files_become_text(config):
     assert task.score(problem, r"It is $\boxed{\frac{1}{2}}$.") == 1
 
 
-def test_pieces_that_cannot_run_say_why(config, capsys):
+def test_impossible_pieces_say_why(config, capsys):
     assert call(config, "ask-math500-plain") == 1
     assert "left out: there is no " in capsys.readouterr().out
     assert call(config, "ask-gsm8k-dms-3.3-0") == 0

@@ -187,7 +187,7 @@ def test_values_from_other_reports(monkeypatch, tmp_path):
     assert claims.computed("json 4800 / a.json rows 1 x ,.0f") == "3,200"
 
 
-def test_page_that_differs_is_reported_and_corrected(monkeypatch, tmp_path, capsys):
+def test_different_page_is_reported_and_corrected(monkeypatch, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("solves 1.0<!--= score m plain gsm8k -->%, **shown**<!--= a -->\n")
     monkeypatch.setattr(claims, "ROOT", tmp_path)

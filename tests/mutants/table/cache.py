@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/cache/"
 PAGES = "tests/cache/test_pages.py"
-HOST = "tests/cache/test_host_values.py::test_programs_read_what_earlier_ones_wrote"
+HOST = "tests/cache/test_host_values.py::test_programs_read_values_of_earlier_programs"
 
 MUTANTS = [
     Mutant(

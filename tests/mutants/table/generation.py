@@ -144,7 +144,7 @@ MUTANTS = [
         "self._shortest_next = not self._shortest_next",
         "pass",
         (
-            f"{READING}::test_short_prompt_waits_for_one_program_between_its_own",
+            f"{READING}::test_short_prompt_alternates_with_the_oldest",
             f"{FAIRNESS}::test_short_prompt_overtakes_long_one",
         ),
     ),
@@ -293,7 +293,7 @@ MUTANTS = [
         FOLDER + "text.py",
         "matched = self._shorter_than(matched)",
         "matched = 0",
-        (f"{STOPS}::test_stop_strings_are_found_where_a_search_finds_them",),
+        (f"{STOPS}::test_stop_strings_equal_a_search",),
     ),
     Mutant(
         "generation: each token of a large chunk is decoded with all before it",

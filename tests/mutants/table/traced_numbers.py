@@ -34,7 +34,7 @@ MUTANTS = [
         BASE,
         "return few_sizes(value)",
         "return value",
-        (f"{TESTS}::test_options_that_choose_code_are_static",),
+        (f"{TESTS}::test_options_selecting_code_are_static",),
     ),
     Mutant(
         "traced numbers: static fields come back in the order of their names",
@@ -55,7 +55,7 @@ MUTANTS = [
         BUDGET,
         "np.uint32(_reciprocal(ratio))",
         "np.uint32(2**31 / ratio)",
-        (f"{TESTS}::test_programs_take_the_share_that_the_host_reserves",),
+        (f"{TESTS}::test_programs_and_host_round_shares_equally",),
     ),
     Mutant(
         "traced numbers: Quest has one spare column too few",

@@ -153,9 +153,7 @@ MUTANTS = [
         FOLDER + "parameters.py",
         "dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)",
         "dtype = transformer.embedding[...].dtype",
-        (
-            "tests/training/test_parameters.py::test_a_new_adapter_decides_nothing_and_shares_the_rest",
-        ),
+        ("tests/training/test_parameters.py::test_new_adapter_evicts_nothing_and_shares_weights",),
     ),
     Mutant(
         "training: visible keys count those of the documents before",
@@ -169,7 +167,7 @@ MUTANTS = [
         FOLDER + "checkpoints.py",
         "elif _sum(place / name) != sums[name]:",
         "elif False:",
-        (f"{CHECKPOINTS}::test_a_damaged_checkpoint_falls_back_to_the_one_before",),
+        (f"{CHECKPOINTS}::test_damaged_checkpoint_falls_back_to_the_previous_one",),
     ),
     Mutant(
         "checkpoints: those that the divergence has spoilt stay",

@@ -184,7 +184,7 @@ def test_bad_input_is_refused(change, message):
         unchecked(*arrays, scale=1.0)
 
 
-def test_no_queries_give_nothing():
+def test_no_queries_give_zero():
     sums = received_attention(
         jnp.zeros((2, 0, 4, 8)),
         jnp.zeros((2, 2, 5, 8)),
