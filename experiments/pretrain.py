@@ -44,11 +44,12 @@ class Config:
     """Train a small model from scratch on tasks and prose that are generated during training."""
 
     out: pathlib.Path = pathlib.Path("runs/reasoner")
-    """Directory of the run: checkpoints, log, curves, models, summary. A run there is resumed."""
+    """Directory of the run: checkpoints, log, curves, models, summary. An existing run is resumed.
+    """
     steps: int = 5878
     """Optimizer steps."""
     start_from: pathlib.Path | None = None
-    """Hugging Face directory to go on from with a fresh optimizer; give another seed with it."""
+    """Hugging Face directory to start from with a fresh optimizer; give another seed with it."""
 
     slips: float = 0.0
     """Probability that a step of a worked solution is wrong in one digit (tasks' `slips`)."""
@@ -81,7 +82,7 @@ class Config:
     checkpoint_every: int = 1000
     """Steps between checkpoints to resume from; Ctrl-C writes one too."""
     workers: int | None = None
-    """Processes that generate batches, 0 for none; all cores but two unless given."""
+    """Processes that generate batches, 0 for none; by default all cores but two."""
     seed: int = 0
     """Seed of the parameters and of the data."""
 

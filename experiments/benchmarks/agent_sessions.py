@@ -57,22 +57,22 @@ class Config:
     shape: Shape = "qwen2.5-1.5b"
     """Model whose shape is timed, with random weights."""
     layers: int | None = None
-    """Layers of the model; the shape's own if none are given."""
+    """Layers of the model; by default those of the shape."""
     sessions: int = 16
-    """Sessions, which take each turn together."""
+    """Concurrent sessions."""
     turns: int = 30
     """Turns of a session, the first ones of the recording."""
     shorten: int = 1
-    """Divides the recorded lengths, for a trial."""
+    """Divisor of the recorded lengths, for a short trial."""
     url: str | None = None
-    """Address of a server, without /v1, that is timed in place of an engine."""
+    """Address of a server to time instead of an engine, without /v1."""
     policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
         "Vanilla",
         "RandomEviction",
     )
-    """Cache policies that are timed, by name."""
+    """Cache policies to time, by name."""
     memory_gb: float | None = None
-    """Gigabytes of the page pool; what the sessions can need unless given."""
+    """Gigabytes of the page pool; by default enough for all sessions."""
     prefix_gb: float = 16.0
     """Gigabytes of host memory for prefixes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

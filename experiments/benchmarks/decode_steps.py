@@ -61,15 +61,15 @@ class Config:
     """Time decode steps."""
 
     shapes: tuple[Shape, ...] = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b")
-    """Models whose shapes are timed, with random weights."""
+    """Model shapes to time, with random weights."""
     batch: int = 32
-    """Sequences that are decoded at a time, by each of `data_parallel`."""
+    """Sequences decoded at a time, on each of `data_parallel`."""
     context: int = 8192
-    """Tokens that each sequence has seen."""
+    """Earlier tokens of each sequence."""
     ratios: tuple[int, ...] = (1, 4, 8)
     """Compression ratios of the live tokens; 1 is the plain cache."""
     heads: tuple[Heads, ...] = ("uneven",)
-    """How live tokens are spread over the heads, at the same total."""
+    """Distribution of live tokens over heads, at the same total."""
     window: int = 128
     """Tokens that no head evicts."""
     chunk: int = 32
@@ -77,17 +77,17 @@ class Config:
     repeats: int = 5
     """Timed programs; the median counts."""
     model_parallel: tuple[int, ...] = (1,)
-    """Devices over which heads, feed-forward and vocabulary are split; several take turns."""
+    """Devices over which heads, feed-forward and vocabulary are split; several values alternate."""
     data_parallel: tuple[int, ...] = (1,)
-    """Devices, or groups of `model_parallel` devices, with sequences of their own; likewise."""
+    """Devices, or groups of `model_parallel` devices, with separate sequences; likewise."""
     turns: int = 1
-    """How often each row is timed; the turn with the median counts."""
+    """Timings of each row; the median turn counts."""
     cudnn: bool = False
     """Also time the step with cuDNN attention on a contiguous dense cache."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     profile_below: float = 0.0
-    """Profile rows whose share of the roofline is less, and report what their kernels take."""
+    """Profile rows below this share of the roofline, and report their kernel times."""
     picture: pathlib.Path | None = None
     """A folder with reports, decode_steps*.json: time nothing, draw them into a PNG beside
     --out."""

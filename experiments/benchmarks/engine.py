@@ -68,34 +68,36 @@ class Config:
     """Time the engine."""
 
     shape: Shape = "qwen2.5-0.5b"
-    """Model whose shape is timed, with random weights; with --host its layers and KV heads."""
+    """Model shape to time, with random weights; with --host only its layers and KV heads."""
     lanes: int = 256
-    """Sequences that are decoded at a time."""
+    """Sequences decoded at a time."""
     requests: int = 1500
-    """Prompts of one call, which take turns in the lanes."""
+    """Prompts of one call."""
     clients: int | None = None
-    """Clients who each send a request when they have the answer to the one before; all requests are
-    there from the beginning unless given."""
+    """Clients that each send the next request after an answer; by default all requests come at
+    once.
+    """
     prompts: tuple[int, int] = (20, 190)
     """Tokens of the shortest and the longest prompt; uniform between them."""
     new_tokens: int = 275
-    """Tokens of an answer in the mean, and half of the longest."""
+    """Mean tokens of an answer; the longest has twice as many."""
     chunk: int = 32
     """Decode steps between two looks at the requests."""
     temperature: float = 0.7
-    """Temperature that tokens are drawn at; top-p is 0.95."""
+    """Sampling temperature; top-p is 0.95."""
     runs: int = 2
-    """Calls that are timed after the first, which compiles."""
+    """Timed calls after the first, which compiles."""
     profile: bool = False
     """Also profile a short call: two chunks of steps, and an eighth of the lanes refilled."""
     host: bool = False
-    """Time the host's part alone, on any machine."""
+    """Time only the host, on any machine."""
     regex: str | None = None
-    """Regular expression that answers must match, such as "(.|\\n)*": what grammars cost the
-    host."""
+    """Regular expression that answers must match, such as "(.|\\n)*": to time grammars on the host.
+    """
     tokenizer: pathlib.Path | None = None
-    """Directory with a tokenizer.json, whose vocabulary the model of --regex then has: that of the
-    shipped model, 512 tokens, unless given."""
+    """Directory with a tokenizer.json for the model of --regex; by default the shipped one of 512
+    tokens.
+    """
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/engine.json")

@@ -109,9 +109,9 @@ class Config:
     """Time first results."""
 
     only: tuple[str, ...] = tuple(STEPS)
-    """Steps to time, by name; story and frontier need what retrofit leaves."""
+    """Steps to time, by name; story and frontier need the files of retrofit."""
     again: int = 0
-    """How often each is typed again."""
+    """Repetitions of each step."""
     out: pathlib.Path = pathlib.Path("runs/first_results/times.json")
     """JSON file for the figures, which are written after every step."""
 

@@ -81,16 +81,16 @@ class Config:
     """Time a kernel."""
 
     kernel: Literal["decode", "write", "select", "fetch", "prefill", "training"] = "decode"
-    """What is timed."""
+    """Kernel to time."""
     cases: tuple[str, ...] = ()
-    """Cases to time, by name; all unless given. A chunk of a prompt has none."""
+    """Cases to time, by name; all unless given. Kernel "prefill" has none."""
     only: tuple[str, ...] = ()
     """Contenders of decode, write, select and fetch, such as mosaic_gpu or cudnn; all unless
     given."""
     implementation: Literal["mosaic_gpu", "mosaic_mma", "xla"] = "mosaic_gpu"
-    """What serves prompts, and training attention with DMS's mask."""
+    """Implementation of prefill and training attention."""
     extend: bool = False
-    """Keep the other records of a report of decode, write, select or fetch that is there."""
+    """Keep other records of an existing report of decode, write, select or fetch."""
     picture: pathlib.Path | None = None
     """A folder with decode.json or training_kernels.json: time nothing, draw them into --out."""
     out: pathlib.Path = pathlib.Path("runs/kernels")

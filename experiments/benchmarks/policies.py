@@ -49,13 +49,13 @@ class Config:
     """Time every policy, with random weights."""
 
     what: Literal["steps", "prompts"] = "steps"
-    """What is timed."""
+    """Steps or prompts."""
     shape: Shape = "llama-3.1-8b"
-    """Model whose shape is timed, with random weights."""
+    """Model shape to time, with random weights."""
     context: int = 32768
-    """Tokens that each sequence has seen, or of each prompt."""
+    """Earlier tokens of each sequence, or tokens of each prompt."""
     batch: int = 8
-    """Sequences that are decoded at a time, or prompts of a call."""
+    """Sequences decoded at a time, or prompts of a call."""
     ratios: tuple[int, ...] = (2, 3, 4, 8)
     """Compression ratios of the budgets."""
     only: tuple[str, ...] = ()

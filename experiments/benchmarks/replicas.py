@@ -48,9 +48,9 @@ class Config:
     """See what clients of two replicas see."""
 
     clients: int = 8
-    """Clients that stream at a time."""
+    """Concurrent clients."""
     lanes: int = 4
-    """Answers that a replica gives at a time."""
+    """Concurrent answers of a replica."""
     new_tokens: int = 160
     """Tokens of an answer."""
     before: int = 24

@@ -53,29 +53,29 @@ class Config:
     """Time what many clients of a server see."""
 
     server: str = "--lanes 32 --max-tokens 512"
-    """Options of `dms-jax serve` as they are typed, behind an equals sign: --server="--lanes 8"."""
+    """Options of `dms-jax serve`, after an equals sign: --server="--lanes 8"."""
     url: str | None = None
-    """Address of a server that runs already, without /v1; none is started then."""
+    """Address of a running server, without /v1; then no server is started."""
     clients: tuple[int, ...] = (1, 8, 32)
-    """Loads: numbers of clients that ask at the same time."""
+    """Loads: numbers of concurrent clients."""
     processes: int = 1
-    """Processes that the clients are shared out to: one that reads very many answers is a limit."""
+    """Processes for the clients; a single one limits the rate of very many answers."""
     requests: int = 96
     """Requests of each load."""
     questions: pathlib.Path | None = None
-    """JSON Lines file whose "question" is asked as a chat, each line once and then again."""
+    """JSON Lines file whose "question" fields are sent as chats, repeatedly."""
     prompts: tuple[int, int] = (16, 128)
     """Fewest and most tokens of a prompt."""
     answers: tuple[int, int] = (32, 256)
-    """Fewest and most tokens of an answer; it ends earlier where the model ends it."""
+    """Fewest and most tokens of an answer, unless the model ends it earlier."""
     vocabulary: int = 512
     """Token ids of prompts are drawn below this."""
     temperature: float = 0.7
-    """Of all requests; top-p is 0.95."""
+    """Temperature of all requests; top-p is 0.95."""
     regex: str | None = None
-    """Regular expression that answers must match, such as "(.|\\n)*": what grammars cost."""
+    """Regular expression that answers must match, such as "(.|\\n)*": to time grammars."""
     free_first: bool = False
-    """Put each load on the server twice, first without the regular expression."""
+    """Run each load twice, first without the regular expression."""
     out: pathlib.Path = pathlib.Path("runs/serving.json")
     """JSON file for the figures."""
 

@@ -77,11 +77,11 @@ class Config:
     """Time decode steps under other options."""
 
     shape: shapes.Shape = "llama-3.1-8b"
-    """Model whose shape is timed, with random weights."""
+    """Model shape to time, with random weights."""
     batch: int = 32
-    """Sequences that are decoded at a time."""
+    """Sequences decoded at a time."""
     context: int = 8192
-    """Tokens that each sequence has seen."""
+    """Earlier tokens of each sequence."""
     window: int = 128
     """Tokens that no head evicts."""
     ratios: tuple[int, ...] = (8, 1)
@@ -91,9 +91,9 @@ class Config:
     repeats: int = 5
     """Timed programs of a turn; the median counts."""
     turns: int = 3
-    """How often each variant is timed."""
+    """Timings of each variant."""
     only: tuple[str, ...] = ()
-    """Names of the variants that are timed; all of them if none are given."""
+    """Names of variants to time; all unless given."""
     dtype: str = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")

@@ -55,14 +55,13 @@ class Config:
     """Measure throughput at the largest batch, and the time to the first token."""
 
     parts: tuple[Part, ...] = ("batch", "prompt", "kcache")
-    """What is measured: the largest batch, the first token of long prompts, KCache at its own
-    shape."""
+    """Parts: the largest batch, the first token of long prompts, KCache at its paper's shape."""
     shape: shapes.Shape = "llama-3.1-8b"
     """Model shape of the first two parts."""
     contexts: tuple[int, ...] = (8192, 32768)
-    """Tokens that each sequence of a batch has seen."""
+    """Earlier tokens of each sequence of a batch."""
     prompts: tuple[int, ...] = (8192, 32768, 131000)
-    """Tokens of the prompts whose first token is awaited."""
+    """Tokens of the prompts whose first token is timed."""
     ratios: tuple[int, ...] = (1, 2, 4, 8)
     """Compression ratios; 1 is the plain cache."""
     memory: float = 0.8

@@ -85,7 +85,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/tpu_schedule")
     """Folder for schedule.json."""
     chips: tuple[str, ...] = tuple(CHIPS)
-    """Chips to model, by name; all that are known unless given."""
+    """Chips to model, by name; all known ones unless given."""
 
 
 # -- bundles ---------------------------------------------------------------------------------------

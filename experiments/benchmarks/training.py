@@ -112,15 +112,15 @@ class Config:
     """Time training steps."""
 
     cases: tuple[str, ...] = ("1b", "0.5b", "8b")
-    """Names of `CASES`, in order; those that need more devices than there are, are left out."""
+    """Names of `CASES`, in order; cases that need more devices are left out."""
     steps: int = 5
     """Timed steps of a case; the median counts."""
     seconds: float = 240
-    """After which no further case is begun."""
+    """Seconds after which no further case begins."""
     profile: bool = True
-    """Whether one more step is profiled."""
+    """Whether to profile one more step."""
     out: pathlib.Path = pathlib.Path("runs/training.json")
-    """Where the figures go, as they come."""
+    """JSON file for the figures, written after each case."""
 
     def __post_init__(self):
         check_numbers(self)

@@ -59,7 +59,7 @@ class Config:
     """Tune a kernel for this device."""
 
     kernel: Literal["decode", "training", "prompt"] = "decode"
-    """What is tuned."""
+    """Kernel to tune."""
     cases: tuple[str, ...] = ()
     """Cases of decode to tune for, by name; all unless given."""
     out: pathlib.Path = pathlib.Path("runs/tuned")

@@ -66,23 +66,23 @@ class Config:
     """Time requests beside vLLM."""
 
     model: pathlib.Path | None = None
-    """Directory of a model of --shape; one with random weights is made unless given."""
+    """Directory of a model of --shape; by default one with random weights is made."""
     shape: shapes.Shape = "qwen2.5-1.5b"
-    """Model whose shape is timed."""
+    """Model shape to time."""
     parts: tuple[Part, ...] = ("plain", "small", "binding", "mixed")
-    """What is timed."""
+    """Parts to time."""
     backends: tuple[Backend, ...] = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-    """vLLM's attention backends; the parts after "plain" run the one that was best there."""
+    """vLLM's attention backends; the parts after "plain" run the best one of "plain"."""
     chats: tuple[int, ...] = (1, 32, 256, 1024)
-    """Numbers of chats, all asked at once."""
+    """Numbers of simultaneous chats."""
     prompts: tuple[tuple[int, int], ...] = ((64, 8192), (16, 32768))
     """Numbers and lengths of long prompts."""
     caches: tuple[float, ...] = (2e9, 4e9)
-    """Bytes of the caches that bind."""
+    """Bytes of the small caches."""
     binding: tuple[int, int, int] = (128, 128, 2048)
-    """Requests, tokens of a prompt and tokens of an answer where the cache binds."""
+    """Requests, tokens of a prompt and tokens of an answer for the small caches."""
     ratio: float = 4.0
-    """Compression ratio of DMS there, as measured."""
+    """Compression ratio of DMS there."""
     mixed: tuple[int, float] = (96, 12e9)
     """Requests and bytes of cache of the mixed part."""
     clients: int = 256
@@ -90,9 +90,9 @@ class Config:
     runs: int = 5
     """Timed calls after the first, two if that takes longer than 4 s; the median counts."""
     vllm: pathlib.Path | None = None
-    """Folder with vLLM's unpacked packages, before all others on the path of its process."""
+    """Folder with vLLM's unpacked packages, first on the path of its process."""
     start_minutes: float = 6.0
-    """Minutes after which a process of vLLM that has not started is given up."""
+    """Timeout for the start of a vLLM process, minutes."""
     out: pathlib.Path = pathlib.Path("runs/vllm_peer.json")
     """JSON file for the figures."""
 

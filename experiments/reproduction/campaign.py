@@ -78,17 +78,19 @@ class Config:
     data: pathlib.Path = pathlib.Path("data")
     """Folder with gsm8k/train.jsonl and test.jsonl, math/train.jsonl ("problem" and "solution" or
     "answer"), math500/test.jsonl, amc23/test.jsonl, aime24/test.jsonl, mmlu/test,
-    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. Pieces whose file is missing
-    are left out, with a message."""
+    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. Pieces without their file are left
+    out, with a message.
+    """
     out: pathlib.Path = pathlib.Path("runs/campaign")
-    """Run directory. The same command goes on with what is there."""
+    """Run directory. The same command resumes a run."""
     only: tuple[str, ...] = ("*",)
-    """Pieces to do, as patterns ("train-dms-3.3-*"), in the order of the patterns; "list" shows
-    which are done, "record" writes the record."""
+    """Pieces to run, as patterns ("train-dms-3.3-*"), in order; "list" shows completed ones,
+    "record" writes the record.
+    """
     record: pathlib.Path | None = None
     """File for --only record; record.json in the run directory unless given."""
     minutes: float = 25.0
-    """Minutes until the call stops; the same call goes on."""
+    """Minutes until the call stops; the same call resumes."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and cache."""
 
@@ -105,21 +107,21 @@ class Config:
     batch_size: int = 16
     """Sequences of an optimizer step."""
     keep: Literal["all", "ended", "correct"] = "correct"
-    """Which answers are trained on."""
+    """Answers to train on."""
     problems: int | None = None
     """Problems of each task; all of its file unless given."""
     ruler_problems: int = 50
     """Problems of each of RULER's tasks."""
     new_tokens: int = 400
-    """Longest answer to a problem of GSM8K and of a lesson on it."""
+    """Longest answer to a problem of GSM8K, in tests and in training data."""
     long_new_tokens: int = 2048
     """Longest answer to a problem of MATH-500, AMC23, AIME24 and HumanEval."""
     chains: tuple[int, ...] = (1, 3, 5, 9, 17)
-    """W of the frontiers: odd."""
+    """Numbers of chains W of the frontiers, odd."""
     temperatures: tuple[float, ...] = (0.5, 0.7, 1.0)
     """Temperatures of the frontiers, beside greedy answers."""
     repeats: int = 32
-    """Answers to each problem of AMC23 and AIME24, whose mean counts."""
+    """Answers to each problem of AMC23 and AIME24, which are averaged."""
     lanes: int = 1024
     """Sequences in the cache at a time."""
 

@@ -59,17 +59,17 @@ class Config:
     smollm2: str = ""
     """SmolLM2-135M-Instruct, in any of these forms. Left out if not given."""
     qwen_adapter: pathlib.Path | None = None
-    """Its retrofit, as `campaign` or `dms-jax retrofit self-taught` exports it."""
+    """Its retrofit, exported by `campaign` or `dms-jax retrofit self-taught`."""
     smollm2_adapter: pathlib.Path | None = None
     """Its retrofit; the one that ships unless given."""
     data: pathlib.Path = pathlib.Path("data")
     """Folder with gsm8k/test.jsonl and text/wikitext-2/test.txt."""
     answers: int = 8
-    """Answers to GSM8K, each cut to one length with its question."""
+    """Answers to GSM8K, with their questions, cut to one length."""
     answer_tokens: int = 256
     """Tokens of each question with its answer."""
     texts: int = 4
-    """Pieces of wikitext-2, from all over it, and needles."""
+    """Number of equidistant pieces of wikitext-2, and of needles."""
     text_tokens: int = 1024
     """Tokens of each."""
 

@@ -86,15 +86,15 @@ class Config:
     """Python of the environment with kvpress. Unless given, its results of an earlier call are read
     from --work."""
     tasks: tuple[RulerName, ...] = ("niah_multikey_1", "niah_multivalue", "fwe")
-    """RULER's tasks, a prompt of each."""
+    """RULER's tasks, one prompt of each."""
     tokens: int = 512
     """Tokens of each prompt."""
     ratios: tuple[float, ...] = (0.5, 0.75)
-    """Shares of a prompt that are removed; answers are given from the first."""
+    """Removed shares of a prompt; answers use the first one."""
     new_tokens: int = 32
-    """Tokens of each answer, at most."""
+    """Most tokens of each answer."""
     work: pathlib.Path = pathlib.Path("runs/kvpress")
-    """Folder for the weights, the prompts and what each side kept."""
+    """Folder for the weights, the prompts and the results of each side."""
     out: pathlib.Path = pathlib.Path("runs/kvpress/compared")
     """Folder for data.json."""
 
