@@ -1,4 +1,4 @@
-"""Saving over a directory deletes only a checkpoint's own files, and all of it or nothing."""
+"""Saving over a directory is atomic and deletes only files of the checkpoint."""
 
 import json
 import os
@@ -250,7 +250,7 @@ def test_load_restores_what_a_killed_save_moved_aside(stories, out, tmp_path):
 def test_staging_directory_of_a_running_save_is_left_alone(stories, out, tmp_path):
     with atomic_replace.atomic_replace(out, atomic_replace.CHECKPOINT) as directory:
         (directory / "config.json").write_text("{}")
-        # The lock is the open file's: this process meets its own.
+        # The lock belongs to the open file, so this process meets its own.
         save(stories, stories.policy, out)
         assert (directory / "config.json").exists()
     assert (out / "config.json").read_text() == "{}"

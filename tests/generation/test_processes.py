@@ -1,4 +1,4 @@
-"""Engines stay in their process; forked processes in which programs would hang are refused."""
+"""Engines stay in their process; forked processes, where programs would hang, are refused."""
 
 import copy
 import os
