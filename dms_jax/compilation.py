@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import xla_bridge  # no public API says whether a backend was started
 from jax.experimental.compilation_cache import compilation_cache
 
 from dms_jax.errors import ConfigError
@@ -60,24 +59,16 @@ _programs: list[_Program] = []  # of this process
 _lock = threading.Lock()
 _without: list[bool] = []  # for each active `without_jax_cache`, jax's setting before it
 _thread = threading.local()
-_forked = threading.Event()  # set in a fork of a process that had run jax
-
-
-def _note_fork() -> None:
-    if xla_bridge.backends_are_initialized():
-        _forked.set()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+_ran: set[int] = set()  # the process ids of this process and its parents that ran jax's programs
 
 
 def check_process() -> None:
-    """Raises ConfigError in a fork of a process that ran jax.
+    """Raises ConfigError in a fork of a process that called this; call it before jax's programs.
 
     jax's threads do not survive a fork, so its programs would hang.
     """
-    if _forked.is_set():
+    _ran.add(os.getpid())
+    if len(_ran) > 1:
         raise ConfigError(
             "This process was forked from one in which jax had run, and jax's programs hang in it. "
             'Start it anew: multiprocessing.get_context("spawn"), or fork before the first model '

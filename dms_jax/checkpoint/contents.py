@@ -10,7 +10,7 @@ import re
 import warnings
 from typing import Any
 
-from dms_jax.checkpoint import mxfp4, names
+from dms_jax.checkpoint import mxfp4, names, staging
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, of_run
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, is_directory, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
@@ -116,6 +116,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             f"{plain(repr(path))}"
         )
     directory = expanded(path)
+    staging.restore(directory)
     if is_directory(directory):
         return directory
     from dms_jax.checkpoint import gguf

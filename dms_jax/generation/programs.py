@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax._src.config import trace_context  # all settings that tracing depends on; no public name
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
@@ -67,6 +66,21 @@ GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
 # instead of 1.74 on an H100, one with Qwen2.5-0.5B's and 256 sequences 2.25 instead of 2.24
 # (`experiments.benchmarks.step_options`).
 ON_GPU_STEP: dict[str, Any] = {"block": 16}
+
+
+# The settings of jax that change programs of generation.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_device",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_disable_jit",
+)
 
 
 class Program:
@@ -186,12 +200,18 @@ class Program:
         if None in kinds:
             return None
         static = tuple(args[number] for number in self._static)
-        return trace_context(), static, tree, kinds
+        return _settings(), static, tree, kinds
 
     def _key(self, signature: Any) -> str | None:
         if signature is None or executables.directory() is None:
             return None
         return executables.key_of(*self._made_of, signature[1:])
+
+
+def _settings() -> tuple[Any, ...]:
+    """Returns the jax settings that a program depends on; a thread's settings come first."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh, *(getattr(jax.config, name) for name in _SETTINGS)
 
 
 def _kind(leaf: Any) -> Any:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax._src.array import ArrayImpl  # no public API makes an uncommitted array
 from jaxtyping import Array, Float, Int
 
 from dms_jax import compilation, sharding
@@ -146,7 +145,7 @@ class LanguageModel:
                     "this model, whose programs are compiled for that. Convert it, or make a new "
                     "engine."
                 )
-            held[path] = held[path].replace(_placed_as(new, old))
+            held[path] = held[path].replace(jax.device_put(new, old.sharding))
         transformer = nnx.merge(graph, nnx.from_flat_state(list(held.items())))
         return dataclasses.replace(self, transformer=transformer)
 
@@ -269,17 +268,7 @@ class LanguageModel:
             return _logits_through_cache(self.transformer, tokens, prompts, policy, width=width)
 
 
-def _placed_as(given: Array | np.ndarray, old: Array) -> Array:
-    """Returns an array that can replace another in a program without recompilation."""
-    new: Any = jax.device_put(jnp.asarray(given, old.dtype), old.sharding)
-    if old.committed:
-        return new
-    # A program for an uncommitted array would be recompiled for a committed one, such as a
-    # trainer's. So return the same memory, uncommitted.
-    return ArrayImpl(new.aval, new.sharding, new._arrays, committed=False)
-
-
-# Quest's published page size; other policies do not depend on it. An option of `generate`.
+# Quest's published page size; it has no effect on other policies. `generate` takes it as an option.
 QUEST_PAGE_SIZE = 16
 
 

@@ -29,7 +29,7 @@ def refusal(path: pathlib.Path) -> str:
 
 
 def with_entries(tmp_path: pathlib.Path, **entries) -> pathlib.Path:
-    """A small model whose metadata say something else; `__` stands for a full stop."""
+    """A small model with changed metadata; `__` stands for a full stop."""
     path = tmp_path / "model.gguf"
     convert(LLAMA, path, extra={key.replace("__", "."): value for key, value in entries.items()})
     return path
@@ -162,7 +162,7 @@ def test_ternary_weights_and_integers_are_refused(kind, message, tmp_path):
 
 
 def with_kind(tmp_path: pathlib.Path, kind: int) -> pathlib.Path:
-    """A file whose first matrix says that it is of this type."""
+    """A file whose first matrix declares this type."""
     path = tmp_path / "model.gguf"
     convert(LLAMA, path)
     data = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Mistakes with several adapters in one batch, and where weights are replaced."""
+"""Mistakes with several adapters in one batch, and when weights are replaced."""
 
 from tests.mutants.mutant import Mutant
 
