@@ -270,16 +270,16 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def _listen_to_jax() -> None:
     if not _listening.is_set():
         _listening.set()
-        jax.monitoring.register_event_listener(_hear)
-        jax.monitoring.register_event_duration_secs_listener(_listen)
+        jax.monitoring.register_event_listener(_note_cache_hit)
+        jax.monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
-def _hear(event: str, **_: object) -> None:
+def _note_cache_hit(event: str, **_: object) -> None:
     if event == "/jax/compilation_cache/cache_hits":  # for the program this thread waits for
         _thread.read = True
 
 
-def _listen(event: str, duration_secs: float, **_: object) -> None:
+def _note_compilation(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         now = time.monotonic()
         read = getattr(_thread, "read", False)

@@ -23,13 +23,13 @@ def json_text(
     Raises:
       TypeError: there are other values and no `default`.
     """
-    return json.dumps(_known(data), indent=indent, default=default, allow_nan=False)
+    return json.dumps(_finite_or_none(data), indent=indent, default=default, allow_nan=False)
 
 
-def _known(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     # In: {"mean": 1.5, "error": nan}  Out: {"mean": 1.5, "error": None}
     if isinstance(value, dict):
-        return {name: _known(each) for name, each in value.items()}
+        return {name: _finite_or_none(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_known(each) for each in value]
+        return [_finite_or_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -148,7 +148,7 @@ class Operation:
             text = "\n  ".join([f"{self.name}: only {served} may serve this call", *reasons])
             default = functools.partial(_refuse, next(iter(bound.values())), text)
         elif any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
-            default, bound = _traced_late(default, bound, arrays)
+            default, bound = _trace_default(default, bound, arrays)
         return jax.lax.platform_dependent(*arrays, default=default, **bound)
 
 
@@ -198,7 +198,7 @@ batching.primitive_batchers[_kernel_p] = _kernel_batched
 mlir.register_lowering(_kernel_p, _kernel_lowering)
 
 
-def _traced_late(
+def _trace_default(
     default: Callable[..., Any], kernels: dict[str, Callable[..., Any]], arrays: Sequence[Any]
 ) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
     """Returns the functions with `default` traced, and the kernels as primitives of its results."""

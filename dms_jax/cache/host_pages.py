@@ -84,7 +84,7 @@ class HostPages:
             for leaf in jax.tree.leaves(arrays):
                 leaf.copy_to_host_async()
             self._writing.append((own[some], arrays))
-            while len(self._writing) > _IN_FLIGHT or self._oldest_is_there():
+            while len(self._writing) > _IN_FLIGHT or self._oldest_arrived():
                 self._write_oldest()
         return slots
 
@@ -97,7 +97,7 @@ class HostPages:
             padded = np.resize(slots[which], self.block)
             yield which, jax.tree.map(lambda x, own=padded: x[own], self._pages)
 
-    def _oldest_is_there(self) -> bool:
+    def _oldest_arrived(self) -> bool:
         oldest = self._writing[0][1] if self._writing else ()
         return bool(oldest) and all(leaf.is_ready() for leaf in jax.tree.leaves(oldest))
 

@@ -41,7 +41,7 @@ def _prefix(target: pathlib.Path) -> str:
 
 def remove_leftovers(target: pathlib.Path) -> None:
     """Clean up after killed saves to this target; restore a checkpoint that they moved away."""
-    for stage in _of_killed_saves(target):
+    for stage in _unlocked_stages(target):
         _move_back(stage, target)
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -50,7 +50,7 @@ def restore(target: pathlib.Path) -> None:
     """Restore the old checkpoint if a save to this target was killed between its renames."""
     if not os.path.lexists(target):
         with contextlib.suppress(OSError):  # no permission: the target stays missing
-            for stage in _of_killed_saves(target):
+            for stage in _unlocked_stages(target):
                 _move_back(stage, target)
 
 
@@ -60,7 +60,7 @@ def _move_back(stage: pathlib.Path, target: pathlib.Path) -> None:
         old.rename(target)
 
 
-def _of_killed_saves(target: pathlib.Path) -> Iterator[pathlib.Path]:
+def _unlocked_stages(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield each unlocked staging directory of this target; it is locked meanwhile."""
     if target.parent.is_dir():
         for stage in list(target.parent.iterdir()):

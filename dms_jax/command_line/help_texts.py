@@ -74,27 +74,28 @@ class _Explained:
             self.inside = False
         if not isinstance(spec, StructConstructorSpec):
             return None
-        return dataclasses.replace(spec, fields=tuple(map(_explained, spec.fields)))
+        return dataclasses.replace(spec, fields=tuple(map(_explain, spec.fields)))
 
 
-def _explained(field: StructFieldSpec) -> StructFieldSpec:
+def _explain(field: StructFieldSpec) -> StructFieldSpec:
     """Returns a field with its explanation in one paragraph, and "none" for an empty default."""
-    said = field.helptext() if callable(field.helptext) else field.helptext
-    told: dict[str, Any] = {}
+    text = field.helptext() if callable(field.helptext) else field.helptext
+    options: dict[str, Any] = {}
     if field.default in ((), "", None):
-        told["help_behavior_hint"] = "(default: none)"
-    takes, marks = _takes(field.type, field.default), getattr(field.type, "__metadata__", ())
+        options["help_behavior_hint"] = "(default: none)"
+    placeholder = _placeholder(field.type, field.default)
+    marks = getattr(field.type, "__metadata__", ())
     if tyro.conf.Positional in marks:
-        takes = f"[{field.name.upper().removesuffix('S')} ...]"
-    if takes is not None and tyro.conf.UseAppendAction in marks:  # a repeatable option
-        takes = takes.removesuffix(" ...")
-    if takes is not None:
-        told["metavar"] = takes
-    kind: Any = Annotated[field.type, tyro.conf.arg(**told)] if told else field.type
-    return dataclasses.replace(field, type=kind, helptext=said and " ".join(said.split()))
+        placeholder = f"[{field.name.upper().removesuffix('S')} ...]"
+    if placeholder is not None and tyro.conf.UseAppendAction in marks:  # a repeatable option
+        placeholder = placeholder.removesuffix(" ...")
+    if placeholder is not None:
+        options["metavar"] = placeholder
+    kind: Any = Annotated[field.type, tyro.conf.arg(**options)] if options else field.type
+    return dataclasses.replace(field, type=kind, helptext=text and " ".join(text.split()))
 
 
-def _takes(kind: Any, default: Any) -> str | None:
+def _placeholder(kind: Any, default: Any) -> str | None:
     """Returns the placeholder after an option of a type; None falls back to tyro.
 
     # In: str | None, None   Out: "STR"         tuple[int, ...], (1, 4)     Out: "INT ..."
@@ -112,10 +113,10 @@ def _takes(kind: Any, default: Any) -> str | None:
             return "|".join(map(str, inner))
         case types.UnionType | typing.Union:
             parts = [each for each in inner if default is not None or each is not types.NoneType]
-            words = [_takes(each, default) for each in parts]
+            words = [_placeholder(each, default) for each in parts]
             return None if None in words else "|".join(map(str, words))
         case built if built is tuple and inner[1:] == (...,):
-            word = _takes(inner[0], None)
+            word = _placeholder(inner[0], None)
             return None if word is None else f"{word} ..."
     return None
 

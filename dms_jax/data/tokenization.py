@@ -132,7 +132,7 @@ def encode_chunk(text: str, start: int, tokenizer: Any) -> tuple[list[int], int]
     end = _cut(text, start, tokenizer)
     if start == 0:
         return _encode(text[:end], tokenizer), end
-    tokens = _rest(text[start:end], tokenizer)
+    tokens = _after_line_break(text[start:end], tokenizer)
     # None only after a cut inside a word.
     return _encode(text[start:end], tokenizer) if tokens is None else tokens, end
 
@@ -350,7 +350,7 @@ def _cut(text: str, start: int, tokenizer: Any) -> int:
         last += CHUNK
         for place in _places(text, last - CHUNK // 2, last, anywhere=last == longest):
             left, right = text[max(start, place - _AROUND) : place], text[place : place + _AROUND]
-            rest = _rest(right, tokenizer)
+            rest = _after_line_break(right, tokenizer)
             if rest is not None and _encode(left + right, tokenizer) == (
                 _encode(left, tokenizer) + rest
             ):
@@ -370,7 +370,7 @@ def _places(text: str, least: int, most: int, *, anywhere: bool) -> Iterator[int
         yield from found[: -_TRIED - 1 : -1]
 
 
-def _rest(text: str, tokenizer: Any) -> list[int] | None:
+def _after_line_break(text: str, tokenizer: Any) -> list[int] | None:
     """Returns the tokens of a text after a line break; None if the break's token changes."""
     line = _encode("\n", tokenizer)
     tokens = _encode("\n" + text, tokenizer)

@@ -141,7 +141,7 @@ def stated(text: str, *, bulleted: bool = False, numeric: bool = False) -> str |
     """
     if bulleted:
         text = _BULLET.sub("", text, count=1) if _BULLET.match(text) else text
-    text = _led(text)
+    text = _without_lead(text)
     if numeric and (label := _LABEL.match(text)):
         text = text[label.end() :]
     if math := _MATH.match(text):
@@ -158,7 +158,7 @@ def is_open(text: str) -> bool:
 
     # "28 or 29", "28-29", "not 29", "at least 29"
     """
-    text = _led(text)
+    text = _without_lead(text)
     found = _STATED.match(text)
     return bool(_NOT.match(text) or (found and _OTHER.match(text, found.end())))
 
@@ -186,11 +186,11 @@ def word(text: str) -> str | None:
 
 
 def _clause(text: str) -> str:
-    found = _CLAUSE.match(_led(text))
+    found = _CLAUSE.match(_without_lead(text))
     return "" if found is None else found[0].strip()
 
 
-def _led(text: str) -> str:
+def _without_lead(text: str) -> str:
     """Strips the words and marks that introduce an answer."""
     text = _SPACES.sub(lambda spaces: "\n" if "\n" in spaces[0] else " ", text[:_LONGEST])
     lead = _LEAD.match(text)

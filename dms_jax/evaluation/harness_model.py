@@ -93,7 +93,7 @@ class HarnessModel(LM):
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether it is the greedy one."""
         del disable_tqdm
-        pairs = [self._fitting(*encode_pair(self.model, *each.args)) for each in requests]
+        pairs = [self._truncate_context(*encode_pair(self.model, *each.args)) for each in requests]
         found = likelihoods(self.model, pairs, policy=self.policy, serving=self.serving)
         self._peaks += [each.peak_tokens for each in found]
         answers = [(each.logprob, each.greedy) for each in found]
@@ -158,7 +158,7 @@ class HarnessModel(LM):
                 self.cache_hook.add_partial("generate_until", requests[index].args, done.text)
         return answers
 
-    def _fitting(
+    def _truncate_context(
         self, context: Sequence[int], continuation: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Truncates the context on the left so that both fit the model's positions."""

@@ -489,7 +489,7 @@ class HarmonyReader(CallReader):
     def __init__(self, tools: Sequence[Tool]):
         super().__init__(tools)
         self.state = self.read_header
-        self._told: Callable[[str], Piece] = Text
+        self._make_piece: Callable[[str], Piece] = Text
         self._calls = False  # whether the message is a call
         self._kinds = set[bool]()  # of texts so far: said, thought
 
@@ -516,7 +516,7 @@ class HarmonyReader(CallReader):
         most = max(held_back(self.held, each) for each in MESSAGE_ENDS)
         place = len(self.held) - (0 if self.ended else most) if end is None else end.start()
         if place > 0:
-            self.pieces.append(self._told(self.held[:place]))
+            self.pieces.append(self._make_piece(self.held[:place]))
         self.held = self.held[place:]
         if end is None:
             return False
@@ -538,7 +538,7 @@ class HarmonyReader(CallReader):
         name, index = to.removeprefix("functions."), self.calls
         if self.tools and (name != to or name in self.tools):
             self.pieces.append(CallStart(index, self.make_id(), name))
-            self._told, self._calls = (lambda text: Arguments(index, text)), True
+            self._make_piece, self._calls = (lambda text: Arguments(index, text)), True
         else:
             thought = channel is None or channel[1] == "analysis" or bool(to)
             self._begin_text(thought=thought)
@@ -548,4 +548,4 @@ class HarmonyReader(CallReader):
         if thought in self._kinds:
             self.pieces.append(Text("\n", thought))
         self._kinds.add(thought)
-        self._told = lambda text: Text(text, thought)
+        self._make_piece = lambda text: Text(text, thought)

@@ -207,7 +207,7 @@ class Prefixes:
         key = request.adapter, request.max_length if by_length else None
         return self._trees.setdefault(key, PrefixTree())
 
-    def _whole(self, tokens: int) -> int:
+    def _round_to_pages(self, tokens: int) -> int:
         """Rounds a number of tokens down to whole pages."""
         return tokens - tokens % self._runner.page_size
 
@@ -288,7 +288,7 @@ class Prefixes:
             if len(node.children) + node.ends > 1 or node.waiting > admitted
         }
         parts |= {most} if self.keeps else set()
-        whole = {self._whole(min(each, most)) for each in parts}
+        whole = {self._round_to_pages(min(each, most)) for each in parts}
         least = start + self._runner.page_size  # less is not worth a separate program
         return tuple(sorted(each for each in whole if each >= least))
 
@@ -328,7 +328,7 @@ class Prefixes:
             return found
         # States below this node share more tokens with the prompt: use their first pages.
         for common, node in ((known, last), *((node.depth, node) for node in path[::-1])):
-            whole = self._whole(min(common, most))
+            whole = self._round_to_pages(min(common, most))
             if whole <= (found[1] if found else 0):
                 break
             if (state := node.state_below(whole)) is not None:
@@ -432,7 +432,7 @@ class Prefixes:
     ) -> None:
         allocator, lengths = self._allocator, self._runner.reservation.lengths_of(lane)
         if self._runner.appends:
-            tokens = tokens[: self._whole(len(tokens))]
+            tokens = tokens[: self._round_to_pages(len(tokens))]
             lengths = np.full_like(lengths, len(tokens))
         if len(tokens) < self._runner.page_size:
             return
@@ -513,7 +513,7 @@ class Prefixes:
     def _move_to_host(self, state: PrefixState) -> None:
         """Copies a state to host memory, or drops it if there is no room; keeps its pages."""
         host, slots = self._host_pages(), None
-        if host is not None and self._takes_time(size := host.bytes_of(state.pages)):
+        if host is not None and self._may_copy_now(size := host.bytes_of(state.pages)):
             slots = host.add(state.pages, self._runner.read_pages, self._make_room)
             if slots is None:  # nothing is copied
                 self._may_copy += size
@@ -525,9 +525,9 @@ class Prefixes:
         for leaf in jax.tree.leaves(state.rows):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        self._leaving = [each for each in self._leaving if not _left(each)] + [state]
+        self._leaving = [each for each in self._leaving if not _arrived(each)] + [state]
 
-    def _takes_time(self, size: int) -> bool:
+    def _may_copy_now(self, size: int) -> bool:
         """Whether `size` bytes may be copied to the host now; counts them if so.
 
         A copy beyond the burst limit is allowed once the allowance is full.
@@ -582,7 +582,7 @@ class Prefixes:
         return True
 
 
-def _left(state: PrefixState) -> bool:
+def _arrived(state: PrefixState) -> bool:
     """Replaces a state's rows by their copy on the host; returns whether that has arrived."""
     leaves = jax.tree.leaves(state.rows)
     there = all(isinstance(leaf, np.ndarray) or leaf.is_ready() for leaf in leaves)

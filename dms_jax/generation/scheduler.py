@@ -108,7 +108,7 @@ class Admission:
         lanes = self._free_lanes(taken)[: len(waiting)]
         together = extra.copy()
         for lane, request in zip(lanes, waiting, strict=False):
-            together[:, lane] = self._own(request)
+            together[:, lane] = self._unshared_slots(request)
         if not self.runner.reservation.fits(together, prompt=True):
             return collections.deque()
         extra[:] = together
@@ -116,7 +116,7 @@ class Admission:
 
     def place(self, request: Request, taken: Container[int], extra: np.ndarray) -> int | None:
         """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
-        needed = self._own(request)
+        needed = self._unshared_slots(request)
         shard_of = self.runner.reservation.allocator.shard_of
         for lane in self._open_lanes(taken):
             if request.base is not None and shard_of(lane) != shard_of(request.base):
@@ -189,7 +189,7 @@ class Admission:
                 lanes.append((-len(free), free[0]))
         return [lane for _, lane in sorted(lanes)]
 
-    def _own(self, request: Request) -> Slots:
+    def _unshared_slots(self, request: Request) -> Slots:
         """Returns the slots that a request needs beyond the pages that it shares with others."""
         return self._needed(request) - self.runner.prefixes.shared_slots(request)
 

@@ -240,7 +240,7 @@ class TextTracker:
     def length(self, stream: _Stream, tokens: list[int]) -> int:
         """Returns the length of the text of the tokens so far, parts of characters included."""
         self._commit(stream, tokens, len(tokens))
-        return len(stream.text) + len(self._behind(stream, tokens, len(tokens)))
+        return len(stream.text) + len(self._uncommitted(stream, tokens, len(tokens)))
 
     def _context(self, prompt: list[int]) -> list[int]:
         """Returns the prompt tokens with which the first window begins; none after a special one.
@@ -266,9 +266,9 @@ class TextTracker:
 
     def _text(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the text of tokens[:end], incomplete characters included."""
-        return stream.text + self._behind(stream, tokens, end)
+        return stream.text + self._uncommitted(stream, tokens, end)
 
-    def _behind(self, stream: _Stream, tokens: list[int], end: int) -> str:
+    def _uncommitted(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the part of the text of tokens[:end] that is not committed."""
         window = tokens[max(stream.start, 0) : end]
         if stream.start >= 0:
@@ -283,7 +283,7 @@ class TextTracker:
         end = most
         while end > stream.committed:
             if not self._may_continue(tokens[end - 1]):
-                text = self._behind(stream, tokens, end)
+                text = self._uncommitted(stream, tokens, end)
                 if not text.endswith(_INCOMPLETE):
                     break
             end -= 1
@@ -307,7 +307,7 @@ class TextTracker:
         A character has at most four byte tokens; if none of the last four ends one, all are taken.
         """
         ends = range(most, most - 4, -1)
-        texts = [(end, self._behind(stream, tokens, end)) for end in ends]
+        texts = [(end, self._uncommitted(stream, tokens, end)) for end in ends]
         return next((each for each in texts if not each[1].endswith(_INCOMPLETE)), texts[0])
 
     def _may_continue(self, token: int) -> bool:
@@ -339,37 +339,37 @@ class TextTracker:
         The result does not depend on chunks: every token is checked as if it came alone. With
         `final` no more tokens come, so an incomplete character stays incomplete.
         """
-        behind = self._behind(stream, tokens, len(tokens))
+        uncommitted = self._uncommitted(stream, tokens, len(tokens))
         # A stop string may appear and vanish while a character is incomplete. With many pending
         # tokens, the committed text depends on where it is checked.
         few = len(tokens) - stream.committed <= _MOST_PENDING
-        if few and _INCOMPLETE not in behind and stream.stops.find(behind) is None:
+        if few and _INCOMPLETE not in uncommitted and stream.stops.find(uncommitted) is None:
             return None
         first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1
         for end in range(first, len(tokens) + 1):
-            known = self._known(stream, tokens, end)
+            known = self._certain(stream, tokens, end)
             if final and end == len(tokens):
-                known = self._behind(stream, tokens, end)
+                known = self._uncommitted(stream, tokens, end)
             position = stream.stops.find(known)
             if position is not None:
                 return end, (stream.text + known)[: len(stream.text) + position]
             self._commit(stream, tokens, end)  # so that the next window is short
         return None
 
-    def _known(self, stream: _Stream, tokens: list[int], end: int) -> str:
+    def _certain(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the certain part of the uncommitted text of tokens[:end].
 
         U+FFFD at its end may be the start of a character: one U+FFFD per token of a run of byte
         tokens, which is decoded as a whole, otherwise a single one.
         """
-        behind = self._behind(stream, tokens, end)
-        complete = behind.rstrip(_INCOMPLETE)
-        if complete == behind:
-            return behind
+        uncommitted = self._uncommitted(stream, tokens, end)
+        complete = uncommitted.rstrip(_INCOMPLETE)
+        if complete == uncommitted:
+            return uncommitted
         window = reversed(tokens[max(stream.start, 0) : end])
         run = itertools.takewhile(self._may_continue, window)
         most = max(1, sum(map(self._is_byte, run)))
-        known = behind[: max(len(complete), len(behind) - most)]
+        known = uncommitted[: max(len(complete), len(uncommitted) - most)]
         if end - stream.committed > _MOST_PENDING:  # then all committed text is known
             known = max(known, self._last_complete(stream, tokens, end)[1], key=len)
         return known

@@ -221,12 +221,12 @@ class Heads(nnx.Module):
         each, x = self.each, residual.astype(jnp.promote_types(residual.dtype, jnp.float32))
         x = rms_norm(x, each.norm.scale[...][slots], each.norm.epsilon)
         if each.hidden is not None:
-            x = jax.nn.gelu(_own(each.hidden, x, slots))
-        late = None if each.late is None else jnp.swapaxes(_own(each.late, x, slots), 1, 2)
-        return jnp.swapaxes(_own(each.proj, x, slots), 1, 2), late
+            x = jax.nn.gelu(_multiply(each.hidden, x, slots))
+        late = None if each.late is None else jnp.swapaxes(_multiply(each.late, x, slots), 1, 2)
+        return jnp.swapaxes(_multiply(each.proj, x, slots), 1, 2), late
 
 
-def _own(
+def _multiply(
     linear: Linear, x: Float[Array, "B T n"], slots: Int[Array, "B T"]
 ) -> Float[Array, "B T m"]:
     """Returns each token's product with its slot's matrix of [slots, n, m]."""

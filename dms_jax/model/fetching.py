@@ -70,7 +70,7 @@ def attend_to_fetched(
     else:
         assert host is None  # KCache refuses a ratio with values in host memory
         count = fetch.counts
-        out = _of_whole_rows(pool, q, scores, lse, reading)
+        out = _attend_whole_rows(pool, q, scores, lse, reading)
     group = scores.shape[1]
     entries = jnp.where(lengths <= count, lengths, (lengths + group * count + 1) // 2)
     return out.astype(q.dtype), entries.sum(-1, dtype=jnp.int32)
@@ -113,7 +113,7 @@ def _values(
     return values.reshape(*slots.shape, -1)
 
 
-def _of_whole_rows(
+def _attend_whole_rows(
     pool: Pool,
     q: Float[Array, "B H D"],
     scores: Float[Array, "R G S"],

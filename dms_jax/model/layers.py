@@ -146,11 +146,11 @@ def look_up(
     """
     if table.shape[1] == width:
         return table.at[tokens].get(mode="clip")
-    parts = table.at[_of_all(tokens)].get(mode="clip")
+    parts = table.at[_gather_tokens(tokens)].get(mode="clip")
     return jax.lax.all_to_all(parts, sharding.shard_axes(), split_axis=0, concat_axis=2, tiled=True)
 
 
-def _of_all(tokens: Int[Array, "B T"]) -> Int[Array, "all T"]:
+def _gather_tokens(tokens: Int[Array, "B T"]) -> Int[Array, "all T"]:
     return jax.lax.all_gather(tokens, sharding.shard_axes(), axis=0, tiled=True)
 
 
@@ -166,7 +166,7 @@ def _look_up_backward(width, residuals, gradient):
         gradient = jax.lax.all_to_all(
             gradient, sharding.shard_axes(), split_axis=2, concat_axis=0, tiled=True
         )
-        tokens = _of_all(tokens)
+        tokens = _gather_tokens(tokens)
     return _sum_of_rows(tokens, gradient, rows.shape[0]).astype(rows.dtype), None
 
 

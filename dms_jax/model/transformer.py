@@ -403,7 +403,7 @@ class Transformer(nnx.Module):
             ends_prompt=ends_prompt,
             static=self._static(self.config.kinds[0], cache.page_size),
         )
-        own_adapters = _of_tokens(cache.adapters, tokens.shape[1], line)
+        own_adapters = _expand_to_tokens(cache.adapters, tokens.shape[1], line)
         each = self._stretches(policy)
         by_itself = len({id(role) for stretch in each for role in stretch.group}) == 1
 
@@ -518,15 +518,15 @@ class Transformer(nnx.Module):
         return True, lambda index: jnp.asarray(before, jnp.int32)[index]
 
 
-def _of_tokens(
+def _expand_to_tokens(
     lanes: LaneAdapters | None, num_tokens: int, line: Unpadded | None
 ) -> LaneAdapters | None:
     """Expands adapters of sequences to tokens, [B, T] or unpadded."""
     if lanes is None:
         return None
 
-    def of_tokens(x: Array) -> Array:
+    def expand(x: Array) -> Array:
         x = jnp.broadcast_to(x[:, None], (len(x), num_tokens, *x.shape[1:]))
         return x if line is None else line.unpad(x)
 
-    return jax.tree.map(of_tokens, lanes)
+    return jax.tree.map(expand, lanes)

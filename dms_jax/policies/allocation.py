@@ -142,18 +142,18 @@ class AdaKV(Allocation):
         if self.rule == "published":
             beside = jnp.maximum(budget - self.protected, 0)
             competing = jnp.where(scores == jnp.inf, -jnp.inf, scores)
-            won = self._won(competing, beside, chunk) & (competing > -jnp.inf)
+            won = self._highest_of_all_heads(competing, beside, chunk) & (competing > -jnp.inf)
             sizes = (1 - self.alpha) * won.sum(-1) + self._part(beside)
             return highest(scores, jnp.round(sizes).astype(jnp.int32) + self.protected)
         own = self._part(budget)
         scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)
-        return self._won(scores, budget, chunk)
+        return self._highest_of_all_heads(scores, budget, chunk)
 
     def _part(self, budget: Int[Array, "B 1"]) -> Int[Array, "B 1"]:
         """Returns alpha of a budget, rounded down."""
         return jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
 
-    def _won(
+    def _highest_of_all_heads(
         self, scores: Float[Array, "B K S"], budget: Int[Array, "B 1"], chunk: Chunk
     ) -> Bool[Array, "B K S"]:
         """Marks the highest scores of all heads together, `budget` tokens per head on average."""

@@ -127,7 +127,7 @@ class DMS(DelayedEviction):
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
         """Returns the logit of each key's eviction, which may come from a later token."""
         assert decisions.logits is not None
-        return self._of_keys(decisions.logits)
+        return self._shift_to_keys(decisions.logits)
 
     def borrowed(self, group: int, head_dim: int):
         """See `Policy.borrowed`: the last dimension of the first query head of each group."""
@@ -139,12 +139,12 @@ class DMS(DelayedEviction):
         if self.per == "layer":  # one decision, so one noise sample
             noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
-        bias = self._of_keys(log_keep(noisy))
+        bias = self._shift_to_keys(log_keep(noisy))
         return Relaxed(
             k=chunk.tokens.k, v=chunk.tokens.v, bias=bias, decisions=straight_through(noisy)
         )
 
-    def _of_keys(self, x: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def _shift_to_keys(self, x: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         """Moves the value of token j + shift to key j; beyond the sequence it is zero."""
         moved = jnp.pad(x[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
         return moved[..., : x.shape[-1]]

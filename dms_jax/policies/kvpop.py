@@ -132,7 +132,7 @@ class KVpop(VictimEviction):
         """Scores tokens that leave the window, and marks the slots of tokens in it."""
         window: Window = state.rows
         pages, table = self._leave(state.pages, window.own, chunk), chunk.page_table
-        pages = put_slots(pages, table, placement.slots, self._worth(chunk))
+        pages = put_slots(pages, table, placement.slots, self._stored_scores(chunk))
         window = dataclasses.replace(window, own=self._enter(window.own, chunk))
         return dataclasses.replace(state, rows=window, pages=pages)
 
@@ -140,7 +140,7 @@ class KVpop(VictimEviction):
         self, pages: Float[Array, "N P"], own: Float[Array, "B K W"], chunk: Chunk
     ) -> Float[Array, "N P"]:
         """Scores each earlier token that the chunk pushes out of the window."""
-        late, first, table = _late(chunk), chunk.first[:, None, None], chunk.page_table
+        late, first, table = _late_scores(chunk), chunk.first[:, None, None], chunk.page_table
         size = own.shape[-1]
         worth = slot_values(pages, table)
         live = jnp.arange(worth.shape[-1]) < chunk.lengths[..., None]
@@ -161,9 +161,9 @@ class KVpop(VictimEviction):
         rows = jnp.where(leaves, score, worth).reshape(*table.shape, -1)
         return pages.at[table].set(rows, mode="drop")
 
-    def _worth(self, chunk: Chunk) -> Float[Array, "B K T"]:
+    def _stored_scores(self, chunk: Chunk) -> Float[Array, "B K T"]:
         """Returns the stored score of each token of the chunk, once the whole chunk is written."""
-        index = jnp.arange(_late(chunk).shape[-1])
+        index = jnp.arange(_late_scores(chunk).shape[-1])
         place = (chunk.first[:, None] + index) % max(self.window, 1)
         leaves = index + self.window < chunk.count[:, None]
         score = self.predictions(chunk.decisions)
@@ -199,7 +199,7 @@ class KVpop(VictimEviction):
         return highest(jnp.where(rows.live, scores, -jnp.inf), self.budget_of(chunk))
 
 
-def _late(chunk: Chunk) -> Float[Array, "B K T"]:
+def _late_scores(chunk: Chunk) -> Float[Array, "B K T"]:
     """Returns each token's score of the token that it pushes out of the window."""
     assert chunk.decisions.late is not None
     return chunk.decisions.late

@@ -59,7 +59,7 @@ def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) 
 def _join(earlier: Any, later: Any) -> Any:
     """Combines (product, sum) of two adjacent ranges of tokens."""
     product, alpha = earlier[0] * later[0], later[0]
-    sums = jax.tree.map(lambda a, b: _like(alpha, b) * a + b, earlier[1], later[1])
+    sums = jax.tree.map(lambda a, b: _expand_to(alpha, b) * a + b, earlier[1], later[1])
     return product, sums
 
 
@@ -73,7 +73,7 @@ def _delay(tree: Any, by: int) -> Any:
     )
 
 
-def _like(x: Array, other: Array) -> Array:
+def _expand_to(x: Array, other: Array) -> Array:
     return x.reshape(x.shape + (1,) * (other.ndim - x.ndim))
 
 
@@ -148,7 +148,7 @@ class Merging(DelayedEviction):
         new = jnp.concatenate([old_k.astype(wide), old_v.astype(wide)], -1) * omega
         new = jnp.concatenate([new, omega], -1)
         sums = segment_sums(new, alpha, self.merge_window)
-        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._carried(rows, old_k.shape[1])
+        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._earlier_share(rows, old_k.shape[1])
         mean = sums[..., :-1] / sums[..., -1:]
         joins = joins[..., None]
         tokens = dataclasses.replace(
@@ -159,7 +159,7 @@ class Merging(DelayedEviction):
         rows = dataclasses.replace(rows, sums=self._gathered(rows, sums, new, alpha, chunk.count))
         return dataclasses.replace(state, rows=rows), dataclasses.replace(chunk, tokens=tokens)
 
-    def _carried(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
+    def _earlier_share(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
         """Returns the share of the earlier sums that each token of the chunk still includes."""
         before = jnp.moveaxis(rows.sums, 1, 2)  # [B, n, K, sums]
         if self.merge_window is None:

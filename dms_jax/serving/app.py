@@ -149,7 +149,7 @@ class _Api:
             parsed = await self._parser.parse(body, request.is_disconnected)
         if isinstance(parsed, dict):
             return JSONResponse(parsed)
-        self._tell_of_unknown(parsed.unknown)
+        self._log_unknown(parsed.unknown)
         prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.choices)]
         deltas, begun = _DeltaQueue(len(prompts)), set()
 
@@ -177,7 +177,7 @@ class _Api:
         async with _cancel_on_exit(request.receive, deltas, cancel):
             return await _whole_response(deltas, formatter)
 
-    def _tell_of_unknown(self, names: Iterable[str]) -> None:
+    def _log_unknown(self, names: Iterable[str]) -> None:
         """Warns once about each unknown field."""
         new = sorted(set(names) - self._unknown)
         for name in new[: max(_MOST_NAMES - len(self._unknown), 0)]:

@@ -217,11 +217,11 @@ class CompletionFormatter(Formatter):
 
     def chunk(self, choice: dict[str, Any]) -> str:
         """Returns the event of a choice."""
-        head, tail = self._around
+        head, tail = self._chunk_frame
         return data_event(f"{head}{to_json(choice)}{tail}")
 
     @functools.cached_property
-    def _around(self) -> tuple[str, str]:
+    def _chunk_frame(self) -> tuple[str, str]:
         """The JSON before and after the choice, the same in every chunk."""
         usage = {"usage": None} if self.request.details else {}
         head, tail = to_json(self._envelope(self.names[2], []) | usage).split('"choices":[]')

@@ -158,7 +158,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
     for block in blocks:
         match block.get("type"):
             case "text":
-                texts.append(content_text([_bare(block)], where))
+                texts.append(content_text([_text_only(block)], where))
             case "tool_result" if role == "user":
                 result = _result_text(block.get("content"), where)
                 messages.append(result_of(block.get("tool_use_id"), result, messages))
@@ -185,7 +185,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
     messages.append(added)
 
 
-def _bare(block: Mapping[str, Any]) -> dict[str, Any]:
+def _text_only(block: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a block without cache and citation fields."""
     return {"type": "text", "text": block.get("text")}
 
@@ -194,7 +194,7 @@ def _result_text(content: Any, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        content = [_bare(each) if _is_text(each) else each for each in content]
+        content = [_text_only(each) if _is_text(each) else each for each in content]
     return content_text(content, where)
 
 

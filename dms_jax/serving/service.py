@@ -185,7 +185,7 @@ def _describe(request: Request) -> str:
     return f"The prompt of {tokens:,} tokens with its answer of up to {request.max_new_tokens:,}"
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -256,7 +256,7 @@ class Service:
         self._snapshot = Snapshot(pages_free=self._pages)
         self.draining = False
         self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] = _nothing
+        self.on_failure: Callable[[], None] = _do_nothing
         self._thread = threading.Thread(target=self._run, name="dms_jax engine", daemon=True)
 
     # -- from any thread --------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Service:
         prompts: Sequence[list[int]],
         sampling: Sampling,
         listener: Listener,
-        after_chunk: Callable[[], None] = _nothing,
+        after_chunk: Callable[[], None] = _do_nothing,
         *,
         adapter: str | None = None,
         priority: int = 0,

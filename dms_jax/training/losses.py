@@ -136,12 +136,12 @@ def token_losses(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(settings: _Settings, hidden, parameter, matrices, positions) -> TokenLosses:
     del parameter
-    return _over_chunks(settings, hidden, matrices, positions, gradients=None)[0]
+    return _sum_chunks(settings, hidden, matrices, positions, gradients=None)[0]
 
 
 def _losses_forward(settings: _Settings, hidden, parameter, matrices, positions):
     wanted = "hidden" if parameter is None else "both"
-    sums, of_hidden, of_matrix = _over_chunks(
+    sums, of_hidden, of_matrix = _sum_chunks(
         settings, hidden, matrices, positions, gradients=wanted
     )
     if parameter is not None:
@@ -165,7 +165,7 @@ def _losses_backward(settings: _Settings, residuals, sums: TokenLosses):
 _losses.defvjp(_losses_forward, _losses_backward)
 
 
-def _over_chunks(
+def _sum_chunks(
     settings: _Settings,
     hidden: Float[Array, "B T E"],
     matrices: list[Float[Array, "V E"]],
@@ -187,7 +187,7 @@ def _over_chunks(
     def add(carry, xs):
         total, of_matrix = carry
         hidden, positions = xs
-        sums, of_logits = _of_chunk(settings, hidden, matrices, positions)
+        sums, of_logits = _chunk_losses(settings, hidden, matrices, positions)
         total = jax.tree.map(jnp.add, total, sums)
         if gradients is None:
             return (total, None), None
@@ -208,7 +208,7 @@ def _over_chunks(
     return total, of_hidden, of_matrix
 
 
-def _of_chunk(
+def _chunk_losses(
     settings: _Settings,
     hidden: Float[Array, "B T E"],
     matrices: list[Float[Array, "V E"]],

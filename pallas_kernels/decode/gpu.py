@@ -261,7 +261,7 @@ def _results(spec: Spec, rows: Rows, out, lse, scores):
         results.append(lse[:, : spec.group] / LOG2_E)
     if spec.return_scores:
         scores = scores[:, : rows.slots, : spec.group].swapaxes(1, 2) / LOG2_E
-        results.append(_only_read(scores, rows.lengths))
+        results.append(_mask_unread(scores, rows.lengths))
     return tuple(results)
 
 
@@ -312,7 +312,7 @@ def _transpose(out, spec: Spec):
     return jnp.concatenate(kept, axis=1).swapaxes(1, 2)
 
 
-def _only_read(scores, lengths):
+def _mask_unread(scores, lengths):
     """Sets scores of unread slots to -inf; the kernels leave them unwritten."""
     slot = jnp.arange(scores.shape[-1])
     return jnp.where(slot < lengths[:, None, None], scores, -jnp.inf)

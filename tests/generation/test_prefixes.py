@@ -507,14 +507,14 @@ def test_host_copies_are_rate_limited(monkeypatch):
     takes = []
     for seconds, size in ((0, 600), (0, 500), (0.5, 500), (0.5, 500), (9, 5000), (0, 1), (40, 1)):
         now[0] += seconds
-        takes.append(states._takes_time(size))
+        takes.append(states._may_copy_now(size))
     assert takes == [True, False, False, True, False, True, True]
     now[0] += 100
-    assert states._takes_time(5000)
+    assert states._may_copy_now(5000)
     now[0] += 39
-    assert not states._takes_time(1)
+    assert not states._may_copy_now(1)
     now[0] += 2
-    assert states._takes_time(1)
+    assert states._may_copy_now(1)
 
 
 def test_prefixes_beyond_copy_rate_are_dropped(monkeypatch):

@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant(
         "evaluation: a figure that is unknown is NaN in JSON",
         "dms_jax/json_text.py",
-        "json.dumps(_known(data), indent=indent, default=default, allow_nan=False)",
+        "json.dumps(_finite_or_none(data), indent=indent, default=default, allow_nan=False)",
         "json.dumps(data, indent=indent, default=default)",
         ("tests/test_json_text.py",),
     ),

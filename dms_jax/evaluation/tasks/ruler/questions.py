@@ -64,7 +64,7 @@ class Questions(Family):
             )
         question = self.questions[number]
         if size < len(self.documents):
-            used = [self.documents[index] for index in self._around(rng, question, size)]
+            used = [self.documents[index] for index in self._context_documents(rng, question, size)]
         else:
             repeats = -(-size // len(self.documents))
             used = (list(self.documents) * repeats)[:size]
@@ -77,7 +77,7 @@ class Questions(Family):
             question.answers,
         )
 
-    def _around(self, rng: random.Random, question: Question, size: int) -> list[int]:
+    def _context_documents(self, rng: random.Random, question: Question, size: int) -> list[int]:
         """The question's documents, those on its subject, then any others."""
         own, more = list(question.documents), list(question.more)
         if size - len(own) <= len(more):

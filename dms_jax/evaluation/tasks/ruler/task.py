@@ -116,7 +116,7 @@ class RULER(Task):
         """
         split = check(f"{self.name}: split", split, Split)
         index = check(f"{self.name}: problem", index, Whole)
-        return self._fitted(split, index, _probed(self))[1]
+        return self._fit(split, index, _probe_size(self))[1]
 
     def draw(self, rng: random.Random) -> Problem:
         """Any problem of the test split."""
@@ -125,7 +125,7 @@ class RULER(Task):
 
     def answer(self, completion: str) -> str | None:
         """The first distinct answers, as many as asked for, sorted alphabetically."""
-        found = list(dict.fromkeys(self.family.found(completion)))[: self._wanted]
+        found = list(dict.fromkeys(self.family.found(completion)))[: self._num_answers]
         return " ".join(sorted(found)) if found else None
 
     def score(self, problem: Problem, completion: str) -> float:
@@ -161,13 +161,13 @@ class RULER(Task):
         return read(pathlib.Path(self.questions or ""), self.seed)
 
     @property
-    def _wanted(self) -> int:
+    def _num_answers(self) -> int:
         """The number of answers of a problem."""
         if settings := NEEDLE_TASKS.get(self.task):
             return settings.values * settings.queries
         return {"vt": self.hops + 1, "cwe": COMMON, "fwe": 3}.get(self.task, 1)
 
-    def _posed(self, split: str, index: int, size: int) -> Problem:
+    def _make_problem(self, split: str, index: int, size: int) -> Problem:
         """Problem `index` with a context of `size`; its first draws do not depend on the size."""
         rng = random.Random(f"RULER {self.task} {self.seed} {split} {index}")
         filled = self.family.fill(rng, size, index)
@@ -180,12 +180,12 @@ class RULER(Task):
             answer_tokens=self.family.format.answer_tokens,
         )
 
-    def _fitted(self, split: str, index: int, start: int) -> tuple[int, Problem]:
+    def _fit(self, split: str, index: int, start: int) -> tuple[int, Problem]:
         """The size of a problem's context, and the problem."""
         made: dict[int, Problem] = {}
 
         def count(size: int) -> int:
-            made[size] = self._posed(split, index, size)
+            made[size] = self._make_problem(split, index, size)
             return self._tokens(made[size])
 
         bounds = Bounds(self.length, self.family.least, self.family.most)
@@ -241,9 +241,9 @@ def ruler_tasks(
 
 
 @functools.lru_cache(maxsize=256)
-def _probed(task: RULER) -> int:
+def _probe_size(task: RULER) -> int:
     """The size of a context that fits, found on a problem outside every split."""
-    return task._fitted("probe", 0, task.family.least)[0]
+    return task._fit("probe", 0, task.family.least)[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -39,7 +39,7 @@ class Tracking(Family):
 
     def fill(self, rng: random.Random, size: int, number: int) -> Filled:
         del number
-        asked = self._posed(rng, rng, size, self.hops, _VARIABLE)
+        asked = self._build(rng, rng, size, self.hops, _VARIABLE)
         if self.example is None:
             return asked
         shown = self.worked(rng, self.example())
@@ -48,13 +48,13 @@ class Tracking(Family):
     def worked(self, rng: random.Random, size: int) -> str:
         """A worked example: the seed fixes where its lines stand; names and values are drawn."""
         hops, places = min(self.hops, _EXAMPLE_HOPS), random.Random(f"vt example {self.seed}")
-        shown = self._posed(rng, places, size, hops, _EXAMPLE_VARIABLE)
+        shown = self._build(rng, places, size, hops, _EXAMPLE_VARIABLE)
         return f"{shown.prompt}{shown.answer_prefix} {shown.solution}"
 
     def found(self, completion: str) -> list[str]:
         return re.findall(rf"\b[A-Z]{{{_VARIABLE}}}\b", completion)
 
-    def _posed(
+    def _build(
         self, rng: random.Random, places: random.Random, size: int, hops: int, letters: int
     ) -> Filled:
         count = hops + 1
