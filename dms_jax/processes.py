@@ -113,7 +113,7 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         if count is None or index is None:
             raise ConfigError(
                 "JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must "
-                "say how many processes there are and which of them this is."
+                "give the number of processes and the index of this one."
             )
         if count == 1:
             return None

@@ -165,8 +165,8 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         low_rank = LowRank(**fields["low_rank"]) if "low_rank" in fields else None
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{directory / ADAPTER_CONFIG} does not say what policy and what base the adapter is "
-            "for; copy it again"
+            f"{directory / ADAPTER_CONFIG} does not name the adapter's policy and base; copy it "
+            "again"
         ) from error
     except ConfigError as error:
         raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {error}") from error

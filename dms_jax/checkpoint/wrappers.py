@@ -39,7 +39,7 @@ def parameter_names(stored: Collection[str]) -> dict[str, str]:
         if short in found:
             raise CheckpointError(
                 f"the tensors {plain(found[short])} and {plain(name)} are both {plain(short)} "
-                "without what a wrapper of PyTorch left in their names: keep one of them"
+                "without the prefixes of PyTorch's wrappers: keep one of them"
             )
         found[short] = name
     return found

@@ -323,6 +323,6 @@ def check_batch_list(what: str, batches: Any) -> None:
     """
     require(
         isinstance(batches, Collection) and not isinstance(batches, Mapping),
-        f"{what} must be a list of batches, got {show(batches)}. Of an iterator, which may have no "
-        "end, give list(itertools.islice(iterator, 16)).",
+        f"{what} must be a list of batches, got {show(batches)}. An iterator may have no end: give "
+        "list(itertools.islice(iterator, 16)).",
     )

@@ -38,8 +38,8 @@ class SizeLimit:
         if self._size > self._limit:
             raise DataError(
                 f"{self._path} unpacks to more than {self._limit:,} bytes, which is more than "
-                f"{LARGEST_RATIO} times its size: texts do not pack so well. If it is what "
-                "you want, unpack it and give the file that comes out."
+                f"{LARGEST_RATIO} times its size: texts do not compress so well. To use "
+                "it anyway, unpack it and give the unpacked file."
             )
 
 

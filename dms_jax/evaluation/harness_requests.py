@@ -79,7 +79,7 @@ def open_turn(tokenizer: Any, messages: Sequence[Any], **variables: Any) -> str:
       DataError: there is no message, one is malformed, or the template drops content of the last.
     """
     if not messages or (last := read_messages(messages)[-1])["content"] is None:
-        raise DataError("a turn that is to be continued needs a content, which may be empty.")
+        raise DataError("a turn to continue needs a content, which may be empty.")
     content, tag = text_of(last["content"]), _TAG
     while any(tag in str(message) for message in messages):
         tag = f"({tag})"

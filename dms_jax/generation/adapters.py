@@ -49,7 +49,7 @@ def choose(
             require(
                 other == policy,
                 f"An engine has one policy: {first} was trained for {policy}, and {name} for "
-                f"{other}. Run them apart, or give the policy under which all are to run.",
+                f"{other}. Run them apart, or give one policy for all.",
             )
     policy = as_policy(policy)
     for name, adapter in adapters.items():

@@ -247,7 +247,7 @@ def pool_pages(
         if memory > total:
             raise CapacityError(
                 f"memory={memory:,.0f} bytes were asked for the cache, and the device has "
-                f"{total:,.0f}. Ask for less, or leave memory out to take what is free."
+                f"{total:,.0f}. Ask for less, or leave memory out to take all that is free."
             )
     # A program allocates the next state of a policy beside the last one.
     room = free - beside - state if memory is None else memory

@@ -164,7 +164,7 @@ class LanguageModel:
             raise ConfigError(
                 f"This checkpoint was made for {self.policy}: its decisions mean {trained}, and "
                 f"{policy} would read them as {asked}. Run it with its own policy, or change only "
-                "what is not named there."
+                "its other settings."
             )
         self._check_borrowed_neurons(policy)
         return policy

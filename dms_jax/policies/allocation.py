@@ -60,9 +60,9 @@ class Allocation(PeriodicEviction):
         require(
             isinstance(self.scorer, PeriodicEviction)
             and not isinstance(self.scorer, AnswerEviction),
-            f"{self.name}: scorer={show(self.scorer)} does not score what rows hold at the end of "
-            "a prompt; give SnapKV, Knorm, KeyDiff, ExpectedAttention, RandomSelection, or another "
-            "allocation of one.",
+            f"{self.name}: scorer={show(self.scorer)} does not score a row's tokens at the "
+            "end of a prompt; give SnapKV, Knorm, KeyDiff, ExpectedAttention, RandomSelection, or "
+            "another allocation of one.",
         )
         super().__post_init__()
 

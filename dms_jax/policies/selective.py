@@ -40,9 +40,9 @@ class SelectiveReading(Policy):
     def __post_init__(self):
         require(
             isinstance(self.over, Vanilla | DelayedEviction) and self.over.parallel == "always",
-            f"{self.name}: over={show(self.over)} decides by attention, which is not known for "
-            "what is not read; give a policy that decides from the tokens alone (Vanilla, DMS, "
-            "DMC, StreamingLLM with a budget in tokens, RandomEviction).",
+            f"{self.name}: over={show(self.over)} decides by attention, which is unknown for "
+            "unread tokens; give a policy that decides from the tokens alone (Vanilla, DMS, DMC, "
+            "StreamingLLM with a budget in tokens, RandomEviction).",
         )
         super().__post_init__()
 

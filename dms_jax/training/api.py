@@ -293,7 +293,7 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
     """Raises ConfigError if the result of a run cannot be saved without the base."""
     if recipe.trained_for(policy) == "all":
         raise ConfigError(
-            "adapter_only writes what was trained beside frozen weights, and this recipe trains "
+            "adapter_only writes an adapter beside frozen weights, and this recipe trains "
             "all weights. Set trainable='adapter' or trainable='low_rank' in the recipe."
         )
     if model.source is None:

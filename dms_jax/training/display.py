@@ -145,9 +145,9 @@ class Display:
             return line
         return (
             f"{line} Short of the target: train on at this ratio (more steps, or a last stage "
-            "'train'), raise the learning rate of what decides (adapter_learning_rate), or raise "
-            "compression_weight; tokens within the window never leave, so longer sequences help "
-            "too where the window is a large part of them."
+            "'train'), raise adapter_learning_rate, or raise compression_weight; tokens within "
+            "the window never leave, so longer sequences help too where the window is a large part "
+            "of them."
         )
 
 

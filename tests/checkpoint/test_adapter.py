@@ -207,8 +207,8 @@ def test_base_with_decision_neurons_is_refused(adapter):
     ("fields", "message"),
     [
         ({"format": 2}, "format 2, which is not served"),
-        ({"base": 3}, "does not say what policy and what base"),
-        ({"base": {"shape": {}}}, "does not say what policy and what base"),
+        ({"base": 3}, "does not name the adapter's policy and base"),
+        ({"base": {"shape": {}}}, "does not name the adapter's policy and base"),
         ({"policy": {"name": "Nonesuch"}}, "Nonesuch"),
         ({"policy": {"name": "TOVA", "budget": 8}}, "reads no adapter"),
         ({"base": {"shape": {}, "sha256": {}}}, "vocab_size is 61 in the base, and None"),

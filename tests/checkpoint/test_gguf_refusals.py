@@ -319,7 +319,7 @@ def test_parts_that_are_not_of_one_model_are_refused(parts, tmp_path):
         ({"tokens": None}, "tokens is not a list of texts"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' twice"),
         ({"token_type": [1, 1]}, "token_type has 2 entries for 261 tokens"),
-        ({"token_type": [9] * 261}, "no type of a token"),
+        ({"token_type": [9] * 261}, "an unknown token type"),
         ({"token_type": 1}, "token_type is not a list"),
         ({"eos_token_id": 261}, "eos_token_id is 261, beyond the 261 tokens"),
         ({"eos_token_id": "end"}, "eos_token_id must be a whole number"),

@@ -153,7 +153,7 @@ def test_decision_neurons_are_not_saved_in_an_adapter(base, tmp_path):
     [
         ({"low_rank": {"rank": 3, "alpha": 3.0}}, "do not fit rank 3 and the base"),
         ({"low_rank": {"rank": 0, "alpha": 3.0}}, "rank must be"),
-        ({"low_rank": [2]}, "does not say what policy and what base"),
+        ({"low_rank": [2]}, "does not name the adapter's policy and base"),
         ({"low_rank": {"rank": 2, "beta": 1}}, "LowRank has no option beta"),
     ],
 )

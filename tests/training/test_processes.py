@@ -217,7 +217,7 @@ def test_tpu_machine_reads_its_metadata(monkeypatch, tmp_path, hosts, expected):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"JAX_COORDINATOR_ADDRESS": "first:99"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must say"),
+        ({"JAX_COORDINATOR_ADDRESS": "first:99"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must give"),
         (
             {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two"},
             "JAX_NUM_PROCESSES must be a whole number, got 'two'",

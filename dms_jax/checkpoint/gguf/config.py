@@ -294,7 +294,7 @@ class _Metadata:
         ]
         if unknown:
             raise ConfigError(
-                f"{self.name} asks for what is not served: {', '.join(sorted(unknown)[:20])}"
+                f"{self.name} has unsupported settings: {', '.join(sorted(unknown)[:20])}"
             )
 
 

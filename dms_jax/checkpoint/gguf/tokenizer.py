@@ -211,7 +211,7 @@ class _Vocabulary:
             self.types = [PieceType(kind) for kind in types]
         except ValueError as error:
             raise CheckpointError(
-                f"{self.name}: {_KEY}token_type holds what is no type of a token: {plain(error)}"
+                f"{self.name}: {_KEY}token_type holds an unknown token type: {plain(error)}"
             ) from error
         if len(types) != len(tokens):
             raise CheckpointError(
@@ -245,8 +245,8 @@ class _Vocabulary:
         if wrong:
             listed = ", ".join(plain(repr(token), 40) for token in wrong[:8])
             warnings.warn(
-                f"{self.name} types as text ({_KEY}token_type) what its chat template or its "
-                f"metadata use as whole tokens: {listed}{' ...' if len(wrong) > 8 else ''}. They "
+                f"{self.name} types as text ({_KEY}token_type) tokens that its chat template or "
+                f"metadata use whole: {listed}{' ...' if len(wrong) > 8 else ''}. They "
                 "are taken as whole tokens, as by llama.cpp.",
                 stacklevel=2,
             )
