@@ -53,13 +53,6 @@ MUTANTS = [
         (ALONE,),
     ),
     Mutant(
-        "adapters: new weights have other programs",
-        "dms_jax/model/language_model.py",
-        "    if old.committed:\n",
-        "    if True:\n",
-        (f"{LAW}::test_replaced_weights_answer_as_a_new_engine",),
-    ),
-    Mutant(
         "adapters: a base is served from which the policy would evict",
         "dms_jax/model/adapters.py",
         'policy.decisions == "threshold" and policy.alpha_offset >= 0',
