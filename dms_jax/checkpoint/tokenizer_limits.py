@@ -1,9 +1,9 @@
 """Limits for a `tokenizer.json`, which is untrusted input: a program that runs on every text.
 
 A few kilobytes can cause unbounded work: nine steps that each write sixteen letters for one turn
-a single letter into 7 * 10^10 characters. So before the tokenizer is built, limits apply to the number
-of steps, their nesting, the growth of a text, the tokens around it, and the added tokens. The
-library stops regular expressions that backtrack without end.
+a letter into 7 * 10^10 characters. So before the tokenizer is built, limits apply to the number of
+steps, their nesting, the growth of a text, the tokens around it, and the added tokens. The library
+stops regular expressions that backtrack without end.
 """
 
 import json
