@@ -1,4 +1,4 @@
-"""The one way to check an argument: what passes, what it is converted to, and the errors."""
+"""Argument checks: accepted values, conversions and errors."""
 
 import dataclasses
 import fractions

@@ -36,7 +36,8 @@ class Generating(Devices):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; by default that of the files."""
     policy: str | None = None
-    """Name of a cache policy, of those above; by default the one that the checkpoint declares."""
+    """Name of a cache policy from the list above; by default the one that the checkpoint
+    declares."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     temperature: float = SAMPLING.temperature
@@ -54,7 +55,8 @@ class Generating(Devices):
     seed: int = 0
     """Seed of the sampling: the same seed gives the same text."""
     memory_gb: float | None = None
-    """Gigabytes for the cache; by default what the sequences can need, up to the free memory."""
+    """Gigabytes for the cache; by default as much as the sequences may need, up to the free
+    memory."""
     page_size: int = CALL["page_size"]
     """Tokens of a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]
@@ -76,7 +78,7 @@ class Generating(Devices):
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:
-        """Returns the named policy; given a model, options left out are those that it declares."""
+        """Returns the named policy; given a model, missing options are those that it declares."""
         policy = read_policy(self.policy, self.options)
         if model is None:
             return policy
@@ -92,7 +94,7 @@ class Generating(Devices):
         """Returns the cache's keyword arguments of `generate`, `Conversation` and `Service`.
 
         Raises:
-          ConfigError: one is malformed; checked here, before a model is loaded.
+          ConfigError: an argument is malformed; checked before a model is loaded.
         """
         gigabytes = check("--memory-gb", self.memory_gb, Positive | None)
         memory = None if gigabytes is None else gigabytes * 1e9

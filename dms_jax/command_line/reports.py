@@ -1,4 +1,4 @@
-"""Reports of commands: where figures come from, and the files that they go to."""
+"""Reports of commands: provenance of figures, and output files."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from dms_jax.regular_files import check_regular
 
 
 def provenance(config: Any) -> dict[str, Any]:
-    """Returns how, where and when figures were measured, as JSON data."""
+    """Returns the command, device, versions and date of a measurement, as JSON data."""
     return {
         "command": command(),
         "date": datetime.date.today().isoformat(),
@@ -34,10 +34,10 @@ def provenance(config: Any) -> dict[str, Any]:
 
 
 def make_folder(option: str, path: pathlib.Path) -> None:
-    """Makes a folder, and tries that it takes a file.
+    """Creates a folder, and tries a temporary file in it.
 
     Raises:
-      ConfigError: it cannot be made, or takes none.
+      ConfigError: it cannot be created, or no file can be written there.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -49,32 +49,32 @@ def make_folder(option: str, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
-    """Makes a folder; removes it again, if it is empty, when the context fails.
+    """Creates a folder; if the context fails, removes it again if it is empty.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: it cannot be created.
     """
     made = [each for each in (path, *path.parents) if not each.exists()]
     make_folder(option, path)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # something is in it
+        with contextlib.suppress(OSError):  # not empty
             for each in made:
                 each.rmdir()
         raise
 
 
 def make_place(option: str, path: pathlib.Path) -> None:
-    """Makes the folder of a file, and tries that it takes one.
+    """Creates the folder of a file, and tries a temporary file in it.
 
     Raises:
-      ConfigError: the folder cannot be made or takes no file, or the path is no regular file.
+      ConfigError: the folder cannot be created or written to, or the path is no regular file.
     """
     make_folder(option, path.parent)
     if path.is_dir():
         raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
-    if path.exists() and not path.is_file():  # a device or a pipe, which a file would replace
+    if path.exists() and not path.is_file():  # a device or a pipe; do not replace it
         raise dms_jax.ConfigError(f"{option} {path}: this is no file; name one.")
 
 
@@ -92,7 +92,7 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
 
 
 def can_draw(path: pathlib.Path) -> bool:
-    """Whether matplotlib is installed; if not, warns what to install."""
+    """Whether matplotlib is installed; otherwise warns what to install."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     warnings.warn(f"{path} is not drawn: pip install 'dms-jax[plots]'", stacklevel=2)

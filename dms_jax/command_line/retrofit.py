@@ -1,21 +1,21 @@
 """Retrofit a checkpoint with Dynamic Memory Sparsification or Dynamic Memory Compression.
 
-Starts from a named set of options, each of which can be changed; without a name from custom:
+Starts from a named set of options, each of which can be changed; the default is custom:
 
     dms-jax retrofit stories260k --compression-ratio 4 --out runs/small
     dms-jax retrofit --model path/to/model --data train.jsonl --out runs/mine
     dms-jax retrofit custom --help
     dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl
 
-Started again with the same options it goes on from the latest checkpoint. Of several processes, on
-several hosts, each is started with the same command (experiments/launch of a checkout). The result,
-in out/model, is a Hugging Face directory whose config.json names the policy: every command takes it
-with --model, and `dms_jax.load` too. With --adapter-only it is what was trained beside frozen
-weights, for --adapter and `load(model, adapter=...)`.
+The same command resumes from the latest checkpoint. With several processes, on several hosts, start
+each with the same command (experiments/launch of a checkout). The result, in out/model, is a
+Hugging Face directory whose config.json names the policy, for --model of every command and
+`dms_jax.load`. With --adapter-only it is only the adapter trained beside frozen weights, for
+--adapter and `load(model, adapter=...)`.
 
-self-taught trains on the model's own answers: it samples and filters them, trains, measures what it
-exported, and writes a page into out/README.md; each stage leaves files, and the same command goes
-on after a stop.
+self-taught trains on the model's own answers: it samples and filters them, trains, measures the
+exports, and writes a page into out/README.md. Each stage leaves files, and the same command resumes
+after a stop.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ def main(config: Config | SelfTaught) -> None:
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
     processes.check_mesh(mesh)
-    # Checks the options before anything is loaded; the model's positions are not known yet.
+    # Check the options before loading anything; the model's positions are not known yet.
     asked = dataclasses.replace(config, steps=None, tokens=None).make_recipe()
     policy = config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:

@@ -1,8 +1,8 @@
-"""The answers of an evaluation on disk, so that an interrupted one can resume.
+"""The answers of an evaluation on disk, so that an interrupted evaluation can resume.
 
-The first line of `answers.jsonl` holds the settings, each other line an answer, written as soon as
-it is finished. The numbers of problems and chains are not settings: no seed depends on them, so a
-later evaluation can add more of both.
+The first line of `answers.jsonl` holds the settings, each other line an answer, written when it
+finishes. The numbers of problems and chains are not settings: no seed depends on them, so a later
+evaluation can add more of both.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Journal:
       settings: everything that determines the answers, as JSON data.
 
     Attributes:
-      answers: the answers that the folder held already, by problem and chain.
+      answers: the answers already in the folder, by problem and chain.
 
     Raises:
       DataError: the folder cannot be written, another run is writing there, or it holds the answers
@@ -69,7 +69,7 @@ class Journal:
         """Writes an answer and flushes the file.
 
         Raises:
-          DataError: it cannot be written.
+          DataError: the file cannot be written.
         """
         line = {"problem": problem, "chain": chain, **dataclasses.asdict(answer.completion)}
         if answer.trace is not None:
@@ -77,7 +77,7 @@ class Journal:
         self._write(line)
 
     def close(self) -> None:
-        """Closes answers.jsonl; what was added is on disk already."""
+        """Closes answers.jsonl; all answers are on disk already."""
         with contextlib.suppress(OSError):  # `add` has reported it
             self._file.close()
 
@@ -121,10 +121,10 @@ class Journal:
 
 
 def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:
-    """Writes files by name, each of them whole or not at all.
+    """Writes files by name, each atomically.
 
     Raises:
-      DataError: one cannot be written.
+      DataError: a file cannot be written.
     """
     for name, content in contents.items():
         with _writing(folder / name):
@@ -135,7 +135,7 @@ def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _writing(path: pathlib.Path) -> Iterator[None]:
-    """Makes an OSError a DataError that names the file."""
+    """Turns an OSError into a DataError that names the file."""
     try:
         yield
     except OSError as error:

@@ -7,8 +7,8 @@
       snapshots/<ratio>/    Hugging Face directories at the recipe's snapshots
       model/                the resulting Hugging Face directory
 
-A resumed run cuts the log at the step that it resumes from. The first of several processes locks
-the directory and writes the log; all of them read and write checkpoints.
+A resumed run truncates the log at the step that it resumes from. The first of several processes
+locks the directory and writes the log; all of them read and write checkpoints.
 """
 
 import json
@@ -32,11 +32,11 @@ class RunDirectory:
 
     Args:
       path: path of the directory, which is created if needed.
-      settings: JSON data that must be the same when the run is resumed.
-      resume: whether to continue a run that the directory holds; otherwise it must hold none.
+      settings: JSON data that must not change when the run is resumed.
+      resume: whether to continue the directory's run; if False, the directory must hold none.
       restart_from: step of the checkpoint to continue from with another recipe; None to continue
         with the same one.
-      keep: how many checkpoints are kept.
+      keep: number of checkpoints to keep.
 
     Attributes:
       path: the path, absolute.
@@ -57,11 +57,11 @@ class RunDirectory:
         keep: int,
     ):
         self.path = pathlib.Path(path).expanduser().absolute()
-        # As a checkpoint returns it: JSON turns tuples into lists.
+        # As read from a checkpoint: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._restart_from, self._log, self._lock = restart_from, None, None
         self.checkpoints: Any = None
-        self._back_to: int | None = None  # the step of a restart, until later ones are removed
+        self._back_to: int | None = None  # step of a restart, until later checkpoints are removed
         try:
             self._open()
             self.checkpoints = Checkpoints(self.path, keep=keep)
@@ -71,7 +71,7 @@ class RunDirectory:
             raise
 
     def _open(self) -> None:
-        """Makes and locks the directory; the first process does it for all."""
+        """Creates and locks the directory, in the first process only."""
         agreement, error = processes.Agreement(), None
         try:
             if processes.is_first():
@@ -118,13 +118,13 @@ class RunDirectory:
         return state, meta["data"]
 
     def remove_later(self) -> None:
-        """Deletes the checkpoints after the one that a restart continues from."""
+        """Deletes the checkpoints after the restart's."""
         if self._back_to is not None:
             self.checkpoints.discard(self._back_to + 1)
             self._back_to = None
 
     def _has_restarted(self) -> bool:
-        """Whether the newest checkpoint was written after this very restart."""
+        """Whether the newest checkpoint was written after this same restart."""
         for step in reversed(self.checkpoints.steps):
             try:
                 meta = self.checkpoints.meta(step)
@@ -198,7 +198,7 @@ class RunDirectory:
             )
 
     def skipped_steps(self, done: int) -> int:
-        """Returns how many of the first `done` steps the log says were skipped."""
+        """Returns the number of skipped steps among the first `done`, according to the log."""
         return sum(bool(record.get("skipped")) for record in self._logged(done + 1))
 
     def _open_log(self, next_step: int) -> Any:
@@ -245,10 +245,10 @@ class RunDirectory:
 
 
 def _locked(directory: pathlib.Path) -> Any:
-    """Returns a file that keeps a directory for this run until it is closed.
+    """Locks a directory for this run; returns the file whose closing unlocks it.
 
     Raises:
-      ConfigError: another run has it.
+      ConfigError: another run holds the lock.
       CheckpointError: the directory cannot be written.
     """
     try:

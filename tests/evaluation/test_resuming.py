@@ -1,4 +1,4 @@
-"""One queue, answers on disk as they end, and evaluations that go on."""
+"""One queue, answers on disk as they finish, and resumed evaluations."""
 
 import dataclasses
 import errno
@@ -35,7 +35,7 @@ def whole():
 
 
 def same(left, right):
-    """Equal but for the time that they took."""
+    """Equal except for the duration."""
     for field in dataclasses.fields(left):
         if field.name not in ("seconds", "cache_bytes"):
             one, other = getattr(left, field.name), getattr(right, field.name)
@@ -43,7 +43,7 @@ def same(left, right):
 
 
 def calls_of(monkeypatch):
-    """The sizes of the queues that the engine serves."""
+    """The sizes of the engine's queues."""
     sizes, serve = [], Engine.serve
 
     def counted(self, source):
@@ -164,7 +164,7 @@ def scaled(transformer):
 
 
 def test_unwritable_files_are_named(tmp_path, monkeypatch, whole):
-    """A full disk, and a folder where a file should be: what was answered is in the error."""
+    """A full disk, and a folder in place of a file: the error carries the answers."""
     (tmp_path / "table.md").mkdir()
     with pytest.raises(DataError, match=r"table\.md cannot be written: Is a directory") as caught:
         run(out=tmp_path)

@@ -24,13 +24,13 @@ from dms_jax.generation.requests import make_requests
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Vanilla
 
-Place = tuple[int, int]  # number of the prompt, number of its answer
+Place = tuple[int, int]  # index of the prompt, index of its answer
 
 
 def sample(
     config: SelfTaught, model: LanguageModel, questions: Questions, folder: pathlib.Path
 ) -> dict[Place, Completion]:
-    """Samples the answers that the folder's journal lacks, with the whole cache.
+    """Samples the answers missing in the folder's journal, with the whole cache.
 
     Answer k of a prompt is drawn at temperature number k // answers; a held-out prompt has one
     answer, at the first temperature. Draws do not depend on where an earlier call stopped.
@@ -92,7 +92,7 @@ class Lessons:
     """The answers to train on and to measure with.
 
     Attributes:
-      training: prompt and answer of each kept answer, as token ids.
+      training: (prompt, answer) of each kept answer, as token ids.
       held_out: the same for the held-out prompts, unfiltered.
       figures: counts and shares, as JSON data.
     """
@@ -108,7 +108,7 @@ def choose(
     answers: dict[Place, Completion],
     folder: pathlib.Path,
 ) -> Lessons:
-    """Filters the answers and writes `lessons.jsonl` and `lessons.json`, unless they are there.
+    """Filters the answers and writes `lessons.jsonl` and `lessons.json`, unless they exist.
 
     Raises:
       DataError: the filter leaves nothing.
@@ -158,7 +158,7 @@ def choose(
 
 
 def read_lessons(folder: pathlib.Path) -> list[Exchange]:
-    """Returns the training examples that an earlier call wrote to `lessons.jsonl`."""
+    """Returns the training examples in `lessons.jsonl`, from an earlier call."""
     lines = read_file("--out", folder / "lessons.jsonl").splitlines()
     return [_exchange(json.loads(line)) for line in lines]
 

@@ -34,10 +34,10 @@ BASE = "vanilla"
 
 
 def self_taught(config: SelfTaught) -> dict[str, Any]:
-    """Runs the stages that are not done yet, and returns the figures.
+    """Runs the unfinished stages, and returns the figures.
 
     Raises:
-      ConfigError: a setting makes no sense, or the directory holds a run with other settings.
+      ConfigError: a setting is invalid, or the directory holds a run with other settings.
       DataError: the prompts cannot be used, or no answer is left to train on.
     """
     if not config.model or config.prompts is None:
@@ -51,13 +51,13 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         _check_settings(config)
         base = config.load()
         positions = base.config.max_position_embeddings
-        if recipe.sequence_length > positions:  # known before hours of sampling
+        if recipe.sequence_length > positions:  # fail before hours of sampling
             raise dms_jax.ConfigError(
                 f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
-                f"of --model {config.model}: give at most so many."
+                f"of --model {config.model}: give no more."
             )
         questions = read_questions(config, base)
-    write_json(config.out / "settings.json", config.to_dict())  # a wrong call leaves none
+    write_json(config.out / "settings.json", config.to_dict())  # after all checks
     answers = sample(config, base, questions, config.out / "answers")
     lessons = choose(config, questions, answers, config.out)
     held_out = HeldOut(config, base, lessons.held_out)
