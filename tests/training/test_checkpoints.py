@@ -323,7 +323,7 @@ def test_sigterm_leaves_a_checkpoint(model, tmp_path):
 
 def test_checkpoints_followed_only_by_nan_are_dropped(model, tmp_path):
     """Step 3 ruins the parameters; before this is detected, later steps write checkpoints."""
-    with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: restart_from"):
+    with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: `restart_from"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=1, keep_checkpoints=9)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
 
