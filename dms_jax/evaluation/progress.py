@@ -1,4 +1,4 @@
-"""A progress bar, with the running score where there is one; without a terminal, lines."""
+"""A progress bar, with a running score if there is one; without a terminal, lines."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ _lines = Lines()
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
-    """Shows how many of a number of things are done on standard error, and their mean score.
+    """Shows the number of finished items on standard error, and their mean score.
 
     Where that is no terminal, a line says it from time to time.
 
     Yields:
-      A function to call for each with its score, or with nothing where none is known.
+      A function to call for each item with its score, if known.
     """
     console = console_for_progress(stderr=True)
     drawn = has_bar(console)

@@ -1,8 +1,8 @@
-"""Times decode steps under other options of XLA's, other turns of the loop, and XLA's scatters.
+"""Times decode steps with other XLA options, other loop turns, and XLA's scatters.
 
-The variants take turns in one process, over the same random weights and a cache at its length (the
-functions of `decode_steps`); that they draw the same tokens is checked. What came of it is the
-choice in `dms_jax.generation.programs`.
+The variants alternate in one process, over the same random weights and a filled cache (the
+functions of `decode_steps`), and must draw the same tokens. The winner is the choice in
+`dms_jax.generation.programs`.
 
     python -m experiments.benchmarks.step_options
     python -m experiments.benchmarks.step_options --only ours "ours, loops unrolled in a graph" \
@@ -40,7 +40,7 @@ OURS = programs.GPU_STEP_OPTIONS
 NO_ASYNC = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 DEPENDENT = {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True}
-# Whole loops as parts of a CUDA graph, beside what is in one by default.
+# Whole loops as parts of a CUDA graph, in addition to the default contents.
 UNROLLED = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
@@ -51,7 +51,7 @@ KERNEL, SCATTERS = "the kernel", "XLA's scatters"
 
 
 class Variant(NamedTuple):
-    """Options beside `programs.GPU_OPTIONS`, layers in a turn, and what writes keys and values."""
+    """Options beside `programs.GPU_OPTIONS`, layers per turn, and the write of keys and values."""
 
     name: str
     options: dict[str, Any]
@@ -77,11 +77,11 @@ class Config:
     """Time decode steps under other options."""
 
     shape: shapes.Shape = "llama-3.1-8b"
-    """Model whose shape is timed, with random weights."""
+    """Model shape to time, with random weights."""
     batch: int = 32
-    """Sequences that are decoded at a time."""
+    """Sequences decoded at a time."""
     context: int = 8192
-    """Tokens that each sequence has seen."""
+    """Earlier tokens of each sequence."""
     window: int = 128
     """Tokens that no head evicts."""
     ratios: tuple[int, ...] = (8, 1)
@@ -91,9 +91,9 @@ class Config:
     repeats: int = 5
     """Timed programs of a turn; the median counts."""
     turns: int = 3
-    """How often each variant is timed."""
+    """Timings of each variant."""
     only: tuple[str, ...] = ()
-    """Names of the variants that are timed; all of them if none are given."""
+    """Names of variants to time; all unless given."""
     dtype: str = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/decode/step_options.json")
@@ -105,7 +105,7 @@ class Config:
 
 @contextlib.contextmanager
 def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
-    """Steps go through a program of another compilation; yields the tokens that they drew."""
+    """Runs steps through another compiled program; yields the drawn tokens."""
     drawn: list[np.ndarray] = []
     gather = Runner.collect
 
@@ -124,10 +124,10 @@ def using(program: programs.Program, write: str) -> Iterator[list[np.ndarray]]:
 
 
 def program_of(variant: Variant) -> programs.Program:
-    """The library's step, compiled by itself as a variant says."""
+    """The library's step, compiled with a variant's options."""
     step = inspect.unwrap(programs.decode)
 
-    def decode(*args, block=1):  # another function: nothing compiled before serves it
+    def decode(*args, block=1):  # a new function, so that no earlier compilation is reused
         return step(*args, block=block)
 
     return programs.Program(
@@ -143,7 +143,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     """Times every variant at every ratio, writes the figures as they come, and returns them."""
     check_names("--only", config.only, (each.name for each in VARIANTS))
     make_place("--out", config.out)
-    os.environ[SWITCH] = "off"  # variants replace functions, and are found by their source
+    os.environ[SWITCH] = "off"  # variants replace functions, and executables are keyed by source
     steps = decode_steps.Config(
         shapes=(config.shape,),
         batch=config.batch,
@@ -181,7 +181,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                     with using(program, row["write"]) as drawn:
                         figures = decode_steps.time_paged(steps, model, ratio, rate)
                 except (jax.errors.JaxRuntimeError, ValueError) as error:
-                    row["error"] = str(error)[:500]  # options that this XLA does not know or bear
+                    row["error"] = str(error)[:500]  # options that this XLA does not support
                     continue
                 gc.collect()
                 first = drawn[0] if first is None else first

@@ -1,16 +1,16 @@
-"""Model the TPU kernels from their compiled form. This is a model: no TPU was at hand.
+"""Model the TPU kernels from their compiled instructions. This is a model: no TPU was available.
 
 Each kernel is compiled ahead of time for v5e, v5p and v6e, and its instruction bundles are read. A
-TensorCore issues at most one bundle a cycle, and copies go on beside it. So a block of the decode
+TensorCore issues at most one bundle a cycle, and copies run in parallel. So a block of the decode
 kernel, of which n are in buffers, takes
 
     max(D, C, (D + C + latency) / n)
 
 where D is the time of its bytes at the bandwidth of the data sheet and C that of its bundles: the
-copy of a block starts when the one n - 1 before it is about to be computed. The latency of a copy
-is not in any data sheet: the model is shown for several. Bundles count every branch as executed, so
-C is an upper bound; stalls of the pipeline are not in it. A tile of keys in the kernel of prompts
-takes as long by the same rule.
+copy of a block starts when the one n - 1 before it is about to be computed. No data sheet states
+the latency of a copy, so the model is shown for several. Bundles count every branch as executed, so
+C is an upper bound; it excludes pipeline stalls. The same rule applies to a tile of keys in the
+prefill kernel.
 
     python -m experiments.benchmarks.tpu_schedule --out experiments/results/kernels
 """
@@ -47,10 +47,10 @@ _MODULE = "experiments.benchmarks.tpu_schedule"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What the model knows of a chip, beside its data sheet in `dms_jax.devices`.
+    """The model's parameters of a chip, beside its data sheet in `dms_jax.devices`.
 
     Attributes:
-      kind: what libtpu calls the slice.
+      kind: libtpu's name of the slice.
       topology: the slice of which one chip is compiled for.
       cores: number of TensorCores.
       clock: cycles a second of a TensorCore.
@@ -80,22 +80,22 @@ FETCH = ((4096, 1 << 20, 1),)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Model the TPU kernels from their compiled form."""
+    """Model the TPU kernels from their compiled instructions."""
 
     out: pathlib.Path = pathlib.Path("runs/tpu_schedule")
     """Folder for schedule.json."""
     chips: tuple[str, ...] = tuple(CHIPS)
-    """Chips to model, by name; all that are known unless given."""
+    """Chips to model, by name; all known ones unless given."""
 
 
 # -- bundles ---------------------------------------------------------------------------------------
 #
-# The text that libtpu writes of every operation that it compiles. What stalls a bundle (a wait for
-# a copy, a full queue of copies) is not in it.
+# The text that libtpu writes for every compiled operation. It does not contain stalls (a wait for a
+# copy, a full copy queue).
 
 # Size of the unit in which bundles count the bytes of a copy.
 GRANULE = 32
-# Bundles after a branch that are executed whether it is taken or not.
+# Bundles after a branch that always execute.
 _DELAY_SLOTS = 4
 
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ *(?:[A-Z]{2})? *: *>* *\{", re.MULTILINE)
@@ -110,12 +110,12 @@ class Loop:
     """A loop of a compiled kernel, or the whole of one.
 
     Attributes:
-      bundles: number of bundles of one round, those of inner loops left out. Branches count as if
-        everything between were executed.
-      copies: bytes of the copies that one round starts, by direction ("hbm_to_vmem"); those of
-        inner loops left out.
-      waits: number of waits for copies in one round, those of inner loops left out.
-      rounds: number of rounds, where the compiler knows it.
+      bundles: number of bundles of one round, without inner loops. Branches count as if everything
+        between were executed.
+      copies: bytes of the copies that one round starts, by direction ("hbm_to_vmem"), without inner
+        loops.
+      waits: number of waits for copies in one round, without inner loops.
+      rounds: number of rounds, if known to the compiler.
       loops: inner loops, in the order of the program.
     """
 
@@ -131,15 +131,15 @@ class Loop:
         return (self, *(found for loop in self.loops for found in loop.nested))
 
     def total(self) -> int:
-        """Returns the bundles of all rounds of this loop and of its inner ones.
+        """Returns the bundles of all rounds of this loop and its inner loops.
 
-        A loop whose number of rounds is only known when it runs is counted once.
+        A loop with an unknown number of rounds counts once.
         """
         return (self.rounds or 1) * (self.bundles + sum(loop.total() for loop in self.loops))
 
 
 def read_bundles(folder: pathlib.Path) -> dict[str, Loop]:
-    """Returns the operations of the program whose bundles are in a folder, by name."""
+    """Returns the program's operations with bundles in a folder, by name."""
     found = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         name = re.sub(r"^\d+-(.*)-\d+-(schedule-analysis_)?final_bundles\.txt$", r"\1", path.name)
@@ -201,7 +201,7 @@ def program_of(operation: str, implementation: str, shape: tuple[int, int, int])
     Args:
       operation: decode, prefill, select or fetch.
       implementation: mosaic_tpu or xla.
-      shape: three numbers, as `DECODE`, `PREFILL`, `SELECT` and `FETCH` have them.
+      shape: three numbers, see `DECODE`, `PREFILL`, `SELECT` and `FETCH`.
     """
     rows, width, part = shape
     if operation == "select":
@@ -219,7 +219,7 @@ def program_of(operation: str, implementation: str, shape: tuple[int, int, int])
 
 
 def prompt_of(group: int, past: int, page_size: int, choice: str):
-    """The same for a chunk of 4 prompts: 512 tokens behind a past of whole pages."""
+    """The same for a chunk of 4 prompts: 512 tokens after a past of whole pages."""
     batch, length, heads = 4, 512, 8
     attend = functools.partial(
         prefill_attention, window=256, scale=DIM**-0.5, implementation=choice
@@ -244,7 +244,7 @@ def prompt_of(group: int, past: int, page_size: int, choice: str):
 def compile_program(
     topology: str, operation: str, implementation: str, shape: tuple[int, int, int]
 ) -> None:
-    """Compiles a program for a TPU that is not there; libtpu writes the bundles."""
+    """Compiles a program for an absent TPU; libtpu writes the bundles."""
     jax.config.update("jax_enable_compilation_cache", False)
     chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     sharding = NamedSharding(Mesh(np.array(chips[:1]), ("x",)), PartitionSpec())
@@ -256,8 +256,8 @@ def compile_program(
 def compiled(chip: Chip, operation: str, implementation: str, shape) -> dict[str, Loop]:
     """Returns the loops of every operation of a compiled program, by name.
 
-    The program has a process of its own: libtpu takes its options from the environment when it is
-    loaded, and writes all that the process compiles into one folder.
+    Compilation runs in a separate process: libtpu reads its options from the environment when it is
+    loaded, and writes everything that the process compiles into one folder.
 
     Raises:
       DmsJaxError: it could not be compiled.
@@ -294,7 +294,7 @@ def kernel_of(found: dict[str, Loop], name: str) -> Loop:
 
 
 def taken(copying: float, computing: float, latency: float, buffers: int) -> float:
-    """Returns what a block or a tile takes in a ring of buffers, in the unit of the arguments."""
+    """Returns the time of a block or tile in a ring of buffers, in the unit of the arguments."""
     return max(copying, computing, (copying + computing + latency) / buffers)
 
 
@@ -328,7 +328,7 @@ def decode_parts(kernel: Loop, slots: int, page_size: int) -> dict[str, int]:
 
 
 def decode_share(parts: dict[str, int], slots: int, chip: Chip, bandwidth: float) -> dict[str, Any]:
-    """Returns what the model says: the share of the bandwidth, for each latency."""
+    """Returns the modelled share of the bandwidth for each latency."""
     own = bandwidth / chip.cores
     bundles = parts["block_bundles"] + parts["row_bundles"] / parts["blocks_a_row"]
     live = parts["bytes_a_block"] * slots / (parts["slots_a_block"] * parts["blocks_a_row"])
@@ -356,12 +356,12 @@ def decode_records(name: str, chip: Chip) -> list[dict[str, Any]]:
 
 
 def prefill_records(name: str, chip: Chip) -> list[dict[str, Any]]:
-    """Models the kernel of prompts on a chip: a tile of keys that no query masks."""
+    """Models the prefill kernel on a chip: a tile of keys that no query masks."""
     records = []
     for shape in PREFILL:
         group, past, page_size = shape
         kernel = kernel_of(compiled(chip, "prefill", "mosaic_tpu", shape), "prefill")
-        # The loops that wait are over tiles that all queries see whole, and over the others.
+        # The loops with waits run over tiles that all queries see completely, and over the others.
         whole, masked = (loop for loop in kernel.loops[0].loops if loop.waits)
         moved = 2 * TILE * DIM * 2  # keys and values of 16 bits
         copying = moved * chip.cores / DEVICES[name].bandwidth * chip.clock
@@ -377,7 +377,7 @@ def prefill_records(name: str, chip: Chip) -> list[dict[str, Any]]:
 
 
 def selection_cycles(kernel: Loop) -> int:
-    """Returns the bundles of the selection kernel where every bisection takes its 32 rounds."""
+    """Returns the bundles of the selection kernel if every bisection takes 32 rounds."""
     (block,) = kernel.loops
     bisection, search = block.loops
     per_block = block.bundles + 32 * bisection.bundles + search.total()

@@ -1,4 +1,4 @@
-"""The campaign in its smallest setting: pieces, resuming, and the record that claims read."""
+"""The campaign in its smallest setting: pieces, resuming, and the record for the claims."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def served(monkeypatch):
 
 
 def recorded(config, monkeypatch):
-    """The record, as claims read it."""
+    """The record in the form of the claims."""
     path = config.out / "record.json"
     assert call(config, "record") == 0
     records.record.cache_clear()
@@ -119,7 +119,7 @@ def test_eight_worked_examples_come_before_a_problem(config):
 
 
 def test_answers_of_data_files_become_text(config):
-    """As numbers, and within solutions; what has no answer is left out."""
+    """Answers as numbers, and within solutions; problems without an answer are left out."""
     rows = [
         {"question": "1 + 1?", "answer": 2.0},
         {"problem": "Half?", "solution": r"First \boxed{3}, then \boxed{\frac{1}{2}}."},
@@ -137,7 +137,7 @@ def test_answers_of_data_files_become_text(config):
     assert task.score(problem, r"It is $\boxed{\frac{1}{2}}$.") == 1
 
 
-def test_pieces_that_cannot_run_say_why(config, capsys):
+def test_impossible_pieces_say_why(config, capsys):
     assert call(config, "ask-math500-plain") == 1
     assert "left out: there is no " in capsys.readouterr().out
     assert call(config, "ask-gsm8k-dms-3.3-0") == 0
@@ -168,7 +168,7 @@ def test_pieces_follow_the_order_of_the_patterns(config):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Makes a plan of pieces, by what they do."""
+    """Makes a plan of pieces from functions."""
 
     def plan(**work):
         monkeypatch.setattr(
@@ -189,7 +189,7 @@ def never_ends():
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
 def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
-    """Also in a process that a shell started in the background."""
+    """Also in a background process of a shell."""
     made_up(quick=lambda: {"is": "done"}, endless=never_ends, behind=dict)
     before = signal.signal(signal.SIGINT, handler)
     try:
@@ -201,7 +201,7 @@ def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handle
     assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
 
 
-def test_error_ends_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
+def test_error_ends_one_piece_and_ctrl_c_all(config, made_up, capsys):
     made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"}, stopped=stop, behind=dict)
     with pytest.raises(KeyboardInterrupt):
         call(config, "*")
@@ -212,8 +212,8 @@ def test_error_ends_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
     assert [call(config, name) for name in ("broken", "sound")] == [1, 0]
 
 
-def test_training_needs_only_the_lessons(config):
-    """Neither the model nor the answers that they were chosen from."""
+def test_training_needs_only_its_documents(config):
+    """It needs neither the model nor the unfiltered answers."""
     own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
     folder = config.out / "lessons" / "math"
     folder.mkdir(parents=True)
@@ -237,8 +237,8 @@ def test_names_are_unique_and_needs_come_first(config):
     assert sum(name.startswith("train-") for name in names) == 3 * 3 + 2
 
 
-def test_rivals_have_the_measured_peak_of_the_retrofit(config):
-    """With what they grow by, at its peak; by the papers' rule a share of the longest answer."""
+def test_rivals_get_the_measured_peak_of_the_retrofit(config):
+    """At its peak, just before a cut; by the papers' rule, a share of the longest answer."""
     own = campaign.Campaign(config)
     own.results.folder.mkdir(parents=True)
     for name, peak in (("dms-3.3-0", 400.4), ("plain", 1500.0)):
@@ -264,8 +264,8 @@ def test_rivals_have_the_measured_peak_of_the_retrofit(config):
 
 
 @pytest.mark.nightly
-def test_lessons_training_and_answers(config, served, monkeypatch):
-    """With real programs: a training that is stopped goes on, and an adapter is asked."""
+def test_training_resumes_and_adapter_answers(config, served, monkeypatch):
+    """With real programs: a stopped training resumes, and the adapter answers."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step
     assert not (config.out / "done" / "train-dms-3.3-0.json").exists()
