@@ -39,8 +39,8 @@ MOST_MUTANTS_OF_THE_NIGHT = 20
 # `pallas_kernels`; modules on one line may not import each other.
 IMPORT_ORDER = """
 errors
-checks differences file_lock regular_files
-assets compilation config_checks devices helper_process json_text processes ranking terminal
+checks differences file_lock regular_files terminal
+assets compilation config_checks devices helper_process json_text processes ranking
 config executables sharding
 cache interrupts
 policies

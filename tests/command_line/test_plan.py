@@ -60,7 +60,7 @@ def test_shape_may_come_from_a_directory(tmp_path):
     ("options", "message"),
     [
         (dict(machine=("8xh200", "9xh900")), "There is no machine"),
-        (dict(machine=("8xh200", "9xh200"), model_shards=8), "9 devices, which model_shards=8"),
+        (dict(machine=("8xh200", "9xh200"), model_shards=8), "9 devices, which `model_shards=8`"),
         (dict(model_shards=0), "model_shards must be"),
         (dict(sequence_shards=8, sequence_length=100, batch_size=1), "100 tokens cannot be split"),
         (dict(batch_size=3), "a batch of 3 does not divide"),
