@@ -49,6 +49,7 @@ from dms_jax.command_line.candidates import (
 )
 from dms_jax.command_line.options import (
     CHOICES,
+    Devices,
     check_names,
     load_model,
     read_chat,
@@ -85,7 +86,7 @@ INTERRUPTED = "Stopped. The same call with --answers goes on after the answers t
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Devices):
     """Let a model answer the problems of a task from a small cache, and score the answers."""
 
     model: str = "reasoner-11m"
@@ -174,7 +175,7 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
     policy = read_policy(config.policy, config.options)
     options = read_options(config.options)
     one = Candidate(config.task, policy, options, config.model, config.adapter)
-    model = load_model(config.model, config.adapter, config.dtype)
+    model = load_model(config.model, config.adapter, config.dtype, config.make_mesh())
     result = measure(model, one, config.answers)
     describe(config, result)
     if config.out is not None:
@@ -196,7 +197,7 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
             "and --options."
         )
     candidates = read_candidates(config.policies, model=config.model, adapter=config.adapter)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console, mesh = Console(width=None if sys.stdout.isatty() else 120), config.make_mesh()
     results: dict[str, Evaluated] = {}
     failed: dict[str, str] = {}
     models: dict[tuple[str, str | None], dms_jax.LanguageModel] = {}
@@ -205,7 +206,7 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
             if (each.model, each.adapter) not in models:
                 models.clear()  # before loading the next one: both may not fit a device
                 models[each.model, each.adapter] = load_model(
-                    each.model, each.adapter, config.dtype
+                    each.model, each.adapter, config.dtype, mesh
                 )
             answers = None if config.answers is None else config.answers / each.name
             model = models[each.model, each.adapter]

@@ -29,6 +29,7 @@ from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
 from dms_jax.checks import Count, NotNegative, Ratio, Whole, check
 from dms_jax.command_line.candidates import Candidate
 from dms_jax.command_line.options import (
+    Devices,
     load_model,
     read_chat,
     read_files,
@@ -46,7 +47,7 @@ INTERRUPTED = "Stopped. The same call with --out goes on after the answers that 
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Devices):
     """Compare systems over lengths of answers and numbers of chains."""
 
     model: str = "reasoner-11m"
@@ -105,7 +106,8 @@ def main(config: Config) -> Hyperscaling:
         make_folder("--out", config.out)
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     chat = read_chat(asked=config.chat, system=config.system, template=config.template)
-    load = functools.cache(functools.partial(load_model, dtype=config.dtype))
+    mesh = config.make_mesh()
+    load = functools.cache(functools.partial(load_model, dtype=config.dtype, mesh=mesh))
     # Check everything before loading a model.
     for numbers in ("lengths", "chains", "seeds", "temperatures"):
         kind = dict(seeds=Whole, temperatures=NotNegative).get(numbers, Count)
