@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gzip
-import importlib.util
 import json
 
 import jax
@@ -24,7 +23,6 @@ from experiments.benchmarks import (
     shapes,
     throughput,
     timing,
-    tpu_schedule,
     traces,
     training,
     vllm_peer,
@@ -405,51 +403,6 @@ def test_pictures_of_published_records_are_drawn(tmp_path):
     assert out.with_suffix(".png").stat().st_size > 10_000
     with pytest.raises(dms_jax.ConfigError, match=r"there is no decode\.json"):
         kernels.main(kernels.Config(picture=tmp_path, out=tmp_path))
-
-
-# -- the model of the TPU kernels ------------------------------------------------------------------
-
-
-def test_share_of_bandwidth_follows_from_bytes_bundles_and_latency():
-    parts = {
-        "buffers": 5,
-        "row_bundles": 100,
-        "block_bundles": 380,
-        "starting_bundles": 80,
-        "copies_a_block": 16,
-        "bytes_a_copy": 4096,
-        "bytes_a_block": 65536,
-        "slots_a_block": 128,
-        "blocks_a_row": 2,
-    }
-    # Two cores share 2 TB/s: 65.536 ns of bytes, and 430 bundles at 1 GHz.
-    chip = tpu_schedule.Chip("kind", "topology", 2, 1e9)
-    said = tpu_schedule.decode_share(parts, 256, chip, 2e12)
-    assert said == {
-        "copy_cycles": 66,
-        "cycles": 430,
-        "share_at_0_us": round(65.536 / 430, 3),
-        "share_at_0.5_us": round(65.536 / 430, 3),
-        "share_at_1_us": round(65.536 / 430, 3),
-    }
-    # With two buffers a copy does not start before the block in its buffer has been computed.
-    two = tpu_schedule.decode_share(parts | {"buffers": 2}, 256, chip, 2e12)
-    assert two["share_at_0.5_us"] == round(65.536 / ((65.536 + 430 + 500) / 2), 3)
-    assert two["share_at_1_us"] == round(65.536 / ((65.536 + 430 + 1000) / 2), 3)
-    # Half a last block is copied by half and computed as a whole.
-    short = tpu_schedule.decode_share(parts, 192, chip, 2e12)
-    assert (short["copy_cycles"], short["cycles"]) == (49, 430)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_bundles_of_a_program_are_found():
-    """XLA fetches each of 256 rows with the other that shares its words, by a copy of its own."""
-    found = tpu_schedule.compiled(tpu_schedule.CHIPS["v5e"], "fetch", "xla", (256, 1 << 20, 1))
-    loops = [one for whole in found.values() for one in whole.nested]
-    rows = sum(one.copies.count(("hbm_to_vmem", 512)) * (one.rounds or 1) for one in loops)
-    assert rows == 256
-    assert 256 < sum(whole.total() for whole in found.values()) < 256 * 50
 
 
 # -- beside vLLM -----------------------------------------------------------------------------------
