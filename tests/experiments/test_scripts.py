@@ -41,6 +41,16 @@ RUNS: dict[str, dict] = {
         data_parallel=(2,),
     ),
     "benchmarks.engine": dict(host=True, lanes=4, requests=9, clients=3, runs=1, regex="(.|\n)*"),
+    "benchmarks.engine, whole calls": dict(
+        shape="tiny",
+        lanes=2,
+        requests=3,
+        prompts=(5, 9),
+        new_tokens=4,
+        chunk=4,
+        runs=1,
+        dtype="float32",
+    ),
     "benchmarks.policies": dict(
         shape="tiny", context=640, batch=1, ratios=(2,), only=("SnapKV", "KVzap", "KCache")
     ),
@@ -61,6 +71,14 @@ RUNS: dict[str, dict] = {
         dtype="float32",
     ),
     "benchmarks.training": dict(cases=("tiny+products", "tiny-fsdp2+model2"), steps=1),
+    "benchmarks.vllm_peer": dict(  # vLLM's rows say that it is missing
+        shape="tiny",
+        parts=("plain",),
+        chats=(2,),
+        prompts=((2, 600),),
+        backends=("FLASH_ATTN",),
+        runs=1,
+    ),
     "reproduction.answers_under_load": dict(
         policies=("Vanilla",), requests=3, lanes=2, most_tokens=16, share=1.0
     ),

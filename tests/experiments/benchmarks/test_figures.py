@@ -135,18 +135,6 @@ def test_drawn_eviction_leaves_the_ratio():
 # -- calls of the engine and of a server -----------------------------------------------------------
 
 
-@pytest.mark.nightly
-def test_whole_calls_are_timed(tmp_path):
-    out = tmp_path / "engine.json"
-    sizes: dict = dict(lanes=2, requests=3, prompts=(5, 9), new_tokens=4, chunk=4, runs=1)
-    engine.main(engine.Config(shape="tiny", **sizes, dtype="float32", out=out))
-    results = json.loads(out.read_text())
-    (run,) = results["runs"]
-    assert results["first_call"]["requests"] == run["requests"] == 3
-    assert 15 <= run["prompt_tokens"] <= 27
-    assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
-
-
 def test_a_turn_is_split_at_its_launches():
     marks = engine.Marks()
     marks.events = [
@@ -231,20 +219,6 @@ def test_session_prompts_have_the_recorded_lengths():
     one, other = prompts.now
     assert one[: lengths.shared] == other[: lengths.shared]
     assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
-
-
-@pytest.mark.nightly
-def test_sessions_ask_a_running_server(tmp_path):
-    out = tmp_path / "sessions.json"
-    with a_server(policy=dms_jax.Vanilla(), prefix_cache=1e6) as client:
-        sizes = dict(shape="tiny", sessions=3, turns=4, shorten=150)
-        address = f"http://127.0.0.1:{client.port}"
-        agent_sessions.main(agent_sessions.Config(**sizes, url=address, out=out))
-        assert client.metric("dms_jax_answers_total") == 12
-    (row,) = json.loads(out.read_text())["rows"]
-    assert [turn["prompt"] for turn in row["turns"]] == [58, 60, 62, 64]
-    assert all(0 < turn["median_seconds"] <= turn["longest_seconds"] for turn in row["turns"])
-    assert [turn["cached"] > 0.5 for turn in row["turns"]] == [False, True, True, True]
 
 
 # Compiles into the cache of its folder and no other, and takes a tenth of a second.
@@ -459,22 +433,3 @@ def test_endless_copy_of_a_model_has_no_end_tokens(tmp_path):
     assert json.loads((copy / "generation_config.json").read_text()) == dict(eos_token_id=None)
     assert json.loads((copy / "tokenizer_config.json").read_text())["eos_token"] == "<rare>"
     assert (copy / "model.safetensors").read_bytes() == b"weights"
-
-
-@pytest.mark.nightly
-def test_one_system_is_timed_where_the_other_is_missing(tmp_path):
-    config = peer_config(
-        tmp_path,
-        parts=("plain",),
-        chats=(2,),
-        prompts=((2, 600),),
-        backends=("FLASH_ATTN",),
-        runs=1,
-    )
-    vllm_peer.main(config)
-    rows = json.loads(config.out.read_text())["rows"]
-    assert [("median" in row, row["system"].split(",")[0]) for row in rows] == [
-        (True, "dms_jax"),
-        (False, "vLLM"),
-    ] * 2
-    assert "vllm" in rows[1]["error"] or "torch" in rows[1]["error"]
