@@ -1,4 +1,4 @@
-"""Where progress is shown: a terminal, a file, or a notebook."""
+"""The console for progress: a terminal, a file, or a notebook."""
 
 import importlib.util
 
@@ -6,9 +6,9 @@ from rich.console import Console
 
 
 def console_for_progress(*, stderr: bool = False) -> Console:
-    """Returns a console for a bar; a notebook without ipywidgets gets lines, as a file does.
+    """Returns a console for a bar; a notebook without ipywidgets gets lines, like a file.
 
-    There rich would show no bar either, and warn at every refresh.
+    There rich would show no bar, and warn at every refresh.
     """
     console = Console(stderr=stderr)
     if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:

@@ -1,4 +1,4 @@
-r"""Complete prompts from a small cache, streamed, and show what each answer used.
+r"""Complete prompts from a small cache, streamed, and show the cache use of each answer.
 
     dms-jax generate "Once upon a time"
     dms-jax generate "Lily and Tom" --policy TOVA --options budget=64
@@ -7,10 +7,10 @@ r"""Complete prompts from a small cache, streamed, and show what each answer use
         --template enable_thinking=true
     dms-jax generate --file prompts.txt --policy TOVA --options '{"budget": 64}'
 
-Prompts come first: --options, --template and --stop take every word up to the next option.
+Prompts come first: --options, --template and --stop take all words up to the next option.
 
-What a model thinks before it answers a message (<think>, the channels of gpt-oss) is dimmed on a
-terminal and left out of a file or a pipe.
+Thoughts before an answer (<think>, the channels of gpt-oss) are dimmed on a terminal and omitted
+from a file or a pipe.
 """
 
 import collections
@@ -42,7 +42,7 @@ INTERRUPTED = "\ninterrupted"
 
 @dataclasses.dataclass(frozen=True)
 class Config(Generating):
-    """Complete prompts from a small cache, streamed, and show what each answer used."""
+    """Complete prompts from a small cache, streamed, and show the cache use of each answer."""
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
     """Prompts: texts to complete, or messages to answer (--chat)."""
@@ -52,7 +52,7 @@ class Config(Generating):
     """Send each prompt as a user's message through the chat template. This is the default if the
     checkpoint has one."""
     plain: bool = False
-    """Give each prompt to the model as it is, even if the checkpoint has a chat template."""
+    """Use each prompt as plain text, even if the checkpoint has a chat template."""
     samples: int = 1
     """Answers to each prompt; they differ unless the temperature is 0."""
 
@@ -82,14 +82,14 @@ def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -
     if not config.chat:
         print(
             "Each prompt goes through the checkpoint's chat template as a user's message (--plain: "
-            "the prompt as it is).",
+            "plain text instead).",
             file=sys.stderr,
         )
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 class Screen:
-    """Shows answers: a single one streamed, several as each is done."""
+    """Shows answers: a single one streamed, several ones each when it ends."""
 
     def __init__(self, console: Console, prompts: Sequence[str], forms: Sequence[AnswerForm]):
         self._console, self._prompts, self._forms = console, prompts, forms
@@ -98,7 +98,7 @@ class Screen:
 
     def __call__(self, update: Update) -> None:
         if len(self._prompts) == 1:
-            if self._alone is None:  # not earlier: an error has a line of its own
+            if self._alone is None:  # not earlier, so that an error gets its own line
                 self._show_prompt(0)
                 self._alone = AnswerWriter(self._console, self._forms[0])
             self._alone.write(update.text, last=update.finished)
@@ -114,12 +114,12 @@ class Screen:
         prompt = self._prompts[index]
         if self._console.is_terminal:
             self._console.print(prompt, style="bold", markup=False, emoji=False, highlight=False)
-        else:  # a file gets the prompt as it is
+        else:  # a file gets the prompt unchanged
             Writer(self._console).write(prompt, last=True)
 
 
 def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
-    """Returns a table of what each answer used of the cache."""
+    """Returns a table of the cache use of each answer."""
     table = Table(
         title=f"{policy}: {generation.usage.new_tokens / seconds:,.0f} tokens a second, "
         f"{seconds:.1f} s with compilation"
@@ -152,7 +152,7 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
 
 
 def nothing_left(policy: Policy, generation: Generation) -> str | None:
-    """Returns advice if a policy that should drop tokens dropped none, else None."""
+    """Returns advice if a policy that should drop tokens dropped none, otherwise None."""
     usage = generation.usage
     if isinstance(policy, Vanilla | SelectiveReading) or usage.compression_ratio > 1:
         return None

@@ -4,8 +4,8 @@
     dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
-The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
-which takes some minutes. The figures of GPUs are estimates from a TPU's program.
+libtpu (pip install 'dms-jax[tpu]', on Linux) compiles the step of each stage ahead of time, which
+takes some minutes. Figures for GPUs are estimates from a TPU's program.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from dms_jax.training import Recipe
 from dms_jax.training.display import short
 from dms_jax.training.planning import find_machine, plan
 
-# Packages on which the figures of a plan depend.
+# Packages that affect the figures of a plan.
 COMPILERS = ("jax", "jaxlib", "libtpu")
 # Keep libtpu from looking for a TPU and from locking it against other processes that compile.
 NO_TPU = {
@@ -48,8 +48,8 @@ class Planned:
     """A shape by name (those of the models page, such as llama-3.2-1b, qwen3-30b-a3b, gpt-oss-20b),
     a model that ships, a GGUF file, or a directory with a config.json."""
     machine: tuple[str, ...] = ("8xh200",)
-    """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan. Devices
-    that the shards below leave split sequences."""
+    """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan. The
+    devices not used by the shards below split sequences."""
     out: pathlib.Path | None = None
     """A JSON file for the plans, with versions and date."""
 
@@ -59,7 +59,8 @@ class Config(Training, Planned):  # --help lists the fields of the last base fir
     """Estimate the memory and time of a retrofit on a machine that you do not have."""
 
     recipe: RecipeName = "paper"
-    """As in dms-jax retrofit, which has the same options from --policy on; the default differs."""
+    """Same as in dms-jax retrofit, which has the same options from --policy on; the default
+    differs."""
 
 
 def shape_of(model: str) -> ModelConfig:
@@ -90,7 +91,7 @@ def main(config: Config) -> None:
     policy, recipe = config.make_policy(), config.make_recipe(shape.max_position_embeddings)
     if config.out is not None:
         make_place("--out", config.out)
-    for machine in config.machine:  # all are checked before the first compiles
+    for machine in config.machine:  # check all before compiling the first
         find_machine(machine)
     told = {} if config.out is None else made_by(config)
     plans: list[dict[str, Any]] = []
@@ -106,7 +107,7 @@ def main(config: Config) -> None:
             sequence_shards=config.sequence_shards,
         )
         print(f"{made}\n", flush=True)
-        if config.out is not None:  # at once: the next may take long to compile
+        if config.out is not None:  # write at once: the next may take long to compile
             plans.append({"model": config.model, **made.figures()})
             write_json(config.out, told | {"plans": plans})
     print(caches(shape, policy, recipe))
@@ -123,7 +124,7 @@ def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
 
 
 def made_by(config: Config) -> dict[str, Any]:
-    """Returns how, when and by which compilers plans were made."""
+    """Returns the command, date and compilers of the plans."""
     versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     found = {name: versions[name] for name in COMPILERS if name in versions}
     told = provenance(config)

@@ -9,19 +9,19 @@ from rich.segment import Segment, Segments
 from dms_jax.generation.answers import AnswerForm, AnswerReader
 from dms_jax.generation.call_readers import Text
 
-# Characters after which text without spaces, such as Chinese, is no longer held back.
+# The most characters to hold back of text without spaces, such as Chinese.
 _LONGEST_WORD = 30
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class Writer:
-    """Writes the pieces of a text as they come.
+    """Writes the pieces of a text as they arrive.
 
-    A word is held back until its end is known, so that a line can break before it.
+    Holds back a word until its end is known, so that a line can break before it.
 
     Args:
       console: where to write.
-      width: columns of a line; by default those of the terminal, and unlimited elsewhere.
+      width: columns of a line; by default the terminal's, and unlimited elsewhere.
       style: rich style on a terminal.
     """
 
@@ -33,7 +33,7 @@ class Writer:
     def write(self, text: str, *, last: bool = False) -> None:
         """Writes a piece; the last one flushes the held word and ends the line."""
         if self._width is None:
-            # As a segment: a text would have its tabs expanded and its carriage returns dropped.
+            # As a Segment: rich's Text expands tabs and drops carriage returns.
             self._console.print(Segments([Segment(text + "\n" * last)]), end="", soft_wrap=True)
             return
         text = self._held + text
@@ -78,7 +78,7 @@ class Writer:
 
 
 class AnswerWriter:
-    """Streams an answer; on a terminal also the model's thoughts, dimmed, in lines of their own.
+    """Streams an answer; on a terminal also the model's thoughts, dimmed, on separate lines.
 
     Args:
       console: where to write.

@@ -1,7 +1,7 @@
 """`evaluate_choices`: questions answered by the likelihood of their options, from the real cache.
 
 Two scores, as in lm-evaluation-harness: **acc**, how often the right option is the most likely, and
-**acc_norm**, how often it is the one with the largest log-probability per character.
+**acc_norm**, how often it has the largest log-probability per character.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class ChoiceResult:
         return mean_over_problems((self.chosen_norm == self.gold).astype(np.float64)[:, None])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the figures as JSON data, with what was chosen for each question."""
+        """Returns the figures as JSON data, with the chosen option of each question."""
         return {
             **self.settings,
             "questions": len(self.gold),
@@ -93,7 +93,7 @@ def evaluate_choices(
     Args:
       model: a model with a tokenizer.
       task: one of `dms_jax.evaluation.tasks` that is answered by likelihood.
-      policy: the cache policy; the checkpoint's own if None.
+      policy: the cache policy; the checkpoint's if None.
       problems: number of questions; all of the file if None.
       serving: options of the cache; `Serving()` if None.
 

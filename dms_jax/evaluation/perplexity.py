@@ -1,8 +1,8 @@
 """`perplexity`: the loss of a model on a text, teacher-forced through the real paged cache.
 
-The text is cut into its documents (at `<|endoftext|>`, where there is any), and those into windows.
-Each token is predicted once: the first one of a document after the token that begins a sequence,
-the first one of any other window after the last one before it.
+The text is split into documents (at `<|endoftext|>`), and documents into windows. Each token is
+predicted once. The first token of a document follows the beginning-of-sequence token; the first
+token of any other window follows the last token of the window before.
 
     [begin] t0 t1 t2 | t3 t4 t5 | t6      windows of 3: begin t0 t1 t2, t2 t3 t4 t5, t5 t6
 """
@@ -26,7 +26,7 @@ from dms_jax.generation import Score, score
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
-_LONGEST_WINDOW = 4096  # by default: one window of 131,072 tokens would take days
+_LONGEST_WINDOW = 4096  # the default; one window of 131,072 tokens would take days
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +106,18 @@ def perplexity(
     max_tokens: int | None = None,
     serving: Serving | None = None,
 ) -> Perplexity:
-    """Predicts a text file token by token through the cache, as decoding would.
+    """Predicts a text file token by token through the cache, as in decoding.
 
     Args:
       model: a model with a tokenizer.
-      path: a text in UTF-8, whose documents may be separated by `<|endoftext|>`.
-      policy: the checkpoint's own if None.
-      window: tokens predicted together; what the model's positions hold, at most 4096, if None.
-      max_tokens: predict only so many tokens; all of them if None.
+      path: a text in UTF-8; `<|endoftext|>` separates documents.
+      policy: the cache policy; the checkpoint's if None.
+      window: tokens predicted together; None for all positions of the model, at most 4096.
+      max_tokens: the most tokens to predict; all if None.
       serving: options of the cache; 64 windows at a time if None.
 
     Raises:
-      DataError: the file cannot be read or is empty, or a window is beyond the model's positions.
+      DataError: the file cannot be read or is empty, or a window exceeds the model's positions.
       CapacityError: the memory does not hold the windows that run together.
     """
     check_model(model)

@@ -1,4 +1,4 @@
-"""A progress bar, with the running score where there is one."""
+"""A progress bar, with a running score if there is one."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ Tick = Callable[..., None]
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
-    """Shows how many of a number of things are done on standard error, and their mean score.
+    """Shows the number of finished items on standard error, and their mean score.
 
     Yields:
-      A function to call for each with its score, or with nothing where none is known.
+      A function to call for each item with its score, if known.
     """
     columns = (
         TextColumn("{task.description}", style="progress.description", markup=False),

@@ -1,7 +1,7 @@
-"""The notebooks run from an empty folder on the wheel of this checkout, and show what they promise.
+"""The notebooks run from an empty folder with the wheel of this checkout, and show their results.
 
-Each lies here twice: a script (py:percent), which is read and changed, and the notebook that
-`make notebooks` writes from it.
+Each notebook has two files: a script (py:percent) to edit, and the notebook that `make notebooks`
+writes from it.
 """
 
 import base64
@@ -23,7 +23,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 COLAB = ROOT / "colab"
 SCRIPTS = sorted(COLAB.glob("*.py"))
-# Small settings, what a run prints, and how many figures it draws.
+# Small settings, a text that the run prints, and its number of figures.
 RUNS = {
     "quickstart": (dict(PROBLEMS=2, LONGEST_ANSWER=24), "tokens in the cache at the peak", 1),
     "retrofit": (dict(STEPS_PER_RATIO=2, RATIO=2.0, WINDOW=8), "live tokens:", 1),
@@ -37,7 +37,7 @@ SOURCE = "https://github.com/dms-jax/dms_jax"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with nothing but what the wheel holds."""
+    """A folder with only the contents of the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
@@ -54,7 +54,7 @@ def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
         "PYTHONPATH": str(installed),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
-        "DMS_JAX_ASSETS": str(ROOT / "dms_jax" / "assets"),  # what would be fetched
+        "DMS_JAX_ASSETS": str(ROOT / "dms_jax" / "assets"),  # assets that would be fetched
         "IPYTHONDIR": str(tmp_path / "ipython"),
     }
     if name in RUNS_FOR_LONG:
@@ -90,7 +90,7 @@ def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
 
 
 def has_drawing(picture: str) -> bool:
-    """Whether a picture has more than a frame and its words: lines or areas in colour."""
+    """Whether a picture has coloured lines or areas beside its frame and text."""
     from matplotlib import image
 
     pixels = image.imread(io.BytesIO(base64.b64decode(picture)), format="png")[..., :3]
@@ -98,7 +98,7 @@ def has_drawing(picture: str) -> bool:
 
 
 @pytest.mark.release
-def test_a_frame_alone_is_no_drawing():
+def test_control_empty_frame_is_no_drawing():
     from matplotlib.figure import Figure
 
     def drawn(*points):
@@ -115,7 +115,7 @@ def test_a_frame_alone_is_no_drawing():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_script_and_notebook_say_the_same_and_carry_no_outputs(path):
+def test_script_equals_notebook_without_outputs(path):
     assert path.stem in RUNS
     notebook = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     script = jupytext.read(path)
@@ -130,7 +130,7 @@ def test_script_and_notebook_say_the_same_and_carry_no_outputs(path):
     assert f'SOURCE = "{SOURCE}"' in notebook.cells[1].source
 
 
-def test_the_first_cell_is_the_same_everywhere():
+def test_first_cells_are_equal():
     assert len({jupytext.read(path).cells[1].source for path in SCRIPTS}) == 1
 
 
@@ -143,9 +143,7 @@ def test_the_first_cell_is_the_same_everywhere():
         (False, False, "checkout/colab", "checkout[plots]"),
     ],
 )
-def test_the_first_cell_installs_what_the_runtime_needs(
-    card, tpu, folder, expected, tmp_path, monkeypatch
-):
+def test_first_cell_installs_extras_of_runtime(card, tpu, folder, expected, tmp_path, monkeypatch):
     where = tmp_path / folder
     where.mkdir(parents=True)
     package = tmp_path / "checkout" / "dms_jax"

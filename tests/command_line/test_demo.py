@@ -28,13 +28,13 @@ def ran(monkeypatch):
         (["--only", "quickstart", "--quickstart.sequences", "9"], [("quickstart", 9)]),
     ],
 )
-def test_parts_by_name(arguments, expected, ran):
+def test_parts_are_selected_by_name(arguments, expected, ran):
     assert run(demo.main, demo.Config, description="", arguments=arguments) == 0
     assert ran == expected
 
 
 def test_only_the_first_part_runs_offline(ran, monkeypatch, capsys):
-    """It was an error, after two minutes in which the first part had gone well."""
+    """It used to fail after two minutes, when the first part had succeeded."""
 
     def offline(name):
         raise dms_jax.DataError(f"{name} cannot be fetched")

@@ -1,4 +1,4 @@
-"""`dms-jax evaluate`: what it prints and writes, and its errors."""
+"""`dms-jax evaluate`: output, files and errors."""
 
 import dataclasses
 import json
@@ -92,7 +92,7 @@ def test_tasks_on_files(tmp_path, capsys):
         (dict(task="piqa", answers=pathlib.Path("a")), "--answers is for tasks that are answered"),
     ],
 )
-def test_options_that_a_task_does_not_use_are_refused(given, message):
+def test_unused_task_options_are_refused(given, message):
     with pytest.raises(dms_jax.ConfigError, match=message):
         evaluate.main(evaluate.Config(model=MODEL, **given))
 
@@ -142,7 +142,7 @@ def test_programming_tasks_by_name(tmp_path, capsys):
     assert "| humaneval |" in capsys.readouterr().out
 
 
-def test_rulers_tasks_by_name(tmp_path):
+def test_ruler_tasks_by_name(tmp_path):
     squad = text(tmp_path / "dev.json", "{}")
     names = [task.name for task in options.read_tasks("ruler", ["length=900", f"squad={squad}"])]
     assert names == list(RULER_TASKS[:12])

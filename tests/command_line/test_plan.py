@@ -33,14 +33,14 @@ def test_published_numbers_of_parameters():
         assert count == pytest.approx(published, rel=4e-3), name
 
 
-def test_the_retrofit_that_is_planned():
+def test_options_select_recipe_and_policy():
     config = plan.Config(paper_model="qwen-r1-7b", steps=110, trainable="all")
     assert config.make_recipe().total_steps(config.make_policy()) == 110
     assert config.make_policy() == dms_jax.DMS(window=16)
     assert config.make_recipe().remat == "auto"
 
 
-def test_a_shape_is_that_of_a_directory(tmp_path):
+def test_shape_may_come_from_a_directory(tmp_path):
     shape = plan.shape_of(str(assets.path("stories260k")))
     assert shape == dms_jax.load(assets.path("stories260k")).config
     assert plan.shape_of("stories260k") == shape
@@ -61,7 +61,7 @@ def test_machines_are_checked_before_compiling(monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_file_of_plans(tmp_path, monkeypatch, capsys):
+def test_plans_are_written_to_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **options: planned())
     out = tmp_path / "figures" / "plans.json"
     plan.main(plan.Config(machine=("8xh200", "8xh200"), out=out))

@@ -1,4 +1,4 @@
-"""The bar of answers and their score, where it is shown."""
+"""The progress bar of answers and their score."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every script: how it is called, how it ends, where it writes, and its smallest run."""
+"""Every script: options, exit status, output files, and its smallest run."""
 
 import dataclasses
 import importlib
@@ -8,7 +8,7 @@ import re
 import runpy
 import sys
 
-# When it is first imported jax has one setting more, and traces again what it traced before.
+# Its first import adds a jax setting, after which everything is traced again.
 import jax.experimental.pallas.tpu  # noqa: F401
 import pytest
 
@@ -22,7 +22,7 @@ SCRIPTS = [
     for path in sorted((ROOT / "experiments").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 ]
-# The smallest settings of scripts that run on a CPU with nothing put in the place of their parts.
+# The smallest settings of scripts that run on a CPU without replacing any part.
 RUNS: dict[str, dict] = {
     "benchmarks.agent_sessions": dict(
         shape="tiny", layers=1, sessions=2, turns=2, shorten=60, dtype="float32"
@@ -87,7 +87,7 @@ RUNS: dict[str, dict] = {
 
 def ended(name, monkeypatch, *arguments) -> int:
     """Runs a script as `python -m` does; its exit status."""
-    monkeypatch.delitem(sys.modules, name, raising=False)  # as if it were not imported yet
+    monkeypatch.delitem(sys.modules, name, raising=False)  # as if the script were not imported yet
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(name, run_name="__main__")
@@ -109,13 +109,13 @@ def test_options_are_read_and_bad_ones_refused(name, monkeypatch, capsys, tmp_pa
     said = capsys.readouterr()
     assert "no-such-option" in said.err
     assert said.out == ""
-    # Committed results are written over only if that is asked for.
+    # Committed results are overwritten only on request.
     for place in fields.keys() & {"out", "pages", "save", "pack"}:
         default = fields[place].default
         assert not isinstance(default, pathlib.Path) or default.parts[0] == "runs"
     if "out" not in fields:
         return
-    # A folder below a file is none; kernels are timed on a GPU alone.
+    # The parent of the output folder is a file; kernels are timed only on a GPU.
     (tmp_path / "file").touch()
     missing = dataclasses.MISSING
     required = [x.name for x in fields.values() if x.default is x.default_factory is missing]
@@ -134,7 +134,7 @@ def config_of(name: str) -> type:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_smallest_run_writes_figures(name, tmp_path, monkeypatch):
-    """Figures are written, and none of them is not a number."""
+    """Figures are written, and none is NaN."""
 
     def refuse(word):
         raise ValueError(f"{word} is not JSON")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import write_json
+from dms_jax.command_line.reports import read_file, write_json, write_text
 from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
@@ -24,13 +24,13 @@ from dms_jax.generation.requests import make_requests
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Vanilla
 
-Place = tuple[int, int]  # number of the prompt, number of its answer
+Place = tuple[int, int]  # index of the prompt, index of its answer
 
 
 def sample(
     config: SelfTaught, model: LanguageModel, questions: Questions, folder: pathlib.Path
 ) -> dict[Place, Completion]:
-    """Samples the answers that the folder's journal lacks, with the whole cache.
+    """Samples the answers missing in the folder's journal, with the whole cache.
 
     Answer k of a prompt is drawn at temperature number k // answers; a held-out prompt has one
     answer, at the first temperature. Draws do not depend on where an earlier call stopped.
@@ -92,7 +92,7 @@ class Lessons:
     """The answers to train on and to measure with.
 
     Attributes:
-      training: prompt and answer of each kept answer, as token ids.
+      training: (prompt, answer) of each kept answer, as token ids.
       held_out: the same for the held-out prompts, unfiltered.
       figures: counts and shares, as JSON data.
     """
@@ -108,7 +108,7 @@ def choose(
     answers: dict[Place, Completion],
     folder: pathlib.Path,
 ) -> Lessons:
-    """Filters the answers and writes `lessons.jsonl` and `lessons.json`, unless they are there.
+    """Filters the answers and writes `lessons.jsonl` and `lessons.json`, unless they exist.
 
     Raises:
       DataError: the filter leaves nothing.
@@ -118,7 +118,7 @@ def choose(
         for number in questions.held_out
     ]
     if (folder / "lessons.json").exists():
-        figures = json.loads((folder / "lessons.json").read_text(encoding="utf-8"))
+        figures = json.loads(read_file("--out", folder / "lessons.json"))
         return Lessons(read_lessons(folder), held_out, figures)
     training: list[Exchange] = []
     rows: list[dict[str, Any]] = []
@@ -152,16 +152,14 @@ def choose(
         "longest": max(lengths),
         "held_out": len(questions.held_out),
     }
-    with (folder / ".lessons.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    (folder / ".lessons.jsonl").replace(folder / "lessons.jsonl")
+    write_text(folder / "lessons.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_json(folder / "lessons.json", figures)
     return Lessons(training, held_out, figures)
 
 
 def read_lessons(folder: pathlib.Path) -> list[Exchange]:
-    """Returns the training examples that an earlier call wrote to `lessons.jsonl`."""
-    lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
+    """Returns the training examples in `lessons.jsonl`, from an earlier call."""
+    lines = read_file("--out", folder / "lessons.jsonl").splitlines()
     return [_exchange(json.loads(line)) for line in lines]
 
 

@@ -1,11 +1,11 @@
 """The prompts of a self-taught retrofit: questions to answer, or texts to continue.
 
-The last `held_out` prompts of the file are for measuring; copies of them are not trained on. Rows
-of JSON lines have
+The last `held_out` prompts of the file are for measuring; training skips copies of them. Rows of
+JSON lines have
 
     question, answer   problems of a task, asked as it asks them, with a judge of final answers
-    prompt             a text, asked as a user's message or (without a chat) continued as it is
-    messages           a conversation, of which the turns before the last answer are the prompt
+    prompt             a text, sent as a user's message or (without a chat) continued
+    messages           a conversation; the turns before the last answer are the prompt
     text               continued from its first tokens, as are texts between <|endoftext|>
 """
 
@@ -35,11 +35,11 @@ class Questions:
     """Prompts as token ids.
 
     Attributes:
-      training: numbers of the prompts to train on; none is a copy of one that is held out.
-      held_out: numbers of the prompts to measure with.
-      tokens: token ids of each prompt, by number.
-      task: the task whose problems they are; None if nothing judges the answers.
-      chat: how they are asked; None for plain text.
+      training: indices of the prompts to train on, without copies of held-out ones.
+      held_out: indices of the prompts to measure with.
+      tokens: token ids of each prompt, by index.
+      task: the task of the problems; None if nothing judges the answers.
+      chat: the chat options; None for plain text.
       fingerprint: SHA-256 of the file.
     """
 
@@ -51,7 +51,7 @@ class Questions:
     fingerprint: str
 
     def scores(self, answers: Sequence[tuple[int, str]]) -> list[float]:
-        """Returns the scores of answers, (number of the prompt, text) each; 0 without a judge."""
+        """Returns the scores of answers, (index of the prompt, text) each; 0 without a judge."""
         if self.task is None:
             return [0.0] * len(answers)
         task = self.task
@@ -62,7 +62,7 @@ def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
     """Reads and encodes the prompts.
 
     Raises:
-      ConfigError: there are too few, or the judge has nothing to go by.
+      ConfigError: there are too few prompts, or no judge for the settings.
       DataError: the file is malformed.
     """
     if config.prompts is None:
@@ -78,7 +78,7 @@ def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
     tokens = {}
     if first_held_out > 0:
         tokens = {number: _asked(number, records, task, model, chat, config) for number in held_out}
-    # Short beginnings, and files that repeat themselves, give some prompts twice.
+    # Short beginnings, and files with repetitions, produce duplicate prompts.
     known = {tuple(each) for each in tokens.values()}
     training, same = [], 0
     for number in range(first_held_out):
@@ -144,7 +144,7 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathe
         if config.style != "auto":
             raise dms_jax.ConfigError(
                 f"--style {config.style} is of problems that a judge knows, and these prompts are "
-                "asked as they are: give --judge, or leave it out."
+                "plain: give --judge, or leave it out."
             )
         return None
     assert config.prompts is not None

@@ -14,7 +14,13 @@ import json
 from typing import Any
 
 import dms_jax
-from dms_jax.command_line.reports import make_folder, provenance, reserve_folder, write_json
+from dms_jax.command_line.reports import (
+    make_folder,
+    provenance,
+    read_file,
+    reserve_folder,
+    write_json,
+)
 from dms_jax.command_line.retrofitting import check_window
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
 from dms_jax.command_line.self_taught.measuring import HeldOut, measure
@@ -28,10 +34,10 @@ BASE = "vanilla"
 
 
 def self_taught(config: SelfTaught) -> dict[str, Any]:
-    """Runs the stages that are not done yet, and returns the figures.
+    """Runs the unfinished stages, and returns the figures.
 
     Raises:
-      ConfigError: a setting makes no sense, or the directory holds a run with other settings.
+      ConfigError: a setting is invalid, or the directory holds a run with other settings.
       DataError: the prompts cannot be used, or no answer is left to train on.
     """
     if not config.model or config.prompts is None:
@@ -45,13 +51,13 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         _check_settings(config)
         base = config.load()
         positions = base.config.max_position_embeddings
-        if recipe.sequence_length > positions:  # known before hours of sampling
+        if recipe.sequence_length > positions:  # fail before hours of sampling
             raise dms_jax.ConfigError(
                 f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
-                f"of --model {config.model}: give at most so many."
+                f"of --model {config.model}: give no more."
             )
         questions = read_questions(config, base)
-    write_json(config.out / "settings.json", config.to_dict())  # a wrong call leaves none
+    write_json(config.out / "settings.json", config.to_dict())  # after all checks
     answers = sample(config, base, questions, config.out / "answers")
     lessons = choose(config, questions, answers, config.out)
     held_out = HeldOut(config, base, lessons.held_out)
@@ -69,7 +75,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         name = f"{ratio:g}"
         if not (folder / f"{name}.json").exists():
             measure(config, exported(config, name), *told, name)
-        systems[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        systems[name] = json.loads(read_file("--out", folder / f"{name}.json"))
     results = {
         "provenance": provenance(config),
         "prompts": questions.fingerprint,
@@ -118,7 +124,7 @@ def _check_settings(config: SelfTaught) -> None:
     file, settings = config.out / "settings.json", config.to_dict()
     if not file.exists():
         return
-    there = json.loads(file.read_text(encoding="utf-8"))
+    there = json.loads(read_file("--out", file))
     differ = [
         f"--{name.replace('_', '-')} {there.get(name)}, not {settings.get(name)}"
         for name in sorted(there.keys() | settings.keys())

@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks: what decides a number that is published."""
+"""The arithmetic of benchmarks, which decides published numbers."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def test_roofline_is_of_the_device_that_reads_most(monkeypatch):
 
 
 def test_device_groups_have_their_own_sequences(monkeypatch):
-    """Four devices, of which two and two share heads: `batch` sequences for each pair."""
+    """Four devices in two pairs that share heads: `batch` sequences for each pair."""
     model = shapes.model_of("tiny", jnp.float32, dms_jax.make_mesh(2, 2))
     sizes = dict(shapes=("tiny",), batch=3, context=192, window=16, chunk=4, dtype="float32")
     config = decode_steps.Config(**sizes, ratios=(1,), model_parallel=(2,), data_parallel=(2,))
@@ -132,10 +132,10 @@ def test_drawn_eviction_leaves_the_ratio():
     assert kept == pytest.approx(1024)
 
 
-# -- calls of the engine and of a server -----------------------------------------------------------
+# -- calls of an engine and of a server ------------------------------------------------------------
 
 
-def test_a_turn_is_split_at_its_launches():
+def test_turn_time_is_split_at_launches():
     marks = engine.Marks()
     marks.events = [
         *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
@@ -221,7 +221,7 @@ def test_session_prompts_have_the_recorded_lengths():
     assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
 
 
-# Compiles into the cache of its folder and no other, and takes a tenth of a second.
+# A step compiles into the cache of its folder only, and takes a tenth of a second.
 SCRIPT = (
     "import os, time",
     "assert 'JAX_COMPILATION_CACHE_DIR' not in os.environ",
@@ -232,7 +232,7 @@ SCRIPT = (
 WORK = f'python -c "{"; ".join(SCRIPT)}"'
 
 
-def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path):
+def test_steps_of_a_folder_run_in_sequence(monkeypatch, tmp_path):
     steps = {
         name: first_results.Step(name, WORK, folder)
         for name, folder in zip("abc", "xyx", strict=True)
@@ -258,8 +258,8 @@ def event(name, ts, dur, module="jit_decode", pid=1):
     return dict(ph="X", pid=pid, name=name, ts=ts, dur=dur, args={"hlo_module": module})
 
 
-def test_launches_and_busy_time_are_counted(tmp_path):
-    """Two steps of two layers: two kernels a layer, of which one overlaps, and one a step."""
+def test_trace_counts_launches_and_busy_time(tmp_path):
+    """Two steps of two layers: two kernels a layer, one of them overlapping, and one a step."""
     events = [event("loop_add_fusion", 0, 50, module="jit_clear")]
     for step in range(2):
         for layer in range(2):
@@ -293,7 +293,7 @@ def test_launches_and_busy_time_are_counted(tmp_path):
     assert list(trace.programs()) == ["decode", "clear"]
 
 
-def test_families_of_kernels(monkeypatch):
+def test_kernels_are_grouped_by_family(monkeypatch):
     events = [
         (0.0, 900.0, "ncclDevKernel_AllGather_RING_LL"),
         (1.0, 2000.0, "nvjet_tst_128x256"),
@@ -310,7 +310,7 @@ def test_families_of_kernels(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
-    """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""
+    """With the trace of a GPU busy for 3 of 4 us a call, and an implementation that refuses."""
     events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
 
     def device_events(run):
@@ -336,8 +336,8 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["prefill", "training"])
-def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
-    """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
+def test_implementation_is_checked_against_the_reference(monkeypatch, name):
+    """XLA's implementation stands for a kernel, and differs only by bfloat16 rounding."""
     if name == "prefill":
         monkeypatch.setattr(kernels_training, "HEADS", 2)
         monkeypatch.setattr(kernels_training, "KV_HEADS", 1)
@@ -418,7 +418,7 @@ def test_best_backend_has_the_least_time_over_all_loads(tmp_path):
     assert len(json.loads((tmp_path / "peer.json").read_text())["rows"]) == 7
 
 
-def test_endless_copy_of_a_model_has_no_end_tokens(tmp_path):
+def test_endless_model_copy_has_no_end_tokens(tmp_path):
     source, copy = tmp_path / "model", tmp_path / "copy"
     source.mkdir()
     copy.mkdir()

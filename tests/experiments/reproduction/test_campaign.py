@@ -1,4 +1,4 @@
-"""The campaign in its smallest setting: pieces, resuming, and the record that claims read."""
+"""The campaign in its smallest setting: pieces, resuming, and the record for the claims."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def served(monkeypatch):
 
 
 def recorded(config, monkeypatch):
-    """The record, as claims read it."""
+    """The record in the form of the claims."""
     path = config.out / "record.json"
     assert call(config, "record") == 0
     records.record.cache_clear()
@@ -117,7 +117,7 @@ def test_eight_worked_examples_come_before_a_problem(config):
 
 
 def test_answers_of_data_files_become_text(config):
-    """As numbers, and within solutions; what has no answer is left out."""
+    """Answers as numbers, and within solutions; problems without an answer are left out."""
     rows = [
         {"question": "1 + 1?", "answer": 2.0},
         {"problem": "Half?", "solution": r"First \boxed{3}, then \boxed{\frac{1}{2}}."},
@@ -135,7 +135,7 @@ def test_answers_of_data_files_become_text(config):
     assert task.score(problem, r"It is $\boxed{\frac{1}{2}}$.") == 1
 
 
-def test_pieces_that_cannot_run_say_why(config, capsys):
+def test_impossible_pieces_say_why(config, capsys):
     assert call(config, "ask-math500-plain") == 1
     assert "left out: there is no " in capsys.readouterr().out
     assert call(config, "ask-gsm8k-dms-3.3-0") == 0
@@ -164,8 +164,8 @@ def test_names_are_unique_and_needs_come_first(config):
     assert sum(name.startswith("train-") for name in names) == 3 * 3 + 2
 
 
-def test_rivals_have_the_measured_peak_of_the_retrofit(config):
-    """With what they grow by, at its peak; by the papers' rule a share of the longest answer."""
+def test_rivals_get_the_measured_peak_of_the_retrofit(config):
+    """At its peak, just before a cut; by the papers' rule, a share of the longest answer."""
     own = campaign.Campaign(config)
     own.results.folder.mkdir(parents=True)
     for name, peak in (("dms-3.3-0", 400.4), ("plain", 1500.0)):
@@ -191,8 +191,8 @@ def test_rivals_have_the_measured_peak_of_the_retrofit(config):
 
 
 @pytest.mark.nightly
-def test_lessons_training_and_answers(config, served, monkeypatch):
-    """With real programs: a training that is stopped goes on, and an adapter is asked."""
+def test_training_resumes_and_adapter_answers(config, served, monkeypatch):
+    """With real programs: a stopped training resumes, and the adapter answers."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step
     assert not (config.out / "done" / "train-dms-3.3-0.json").exists()
