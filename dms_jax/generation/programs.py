@@ -47,14 +47,15 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # A step's short kernels (plans, what policies keep of a row) may run concurrently with the long
 # ones, and copies that XLA would run ahead on separate streams are left in the CUDA graph. Without
 # and with concurrency a step with Llama-3.1-8B's shape and 32 sequences over an eighth of 8192
-# tokens takes 6.61 and 6.29 ms on an H200 (`experiments/results/speed/step_options.json`).
+# tokens takes 6.61 and 6.29 ms on an H200. The times here are those of
+# `experiments/benchmarks/step_options.py` at commit 72cdb41b.
 #
 # Loops stay outside of graphs. Unrolled in one graph, a step with Qwen2.5-0.5B's shape and 256
-# sequences of 256 tokens takes 1.89 ms instead of 2.04 (`experiments.benchmarks.step_options`). But
-# a cold engine call and two runs after it, 25 s otherwise, had not ended after 50 s. A step
-# allocates next to nothing, so nothing is recomputed to save memory. XLA counts a cache that is
-# updated in place three times, and beside a large cache would read the gates of a mixture of
-# experts up to three times a step (Qwen3-30B-A3B, 64 sequences of 4,096 tokens).
+# sequences of 256 tokens takes 1.89 ms instead of 2.04. But a cold engine call and two runs after
+# it, 25 s otherwise, had not ended after 50 s. A step allocates next to nothing, so nothing is
+# recomputed to save memory. XLA counts a cache that is updated in place three times, and beside a
+# large cache would read the gates of a mixture of experts up to three times a step (Qwen3-30B-A3B,
+# 64 sequences of 4,096 tokens).
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper,rematerialization",
@@ -63,8 +64,7 @@ GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
 # So each iteration of the loop over layers is one graph. It has several layers: each graph waits
 # for the one before it, and the arrays of its layers (norms, plans, tables, rows) are sliced at
 # once. With 16 layers instead of 8 a step with Llama-3.2-1B's shape and 32 sequences takes 1.70 ms
-# instead of 1.74 on an H100, one with Qwen2.5-0.5B's and 256 sequences 2.25 instead of 2.24
-# (`experiments.benchmarks.step_options`).
+# instead of 1.74 on an H100, one with Qwen2.5-0.5B's and 256 sequences 2.25 instead of 2.24.
 ON_GPU_STEP: dict[str, Any] = {"block": 16}
 
 

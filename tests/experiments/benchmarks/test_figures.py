@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gzip
-import importlib.util
 import json
 
 import jax
@@ -24,7 +23,6 @@ from experiments.benchmarks import (
     shapes,
     throughput,
     timing,
-    tpu_schedule,
     traces,
     training,
     vllm_peer,
@@ -137,18 +135,6 @@ def test_drawn_eviction_leaves_the_ratio():
 # -- calls of an engine and of a server ------------------------------------------------------------
 
 
-@pytest.mark.nightly
-def test_whole_calls_are_timed(tmp_path):
-    out = tmp_path / "engine.json"
-    sizes: dict = dict(lanes=2, requests=3, prompts=(5, 9), new_tokens=4, chunk=4, runs=1)
-    engine.main(engine.Config(shape="tiny", **sizes, dtype="float32", out=out))
-    results = json.loads(out.read_text())
-    (run,) = results["runs"]
-    assert results["first_call"]["requests"] == run["requests"] == 3
-    assert 15 <= run["prompt_tokens"] <= 27
-    assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
-
-
 def test_turn_time_is_split_at_launches():
     marks = engine.Marks()
     marks.events = [
@@ -233,20 +219,6 @@ def test_session_prompts_have_the_recorded_lengths():
     one, other = prompts.now
     assert one[: lengths.shared] == other[: lengths.shared]
     assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
-
-
-@pytest.mark.nightly
-def test_sessions_ask_a_running_server(tmp_path):
-    out = tmp_path / "sessions.json"
-    with a_server(policy=dms_jax.Vanilla(), prefix_cache=1e6) as client:
-        sizes = dict(shape="tiny", sessions=3, turns=4, shorten=150)
-        address = f"http://127.0.0.1:{client.port}"
-        agent_sessions.main(agent_sessions.Config(**sizes, url=address, out=out))
-        assert client.metric("dms_jax_answers_total") == 12
-    (row,) = json.loads(out.read_text())["rows"]
-    assert [turn["prompt"] for turn in row["turns"]] == [58, 60, 62, 64]
-    assert all(0 < turn["median_seconds"] <= turn["longest_seconds"] for turn in row["turns"])
-    assert [turn["cached"] > 0.5 for turn in row["turns"]] == [False, True, True, True]
 
 
 # A step compiles into the cache of its folder only, and takes a tenth of a second.
@@ -407,51 +379,6 @@ def test_pictures_of_published_records_are_drawn(tmp_path):
         kernels.main(kernels.Config(picture=tmp_path, out=tmp_path))
 
 
-# -- the model of the TPU kernels ------------------------------------------------------------------
-
-
-def test_share_of_bandwidth_follows_from_bytes_bundles_and_latency():
-    parts = {
-        "buffers": 5,
-        "row_bundles": 100,
-        "block_bundles": 380,
-        "starting_bundles": 80,
-        "copies_a_block": 16,
-        "bytes_a_copy": 4096,
-        "bytes_a_block": 65536,
-        "slots_a_block": 128,
-        "blocks_a_row": 2,
-    }
-    # Two cores share 2 TB/s: 65.536 ns of bytes, and 430 bundles at 1 GHz.
-    chip = tpu_schedule.Chip("kind", "topology", 2, 1e9)
-    said = tpu_schedule.decode_share(parts, 256, chip, 2e12)
-    assert said == {
-        "copy_cycles": 66,
-        "cycles": 430,
-        "share_at_0_us": round(65.536 / 430, 3),
-        "share_at_0.5_us": round(65.536 / 430, 3),
-        "share_at_1_us": round(65.536 / 430, 3),
-    }
-    # With two buffers a copy starts only when the block in its buffer has been computed.
-    two = tpu_schedule.decode_share(parts | {"buffers": 2}, 256, chip, 2e12)
-    assert two["share_at_0.5_us"] == round(65.536 / ((65.536 + 430 + 500) / 2), 3)
-    assert two["share_at_1_us"] == round(65.536 / ((65.536 + 430 + 1000) / 2), 3)
-    # A half-filled last block is copied by half and computed as a whole.
-    short = tpu_schedule.decode_share(parts, 192, chip, 2e12)
-    assert (short["copy_cycles"], short["cycles"]) == (49, 430)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_bundles_of_a_program_are_found():
-    """XLA fetches each of 256 rows by a separate copy, with the row that shares its words."""
-    found = tpu_schedule.compiled(tpu_schedule.CHIPS["v5e"], "fetch", "xla", (256, 1 << 20, 1))
-    loops = [one for whole in found.values() for one in whole.nested]
-    rows = sum(one.copies.count(("hbm_to_vmem", 512)) * (one.rounds or 1) for one in loops)
-    assert rows == 256
-    assert 256 < sum(whole.total() for whole in found.values()) < 256 * 50
-
-
 # -- beside vLLM -----------------------------------------------------------------------------------
 
 
@@ -506,22 +433,3 @@ def test_endless_model_copy_has_no_end_tokens(tmp_path):
     assert json.loads((copy / "generation_config.json").read_text()) == dict(eos_token_id=None)
     assert json.loads((copy / "tokenizer_config.json").read_text())["eos_token"] == "<rare>"
     assert (copy / "model.safetensors").read_bytes() == b"weights"
-
-
-@pytest.mark.nightly
-def test_one_system_is_timed_where_the_other_is_missing(tmp_path):
-    config = peer_config(
-        tmp_path,
-        parts=("plain",),
-        chats=(2,),
-        prompts=((2, 600),),
-        backends=("FLASH_ATTN",),
-        runs=1,
-    )
-    vllm_peer.main(config)
-    rows = json.loads(config.out.read_text())["rows"]
-    assert [("median" in row, row["system"].split(",")[0]) for row in rows] == [
-        (True, "dms_jax"),
-        (False, "vLLM"),
-    ] * 2
-    assert "vllm" in rows[1]["error"] or "torch" in rows[1]["error"]

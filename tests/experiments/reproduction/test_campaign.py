@@ -2,15 +2,13 @@
 
 import dataclasses
 import json
-import signal
-import time
 
 import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
 from dms_jax.policies import KVpop
-from experiments.reproduction import campaign, claims, pieces, records
+from experiments.reproduction import campaign, claims, records
 
 PROBLEMS = [
     {"question": f"What is {n} and {n + 1}?", "answer": f"It is {n}. #### {2 * n + 1}"}
@@ -153,77 +151,6 @@ def test_impossible_pieces_say_why(config, capsys):
     ):
         with pytest.raises(dms_jax.ConfigError, match=said):
             campaign.main(dataclasses.replace(config, **changes))
-    with pytest.raises(dms_jax.ConfigError, match="--lanes must be positive"):
-        dataclasses.replace(config, lanes=0)
-
-
-def test_pieces_follow_the_order_of_the_patterns(config):
-    plan = list(campaign.pieces(campaign.Campaign(config)))
-    wanted = pieces.chosen(plan, ("ask-arc-plain", "lessons-*", "ask-arc-*", "lessons-math"))
-    assert [piece.name for piece in wanted] == [
-        *("ask-arc-plain", "lessons-gsm8k", "lessons-math"),
-        *(f"ask-arc-{name}-0" for name in ("dms-3.3", "control", "dms-8", "kvpop", "all-3.3")),
-    ]
-
-
-@pytest.fixture
-def made_up(monkeypatch):
-    """Makes a plan of pieces from functions."""
-
-    def plan(**work):
-        monkeypatch.setattr(
-            campaign, "pieces", lambda _: [pieces.Piece(n, (), w) for n, w in work.items()]
-        )
-
-    return plan
-
-
-def stop():
-    raise KeyboardInterrupt
-
-
-def never_ends():
-    while True:
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
-def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
-    """Also in a background process of a shell."""
-    made_up(quick=lambda: {"is": "done"}, endless=never_ends, behind=dict)
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        assert call(config, "*", minutes=0.01) == 0
-        assert signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "endless: the time is over; the same command goes on." in capsys.readouterr().out
-    assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
-
-
-def test_error_ends_one_piece_and_ctrl_c_all(config, made_up, capsys):
-    made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"}, stopped=stop, behind=dict)
-    with pytest.raises(KeyboardInterrupt):
-        call(config, "*")
-    said = capsys.readouterr()
-    assert "broken: failed" in said.out
-    assert "KeyError: 'key'" in said.err
-    assert [path.stem for path in (config.out / "done").iterdir()] == ["sound"]
-    assert [call(config, name) for name in ("broken", "sound")] == [1, 0]
-
-
-def test_training_needs_only_its_documents(config):
-    """It needs neither the model nor the unfiltered answers."""
-    own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
-    folder = config.out / "lessons" / "math"
-    folder.mkdir(parents=True)
-    rows = [{"question": 0, "answer": 0, "prompt": [1, 2], "response": [3]}] * 2
-    (folder / "lessons.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert own.documents() == []  # not done yet
-    own.results.folder.mkdir()
-    own.results.path("lessons-math").write_text("{}")
-    told = [(each.prompt.tolist(), each.response.tolist()) for each in own.documents()]
-    assert told == [([1, 2], [3])] * 2
 
 
 def test_names_are_unique_and_needs_come_first(config):
