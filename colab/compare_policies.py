@@ -16,9 +16,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/compare_policies.ipynb)
 #
-# Four policies that need no training, on one checkpoint and one text: the loss that each adds
-# against the tokens that it keeps, both measured in true decoding from the paged cache. Then what
-# a smaller cache is worth on your card. The notebook `retrofit` trains one.
+# Compares four training-free policies on one checkpoint and one text: added loss against tokens
+# kept, both measured by decoding from the paged cache. Then estimates what a smaller cache gains on
+# your card. The notebook `retrofit` trains a policy.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -151,9 +151,9 @@ axis.set_xlim(right=edge * 1.2)
 plt.show()
 
 # %% [markdown]
-# ## What that is worth on this card
-# How long a decode step of Llama-3.1-8B's shape takes at least, by the data sheet: weights and live
-# cache read once. A card that is not in the list is taken for an L4.
+# ## Step time on this card
+# The least time of a decode step of Llama-3.1-8B's shape, by the data sheet: weights and live cache
+# read once. Unknown cards count as an L4.
 
 # %%
 from dms_jax.analysis import latency

@@ -12,15 +12,14 @@
 # ---
 
 # %% [markdown]
-# # What to do with the memory that was saved
+# # Hyper-scaling: spend the saved memory
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/hyperscaling.ipynb)
 #
-# A smaller cache pays for more: longer answers, or more chains of thought that vote. Here the
-# shipped reasoning model (11 million parameters) and its DMS retrofit answer the same problems at
-# several lengths and numbers of chains, and are compared at equal reads and at equal peak memory.
-# One greedy chain of every length is always a point too, so that a gain is over the best plain
-# decoding.
+# A smaller cache pays for longer answers, or for more chains of thought that vote. Here the shipped
+# reasoning model (11 million parameters) and its DMS retrofit answer the same problems with several
+# lengths and numbers of chains, and are compared at equal reads and at equal peak memory. One
+# greedy chain of every length is always included, so that a gain is over the best plain decoding.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -111,15 +110,15 @@ result = dms_jax.hyperscale(
 display(Markdown(result.table()))
 
 # %% [markdown]
-# L-W-CR@T is the most new tokens of an answer, the number of chains, the compression ratio and the
-# temperature; @0 is greedy. Right answers are in percent: of `single` chains, by `vote`, by the
-# likeliest chain (its tokens' mean or sum), and in any chain (`pass`, estimated from all that were
-# drawn). A star marks reads, or a peak, with which the system scores better by vote than with any
-# less.
+# L-W-CR@T stands for the most new tokens of an answer, the number of chains, the compression ratio
+# and the temperature; @0 is greedy. Right answers are in percent: of `single` chains, by `vote`, by
+# the likeliest chain (mean or sum over its tokens), and in any chain (`pass`, estimated from all
+# sampled chains). A star marks points on the frontier: no point of the system with fewer reads, or
+# a smaller peak, has a better vote.
 #
 # ## Frontiers
-# Each point is a length and a number of chains. Further up is better, further left is cheaper;
-# squares are greedy, and faint points are surpassed by another of the same system.
+# Each point is a length and a number of chains. Higher is better, further left is cheaper; squares
+# are greedy, and faint points are dominated by another point of the same system.
 
 # %%
 from IPython.display import Image
@@ -131,8 +130,8 @@ hyperscaling_figure(path, result, title="Word problems, a vote of the chains")
 display(Image(path), Markdown(result.gains_table()))
 
 # %% [markdown]
-# Gains are averaged over the budgets that both cover, in points of accuracy, with one standard
-# error. This model shows how the comparison is made, not that votes pay: it was taught on solutions
-# with slips, so that sampled chains differ and a vote mends them, but one greedy chain with the
-# whole cache makes hardly a slip and is ahead of all votes. What is known of other models is on
+# Gains are averaged over the budgets that both systems cover, in points of accuracy, with one
+# standard error. This model shows how the comparison works, not that votes pay: it was trained on
+# solutions with wrong steps, so that sampled chains differ and votes correct them, but one greedy
+# chain with the whole cache makes few errors and beats all votes. Results of other models:
 # `experiments/results/CLAIMS.md` in the repository.

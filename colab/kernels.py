@@ -16,10 +16,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/kernels.ipynb)
 #
-# Decode attention reads the pages of each row, and rows may be of very different lengths;
-# training attention carries DMS's mask in linear memory. Both have Pallas kernels for GPUs and
-# TPUs and an XLA reference with the same signature. This notebook says which serves on this
-# runtime and times it.
+# Decode attention reads the pages of each row, and row lengths may differ widely; training
+# attention applies DMS's mask in linear memory. Both have Pallas kernels for GPUs and TPUs and an
+# XLA reference with the same signature. This notebook shows which implementation runs here and
+# times it.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -111,11 +111,10 @@ def milliseconds(function, *arrays):
 
 
 # %% [markdown]
-# ## Decoding reads what is live
-# A row is one head of one sequence of one layer. With a kernel, fewer live tokens are fewer bytes
-# and less time, and rows of uneven lengths cost their mean and not their longest. The XLA
-# reference, which serves on a CPU, computes over the whole table whatever is live, and gains
-# nothing.
+# ## Decoding reads only live tokens
+# A row is one head of one sequence of one layer. With a kernel, fewer live tokens take fewer bytes
+# and less time, and rows of uneven lengths cost as much as their mean, not their maximum. The XLA
+# reference, used on a CPU, always computes over the whole table and gains nothing.
 
 # %%
 columns = CONTEXT // PAGE

@@ -16,13 +16,13 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/quickstart.ipynb)
 #
-# A language model remembers every token it has read: its key-value cache. Here the same model
-# answers the same problems with its whole cache and with one that it was taught to keep small
-# (Dynamic Memory Sparsification), side by side: tokens per second, tokens in the cache, and what
-# each head kept.
+# The key-value cache of a language model grows with every token. Here one model answers the same
+# problems with the whole cache and with a small one (its retrofit with Dynamic Memory
+# Sparsification), side by side: tokens per second, tokens in the cache, and the tokens that each
+# head keeps.
 #
-# The model is ours, of 11 million parameters, and works small problems out step by step.
-# Everything runs on a CPU too.
+# The model, our own, has 11 million parameters and solves small problems step by step. Everything
+# also runs on a CPU.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -93,7 +93,7 @@ TEMPERATURE = 0.0  # @param {type:"number"}
 # %% [markdown]
 # ## Load
 # Any Hugging Face directory or hub id of the Llama, Qwen or Mistral families works here. The second
-# checkpoint declares its policy in `config.json`, so it needs no other option.
+# checkpoint declares its policy in `config.json`, so it needs no option.
 
 # %%
 from dms_jax import assets
@@ -138,7 +138,7 @@ example = scores.index(max(scores))  # the first that DMS has right
 print(f"\n{prompts[example]}{results['DMS'].texts[example]}")
 
 # %% [markdown]
-# ## What the cache holds while an answer grows
+# ## Tokens in the cache during an answer
 
 # %%
 import matplotlib.pyplot as plt
@@ -165,7 +165,7 @@ figure.colorbar(shown, ax=heads)
 plt.show()
 
 # %% [markdown]
-# ## Which tokens did which heads keep?
+# ## Which tokens does each head keep?
 # Move the slider to see the cache at an earlier token; click a cell for one head.
 
 # %%

@@ -12,14 +12,13 @@
 # ---
 
 # %% [markdown]
-# # Teach a model to forget
+# # Retrofit a model with DMS
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/retrofit.ipynb)
 #
-# A retrofit trains a pretrained model, with itself as the teacher, to decide which tokens it can
-# do without. Here stories260K, a Llama of 260,032 parameters, learns Dynamic Memory
-# Sparsification on children's stories in about two minutes on a CPU; give your own checkpoint and
-# text instead.
+# A retrofit trains a pretrained model, with itself as the teacher, to decide which tokens to evict.
+# Here stories260K, a Llama of 260,032 parameters, learns Dynamic Memory Sparsification on
+# children's stories in about two minutes on a CPU; set your own checkpoint and text below.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -93,7 +92,7 @@ STEPS_PER_RATIO = 12  # @param {type:"integer"}
 
 # %% [markdown]
 # ## Load
-# On every device that is there: sequences and parameters are spread over a mesh.
+# With several devices, sequences and parameters are split over a mesh.
 
 # %%
 from dms_jax import assets
@@ -106,7 +105,7 @@ print(f"{recipe.total_steps(policy)} steps on {jax.device_count()} device(s)")
 
 # %% [markdown]
 # ## Train
-# The bar shows the loss and the ratio while they move; the curve below is drawn from the log.
+# The bar shows the current loss and ratio; the curves below come from the log.
 
 # %%
 model = dms_jax.retrofit(
@@ -139,8 +138,8 @@ ratio.set(xlabel="step", ylabel="compression ratio past the window")
 plt.show()
 
 # %% [markdown]
-# ## Keep it, load it, generate
-# A Hugging Face directory again; the policy travels in `config.json`.
+# ## Save, load, generate
+# `save` writes a Hugging Face directory, with the policy in `config.json`.
 
 # %%
 dms_jax.save(model, policy, "runs/model-dms")

@@ -1,8 +1,9 @@
 """A worker process with a hard timeout, which speaks JSON lines over stdin and stdout.
 
-A program reads lines of JSON from standard input and writes one line of JSON for each; before the
-first it writes "ready". It imports nothing from the library, so that it starts quickly. The first
-question starts it, from any thread; it runs until this process ends or an answer takes too long.
+The worker program reads lines of JSON from standard input and writes one line of JSON for each;
+before the first it writes "ready". It imports nothing from the library, so that it starts quickly.
+The first question, from any thread, starts it; it runs until this process ends or an answer times
+out.
 """
 
 import atexit
@@ -21,18 +22,18 @@ _MAX_ANSWER = 2**29  # bytes of the longest answer, with every character escaped
 
 
 class Running:
-    """The process of a program, and the pipes that connect to it.
+    """A worker process and its pipes.
 
     Args:
       program: the file of the program.
-      arguments: those of its command line.
+      arguments: its command line arguments.
 
     Raises:
       OSError: it could not be started.
     """
 
     def __init__(self, program: pathlib.Path, arguments: tuple[str, ...]):
-        # The search path of this process, so that the same packages are found.
+        # This process's search path, so that the worker finds the same packages.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(program), *arguments],
@@ -47,7 +48,7 @@ class Running:
             raise OSError(f"{sys.executable} did not start {program.name}")
 
     def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
-        """Send a line and return the answer; with `spent` in it, the process is unusable."""
+        """Send a line and return the answer; if it has `spent`, the process is unusable."""
         start = time.monotonic()
         line = self._exchange(request, seconds)
         if line.endswith(b"\n"):
@@ -58,7 +59,7 @@ class Running:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended for a reason other than a request."""
+        """Whether the process has ended on its own."""
         return self.process.poll() is not None
 
     def close(self) -> None:
@@ -67,7 +68,7 @@ class Running:
         self.process.communicate()
 
     def _exchange(self, request: bytes, seconds: float) -> bytes:
-        """Write a line and read one; the line read is incomplete if the process ends early."""
+        """Write a line and read one; the result is incomplete if the process ends early."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -85,12 +86,12 @@ class Running:
 
 
 class Helper:
-    """A program that is asked from any thread, one question after the other.
+    """A worker program that any thread can ask, one question at a time.
 
     Args:
       program: its file.
-      *arguments: those of its command line.
-      seconds: the most that an answer may take; then its process is killed.
+      *arguments: its command line arguments.
+      seconds: timeout of an answer, after which the process is killed.
 
     Attributes:
       running: its process, if there is one.
@@ -105,7 +106,7 @@ class Helper:
             os.register_at_fork(after_in_child=self.forget)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Return the answer to a question, both in JSON; "error" is in it if the process ended.
+        """Return the answer to a question, both in JSON; it has "error" if the process ended.
 
         Raises:
           OSError: the program cannot be started.
@@ -115,7 +116,8 @@ class Helper:
                 self.close()
             if self.running is None:
                 self.running = Running(self.program, self.arguments)
-            reply: dict[str, Any] = {"spent": True}  # an interrupt leaves half a line in the pipe
+            # an interrupt may leave half a line in the pipe
+            reply: dict[str, Any] = {"spent": True}
             try:
                 reply = self.running.ask(question.encode("ascii") + b"\n", self.seconds)
             finally:
@@ -125,7 +127,7 @@ class Helper:
 
     @property
     def busy(self) -> bool:
-        """Whether a question is asked at the moment."""
+        """Whether a question is being answered."""
         return self._lock.locked()
 
     def close(self) -> None:
@@ -135,18 +137,18 @@ class Helper:
             self.running = None
 
     def forget(self) -> None:
-        """Drop the process after a fork: it belongs to the parent."""
+        """Drop the process after a fork, because it belongs to the parent."""
         self._lock, self.running = threading.Lock(), None
 
 
 class Helpers:
-    """Several processes of one program: threads that ask at the same time need not wait.
+    """A pool of worker processes of one program.
 
     Args:
       program: its file.
-      *arguments: those of its command line.
+      *arguments: its command line arguments.
       seconds: the most that an answer may take; then its process is killed.
-      count: the most processes. As many start as questions are asked at the same time.
+      count: the most processes; they start as concurrent questions need them.
 
     Attributes:
       each: the processes.

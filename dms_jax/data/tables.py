@@ -1,8 +1,8 @@
-"""Tables of records: Parquet files, and Hugging Face datasets that were saved to disk.
+"""Tables of records: Parquet files, and Hugging Face datasets saved to disk.
 
 Both are read through Arrow (pip install 'dms-jax[data]'), memory-mapped: a table larger than memory
-takes only its pages that are in use. Parquet is compressed, so a copy of it that is not is written
-to a temporary file while it is used, up to a size (`decompression`).
+takes only the memory of its pages in use. Parquet is compressed, so an uncompressed copy is written
+to a temporary file, up to a size limit (`decompression`).
 """
 
 import bisect
@@ -23,7 +23,7 @@ class Tables(Records):
 
     Args:
       paths: files that end in .parquet or .arrow, or folders of saved datasets.
-      fields: which fields of a row make up a document, and which rows are left out.
+      fields: the fields of a row that make a document, and the rows to skip.
 
     Raises:
       ConfigError: pyarrow is not installed.
@@ -77,7 +77,7 @@ class Tables(Records):
             raise DataError(f"{path} cannot be read: {error}") from error
 
     def _copied(self, path: pathlib.Path) -> Any:
-        """Returns a Parquet file's table, from an uncompressed copy that goes with the source."""
+        """Returns a Parquet file's table, from an uncompressed copy deleted with the source."""
         import pyarrow.parquet
 
         pyarrow = _pyarrow()
@@ -87,17 +87,17 @@ class Tables(Records):
                 for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
                     limit.count(batch.nbytes)
                     writer.write_batch(batch)
-            # The mapping keeps the file's content once its name is gone.
+            # The mapping keeps the file's content after the file is unlinked.
             return pyarrow.ipc.open_stream(pyarrow.memory_map(copy.name)).read_all()
 
 
 def is_table(path: pathlib.Path) -> bool:
-    """Whether a path is that of a table: a Parquet or Arrow file, or a saved dataset."""
+    """Whether a path is a table: a Parquet or Arrow file, or a saved dataset."""
     return path.suffix in (".parquet", ".arrow") or path.is_dir()
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a path: itself, those that a saved dataset lists, or Parquet files."""
+    """Returns the files of a path: itself, a saved dataset's files, or Parquet files."""
     if not path.is_dir():
         return [path]
     if (path / "dataset_dict.json").exists():

@@ -3,8 +3,8 @@
     for record in read_records("gsm8k/test.jsonl"):
         record.text("question")    # DataError: gsm8k/test.jsonl, line 7: there is no "question"
 
-JSON lines may be packed with gzip (`.jsonl.gz`). A folder is read as all its files of these kinds,
-in the order of their names.
+JSON lines may be compressed with gzip (`.jsonl.gz`). For a folder, all files of these kinds are
+read in the order of their names.
 """
 
 import csv
@@ -25,7 +25,7 @@ class Record:
     """One record of a file.
 
     Attributes:
-      fields: name to value.
+      fields: name -> value.
       where: file and line, for messages.
       file: the name of the file without its suffix.
     """
@@ -42,7 +42,7 @@ class Record:
         """The value of the first of these fields that is present.
 
         Raises:
-          DataError: none is present.
+          DataError: none of the fields is present.
         """
         for name in names:
             if self.fields.get(name) is not None:
@@ -52,10 +52,10 @@ class Record:
         raise self.error(f"there is no {wanted}; fields: {found}.")
 
     def text(self, *names: str) -> str:
-        """The first of these fields that is present, as text; it must be a text or a number.
+        """The first present field as text; its value must be a text or a number.
 
         Raises:
-          DataError: none is present, or the value is blank or of another type.
+          DataError: none of the fields is present, or the value is blank or of another type.
         """
         value = self.value(*names)
         if is_whole(value) or isinstance(value, float):
@@ -65,10 +65,10 @@ class Record:
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A field that must be a list of two texts or more.
+        """A field with a list of two or more texts.
 
         Raises:
-          DataError: it is something else.
+          DataError: it is anything else.
         """
         value = self.value(name)
         if (
@@ -81,15 +81,15 @@ class Record:
         return tuple(value)
 
     def index(self, *names: str, below: int, first: int = 0) -> int:
-        """A field that says which of several options is right, counted from 0.
+        """A field with the index of the right option, counted from 0.
 
         Args:
-          names: names of the field; the first one that is present counts.
-          below: how many options there are.
-          first: the number that the file uses for the first option.
+          names: possible names of the field; the first present one counts.
+          below: number of options.
+          first: the file's number of the first option.
 
         Raises:
-          DataError: it is no such number.
+          DataError: the value is no valid index.
         """
         value = self.value(*names)
         if isinstance(value, str) and value.strip().isdecimal():
@@ -109,11 +109,10 @@ def read_records(
 
     Args:
       path: `.jsonl`, `.jsonl.gz`, `.json` (a list, or JSON lines), `.csv` or `.parquet`.
-      columns: names of the fields of CSV files that have no header; None where the first line of
-        a CSV file names them.
+      columns: names of the fields of CSV files without a header; None if CSV files have one.
 
     Raises:
-      DataError: a file is missing, empty, of another kind, or a line is not what it should be.
+      DataError: a file is missing, empty or of another kind, or a line is malformed.
       ConfigError: the file is parquet and pyarrow is not installed.
     """
     path = pathlib.Path(path)
@@ -186,7 +185,7 @@ def _read_csv(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Rec
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
         while True:
-            line = rows.line_num + 1  # a row may take several lines
+            line = rows.line_num + 1  # a row may span several lines
             try:
                 row = next(rows, None)
             except csv.Error as error:
@@ -208,7 +207,7 @@ def _read_csv(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Rec
 
 def _read_parquet(path: pathlib.Path) -> Iterator[Record]:
     with path.open("rb"):
-        pass  # a missing file is an OSError here, whatever pyarrow says
+        pass  # raise OSError for a missing file, not pyarrow's error
     parquet = import_extra("pyarrow.parquet", package="pyarrow", purpose=f"Reading {path}")
     pyarrow = import_extra("pyarrow", package="pyarrow", purpose=f"Reading {path}")
     try:

@@ -1,7 +1,7 @@
-"""The notebooks run from an empty folder on the wheel of this checkout, and show what they promise.
+"""The notebooks run from an empty folder with the wheel of this checkout, and show their results.
 
-Each lies here twice: a script (py:percent), which is read and changed, and the notebook that
-`make outputs` writes from it, with what it showed.
+Each notebook has two files: a script (py:percent) to edit, and the notebook that `make outputs`
+writes from it, with its outputs.
 """
 
 import base64
@@ -23,7 +23,7 @@ import pytest
 from tests.colab.execute import COLAB, execute, unpacked_wheel
 
 SCRIPTS = sorted(COLAB.glob("*.py"))
-# Small settings, what a run prints, and how many figures it draws.
+# Small settings, a text that the run prints, and its number of figures.
 RUNS = {
     "quickstart": (dict(PROBLEMS=2, LONGEST_ANSWER=24), "tokens in the cache at the peak", 1),
     "retrofit": (dict(STEPS_PER_RATIO=2, RATIO=2.0, WINDOW=8), "live tokens:", 1),
@@ -86,7 +86,7 @@ def check_outputs(name: str, notebook: nbformat.NotebookNode) -> None:
 
 
 def has_drawing(picture: str) -> bool:
-    """Whether a picture has more than a frame and its words: lines or areas in colour."""
+    """Whether a picture has coloured lines or areas beside its frame and text."""
     from matplotlib import image
 
     pixels = image.imread(io.BytesIO(base64.b64decode(picture)), format="png")[..., :3]
@@ -94,7 +94,7 @@ def has_drawing(picture: str) -> bool:
 
 
 @pytest.mark.release
-def test_a_frame_alone_is_no_drawing():
+def test_control_empty_frame_is_no_drawing():
     from matplotlib.figure import Figure
 
     def drawn(*points):
@@ -111,7 +111,7 @@ def test_a_frame_alone_is_no_drawing():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_script_and_notebook_say_the_same_and_the_notebook_ran(path):
+def test_script_equals_executed_notebook(path):
     notebook = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     script = jupytext.read(path)
     cells, same = (
@@ -126,7 +126,7 @@ def test_script_and_notebook_say_the_same_and_the_notebook_ran(path):
     assert f'SOURCE = "{SOURCE}"' in notebook.cells[1].source
 
 
-def test_the_first_cell_is_the_same_everywhere():
+def test_first_cells_are_equal():
     assert len({jupytext.read(path).cells[1].source for path in SCRIPTS}) == 1
 
 
@@ -142,7 +142,7 @@ def test_the_first_cell_is_the_same_everywhere():
         (False, False, "empty", (WHEEL, ZIP), f"{{}}/empty/{WHEEL}[plots]", UNPACKED),
     ],
 )
-def test_the_first_cell_installs_what_the_runtime_needs(
+def test_first_cell_installs_extras_of_runtime(
     card, tpu, folder, uploaded, expected, models, tmp_path, monkeypatch
 ):
     where = tmp_path / folder

@@ -6,8 +6,8 @@ and the score: the share of references that occur in the completion, ignoring ca
 
 Differences, because nothing is downloaded: the essays are public-domain novels, cut at sentences; a
 regular expression splits sentences, and drops a closing quotation mark; adjectives and nouns come
-from our lists; a needle may come after the last line of noise; several chains are spread over the
-noise independently; and there is no worked example before the question (zero-shot).
+from our lists; a needle may follow the last line of noise; several chains are spread over the noise
+independently; and there is no worked example before the question (zero-shot).
 """
 
 import bisect
